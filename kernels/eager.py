@@ -1,0 +1,184 @@
+"""The backend in plain PyTorch: any device, any float dtype. A loop over experts; the signatures are in interface.py.
+
+On a GPU the loop reads the offsets on the host, so it is the one backend that synchronises: a last resort there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .interface import Activation, Rows, accumulation_dtype
+
+
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
+    num_pairs, device = expert_P.numel(), expert_P.device
+    expert_P = expert_P.reshape(-1).long()
+    missing_P = (expert_P < 0) | (expert_P >= num_experts)
+    if not sentinels and missing_P.any():
+        raise ValueError(
+            f"the routing names expert {expert_P[missing_P][0].item()}, but there are {num_experts} experts "
+            f"(0 to {num_experts - 1}); ids outside that range are allowed only under expert parallelism "
+            "(Routing(..., sentinels=True))"
+        )
+    key_P = torch.where(missing_P, num_experts, expert_P)
+    if token_P is None:  # top-k: pair p belongs to token p // K
+        token_P = torch.arange(num_pairs, device=device) // max(num_pairs // max(num_tokens, 1), 1)
+    token_P = token_P.reshape(-1).long()
+
+    pair_R = torch.argsort(key_P, stable=True)
+    count_E1 = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(
+        0, key_P, torch.ones_like(key_P)
+    )
+    offsets = F.pad(count_E1[:num_experts].cumsum(0), (1, 0))
+    is_row = torch.arange(num_pairs, device=device) < offsets[-1]
+
+    row_P = torch.empty_like(pair_R).scatter_(0, pair_R, torch.arange(num_pairs, device=device))
+    count_T = torch.zeros(num_tokens, dtype=torch.long, device=device).scatter_add_(
+        0, token_P, torch.ones_like(token_P)
+    )
+    rows = Rows(
+        offsets=offsets,
+        token=torch.where(is_row, token_P[pair_R], num_tokens),
+        pair=torch.where(is_row, pair_R, num_pairs),
+        token_offsets=F.pad(count_T.cumsum(0), (1, 0)),
+        token_rows=row_P[torch.argsort(token_P, stable=True)],
+    )
+    return Rows(*(t.to(torch.int32) for t in rows))
+
+
+def _spans(rows: Rows):
+    """(expert, slice of its rows) for every expert that has rows."""
+    offsets = rows.offsets.tolist()
+    return [(e, slice(s, t)) for e, (s, t) in enumerate(zip(offsets[:-1], offsets[1:])) if t > s]
+
+
+def _split(h, interleaved):
+    return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
+
+
+def _join(gate, up, interleaved):
+    return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
+
+
+def _activate(gate, up, activation: Activation):
+    """a, d a / d gate, d a / d up; all in the accumulation dtype."""
+    name = activation.name
+    if name == "clamped_swiglu":
+        alpha, limit = activation.alpha, activation.limit
+        gate_clamped, up_clamped = gate.clamp(max=limit), up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(alpha * gate_clamped)
+        glu = gate_clamped * sigmoid
+        dgate = (up_clamped + 1) * (sigmoid + alpha * glu * (1 - sigmoid)) * (gate <= limit)
+        return (up_clamped + 1) * glu, dgate, glu * (up.abs() <= limit)
+    if name == "swiglu":
+        sigmoid = torch.sigmoid(gate)
+        value = gate * sigmoid
+        slope = sigmoid + value * (1 - sigmoid)
+    elif name == "geglu":
+        cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
+        value = gate * cdf
+        slope = cdf + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+    elif name == "geglu_tanh":
+        scale = math.sqrt(2 / math.pi)
+        tanh = torch.tanh(scale * (gate + 0.044715 * gate**3))
+        value = 0.5 * gate * (1 + tanh)
+        slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * scale * (1 + 3 * 0.044715 * gate * gate)
+    else:  # reglu
+        slope = (gate > 0).to(gate.dtype)
+        value = gate * slope
+    return value * up, slope * up, value
+
+
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
+    num_rows, width = rows.token.numel(), gate_up_E2IH.shape[1]
+    h_R2I = x_TH.new_empty(num_rows, width)
+    a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
+    for e, span in _spans(rows):
+        h = x_TH[rows.token[span]] @ gate_up_E2IH[e].T
+        h_R2I[span] = h if bias_E2I is None else h + bias_E2I[e]
+        if want_a:
+            gate, up = _split(h_R2I[span].to(accumulation_dtype(x_TH.dtype)), interleaved)
+            a_RI[span] = _activate(gate, up, activation)[0].to(a_RI.dtype)
+    return h_R2I if want_h else None, a_RI
+
+
+def down(a_RI, down_EHI, bias_EH, rows):
+    y_RH = a_RI.new_empty(a_RI.shape[0], down_EHI.shape[1])
+    for e, span in _spans(rows):
+        y = a_RI[span] @ down_EHI[e].T
+        y_RH[span] = y if bias_EH is None else y + bias_EH[e]
+    return y_RH
+
+
+def combine(y_RH, weight_P, rows, num_tokens):
+    # an expert's rows belong to different tokens, so adding expert by expert has one order of summation
+    dtype = accumulation_dtype(y_RH.dtype)
+    out_TH = torch.zeros(num_tokens, y_RH.shape[1], dtype=dtype, device=y_RH.device)
+    for _, span in _spans(rows):
+        y = y_RH[span].to(dtype)
+        if weight_P is not None:
+            y = y * weight_P[rows.pair[span], None]
+        out_TH.index_add_(0, rows.token[span], y)
+    return out_TH.to(y_RH.dtype)
+
+
+def down_backward(dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw):
+    dtype = accumulation_dtype(dout_TH.dtype)
+    dh_R2I = torch.empty_like(h_R2I) if want_dh else None
+    a_RI = h_R2I.new_empty(h_R2I.shape[0], h_R2I.shape[1] // 2) if want_a else None
+    dw_P = torch.zeros_like(weight_P) if want_dw else None
+    for e, span in _spans(rows):
+        dout = dout_TH[rows.token[span]]
+        weight = weight_P[rows.pair[span], None]
+        a, dgate, dup = _activate(*_split(h_R2I[span].to(dtype), interleaved), activation)
+        if want_dh or want_dw:
+            da = (dout @ down_EHI[e]).to(dtype)
+        if want_dh:
+            dh_R2I[span] = _join(weight * da * dgate, weight * da * dup, interleaved).to(dh_R2I.dtype)
+        if want_a:
+            a_RI[span] = (weight * a).to(a_RI.dtype)
+        if want_dw:
+            dw = (da * a).sum(-1)
+            if bias_EH is not None:
+                dw = dw + dout.to(dtype) @ bias_EH[e].to(dtype)
+            dw_P[rows.pair[span]] = dw
+    return dh_R2I, a_RI, dw_P
+
+
+def input_rows(dh_R2I, gate_up_E2IH, rows):
+    dx_RH = dh_R2I.new_empty(dh_R2I.shape[0], gate_up_E2IH.shape[2])
+    for e, span in _spans(rows):
+        dx_RH[span] = dh_R2I[span] @ gate_up_E2IH[e]
+    return dx_RH
+
+
+def gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH):
+    gradient = torch.zeros_like(like_E2IH)
+    for e, span in _spans(rows):
+        gradient[e] = dh_R2I[span].T @ x_TH[rows.token[span]]
+    return gradient
+
+
+def down_gradient(dout_TH, a_RI, rows, like_EHI):
+    gradient = torch.zeros_like(like_EHI)
+    for e, span in _spans(rows):
+        gradient[e] = dout_TH[rows.token[span]].T @ a_RI[span]
+    return gradient
+
+
+def gate_up_bias_gradient(dh_R2I, rows, like_E2I):
+    gradient = torch.zeros_like(like_E2I)
+    for e, span in _spans(rows):
+        gradient[e] = dh_R2I[span].sum(0, dtype=accumulation_dtype(dh_R2I.dtype))
+    return gradient
+
+
+def down_bias_gradient(dout_TH, weight_P, rows, like_EH):
+    gradient = torch.zeros_like(like_EH)
+    for e, span in _spans(rows):
+        weight = weight_P[rows.pair[span], None]
+        gradient[e] = (weight * dout_TH[rows.token[span]].to(weight.dtype)).sum(0)
+    return gradient

@@ -1,0 +1,66 @@
+"""What every backend offers, and the words its functions share.
+
+Letters: T tokens, H hidden size, I expert intermediate size, E experts, K experts per token, P routed pairs
+(token, expert) as the routing lists them, R <= P rows that survive dispatch, sorted by expert.
+
+A backend is a module with these functions (`kernels/eager.py` is the plainest one):
+
+    dispatch(expert_P, token_P, num_tokens, num_experts, sentinels) -> Rows
+    up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a) -> h_R2I, a_RI
+    down(a_RI, down_EHI, bias_EH, rows) -> y_RH
+    combine(y_RH, weight_P, rows, num_tokens) -> out_TH
+    down_backward(dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved,
+                  want_dh, want_a, want_dw) -> dh_R2I, a_RI, dw_P
+    input_rows(dh_R2I, gate_up_E2IH, rows) -> dx_RH
+    gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH) -> E2IH
+    down_gradient(dout_TH, a_RI, rows, like_EHI) -> EHI
+    gate_up_bias_gradient(dh_R2I, rows, like_E2I) -> E2I
+    down_bias_gradient(dout_TH, weight_P, rows, like_EH) -> EH
+
+Row buffers have P rows; those past `rows.offsets[E]` are never written nor read. Weights come as logical views [E, 2I, H]
+and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says whether the 2I dimension holds
+(gate, up) pairs or all gates, then all ups; h and dh keep that order. `weight_P` is in the accumulation dtype
+(`accumulation_dtype`). What a `want_*` flag leaves out comes back as None. Every function is deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
+
+
+class Activation(NamedTuple):
+    """A gated activation a = act(gate, up).
+
+    swiglu: silu(gate) * up; geglu: gelu(gate) * up (erf); geglu_tanh: the tanh approximation; reglu: relu(gate) * up;
+    clamped_swiglu (gpt-oss): g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit).
+    """
+
+    name: str = "swiglu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+class Rows(NamedTuple):
+    """The routed pairs sorted by expert, and the way back. All int32, on the device of the routing.
+
+    offsets [E+1]: rows of expert e are offsets[e] .. offsets[e+1]; offsets[E] = R.
+    token [P]: token of each row; T past R.
+    pair [P]: position of each row in the routing's flat list; P past R.
+    token_offsets [T+1]: token t's entries in token_rows are token_offsets[t] .. token_offsets[t+1].
+    token_rows [P]: rows of each token, in the routing's order; an entry >= R is a dropped pair.
+    """
+
+    offsets: torch.Tensor
+    token: torch.Tensor
+    pair: torch.Tensor
+    token_offsets: torch.Tensor
+    token_rows: torch.Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums, routing weights and activations are computed in: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

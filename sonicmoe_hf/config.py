@@ -1,0 +1,76 @@
+"""Frozen settings, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ROUNDINGS = ("nearest", "balanced", "stochastic", "nearest_score", "up", "down")
+SAVE_POLICIES = ("preactivation", "input")
+LAYOUTS = {  # name: (transposed, interleaved)
+    "concatenated": (False, False),
+    "interleaved": (False, True),
+    "transposed_concatenated": (True, False),
+    "transposed_interleaved": (True, True),
+}
+DEFAULT_TILE = 128
+
+
+def check_choice(what: str, value, choices) -> None:
+    """Raise a ValueError that names `value` and the choices, unless `value` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRounding:
+    """Training-time routing that rounds the rows of every expert to a multiple of the GEMM tile (paper, section 4).
+
+    Args:
+        rounding: how f rows become a multiple of the tile M. "nearest" (a tie goes down), "balanced" (nearest, with the
+            residual carried from expert to expert, so that the total stays within M/2 of top-k's), "stochastic" (up with
+            probability frac(f/M), drawn from torch's generator on the device), "nearest_score" (the side that changes
+            the expert's sum of scores least; a tie goes down), "up", "down".
+        tile: M, rows; 128 on every backend unless set.
+        min_tiles_per_expert: below this mean number of tiles per expert a call keeps plain top-k, because quality
+            drops there (paper, table 6).
+    """
+
+    rounding: str = "nearest"
+    tile: int | None = None
+    min_tiles_per_expert: float = 2.0
+
+    def __post_init__(self):
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        if self.tile is not None and (not isinstance(self.tile, int) or isinstance(self.tile, bool) or self.tile < 1):
+            raise ValueError(f"tile is {self.tile!r}; it counts rows: a whole number of at least 1, or None for 128")
+        if not 0 <= self.min_tiles_per_expert < math.inf:
+            raise ValueError(f"min_tiles_per_expert is {self.min_tiles_per_expert!r}; it must be finite and >= 0")
+
+    @property
+    def tile_rows(self) -> int:
+        """The tile M in rows."""
+        return DEFAULT_TILE if self.tile is None else self.tile
+
+    def max_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
+        """The most rows that rounding can leave, known without looking at the routing: what h is allocated at."""
+        rows, tile = num_tokens * top_k, self.tile_rows
+        extra = {"nearest": num_experts * (tile // 2), "balanced": tile // 2, "down": 0}
+        return min(rows + extra.get(self.rounding, num_experts * (tile - 1)), num_tokens * num_experts)
+
+    def applies(self, num_tokens: int, top_k: int, num_experts: int) -> bool:
+        """Whether this many tokens give every expert `min_tiles_per_expert` tiles on average."""
+        return num_tokens * top_k >= self.min_tiles_per_expert * self.tile_rows * num_experts
+
+
+def as_routing_policy(routing) -> TokenRounding | None:
+    """None or "top_k" -> None; "token_rounding" -> TokenRounding(); a TokenRounding stays itself."""
+    if routing is None or routing == "top_k":
+        return None
+    if routing == "token_rounding":
+        return TokenRounding()
+    if isinstance(routing, TokenRounding):
+        return routing
+    raise ValueError(
+        f"routing is {routing!r}; choose None, 'top_k', 'token_rounding' or a sonicmoe_hf.routing.TokenRounding(...)"
+    )

@@ -1,0 +1,64 @@
+"""A routing decision as the kernels want it: rows sorted by expert, and the way back to tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from . import backends
+from .kernels.interface import Rows
+
+
+@torch.library.custom_op("sonicmoe_hf::dispatch", mutates_args=())
+def _dispatch(
+    expert_P: torch.Tensor,
+    token_P: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    sentinels: bool,
+    backend: str,
+) -> list[torch.Tensor]:
+    return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
+
+
+@_dispatch.register_fake
+def _(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+    sizes = (num_experts + 1, expert_P.numel(), expert_P.numel(), num_tokens + 1, expert_P.numel())
+    return [expert_P.new_empty(size, dtype=torch.int32) for size in sizes]
+
+
+def dispatch(
+    expert_index: torch.Tensor,
+    num_tokens: int,
+    num_experts: int,
+    token_index: torch.Tensor | None = None,
+    *,
+    sentinels: bool = False,
+    backend: str | None = None,
+) -> Rows:
+    """Sort routed pairs by expert.
+
+    Args:
+        expert_index: [T, K], or any shape of P pairs with `token_index`; integer expert ids.
+        num_tokens, num_experts: T and E.
+        token_index: the token of each pair, same shape; None for [T, K], where pair p belongs to token p // K.
+        sentinels: ids outside 0..E-1 mean "no expert" (expert parallelism) instead of an error.
+    Returns:
+        `kernels.interface.Rows`; within an expert, rows keep the order of the pairs.
+    Raises:
+        ValueError: an id names no expert (checked on a CPU, where looking is free), or shapes disagree.
+    """
+    if expert_index.dtype.is_floating_point or expert_index.dtype in (torch.bool, torch.complex64):
+        raise ValueError(f"expert_index has dtype {expert_index.dtype}; expert ids are integers")
+    if token_index is None:
+        if expert_index.dim() != 2 or expert_index.shape[0] != num_tokens:
+            raise ValueError(
+                f"expert_index has shape {tuple(expert_index.shape)}; without token_index it must be [T, K] with "
+                f"T = {num_tokens} tokens"
+            )
+    elif token_index.shape != expert_index.shape:
+        raise ValueError(
+            f"token_index has shape {tuple(token_index.shape)}, expert_index {tuple(expert_index.shape)}; "
+            "they list the same pairs"
+        )
+    backend = backends.choose(expert_index.device, torch.float32, backend).name
+    return Rows(*_dispatch(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

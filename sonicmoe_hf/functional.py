@@ -1,0 +1,233 @@
+"""moe_experts: the one differentiable function, written once over the backends' functions.
+
+Forward and backward are torch.library custom ops, so that torch.compile sees two opaque calls. What is saved for
+backward is x, h and the routing (`save="preactivation"`), or x and the routing (`save="input"`, h is computed again);
+never the activations a, the rows y, or gathered rows. Formulas: paper, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import backends
+from .config import LAYOUTS, SAVE_POLICIES, check_choice
+from .dispatch import dispatch
+from .kernels.interface import ACTIVATIONS, Activation, Rows, accumulation_dtype
+from .routing import Routing
+
+__all__ = ["Activation", "moe_experts"]
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _without_autocast(device: torch.device):
+    return torch.autocast(device.type, enabled=False)
+
+
+@torch.library.custom_op("sonicmoe_hf::experts_forward", mutates_args=())
+def _experts_forward(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    rows: list[torch.Tensor],
+    activation: str,
+    alpha: float,
+    limit: float,
+    interleaved: bool,
+    backend: str,
+    keep_h: bool,
+    save: str,
+) -> list[torch.Tensor]:
+    """[out_TH], and h_R2I after it when `keep_h`. `save` is what backward will ask for, noted on the op for autograd."""
+    kernels, rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
+    with _without_autocast(x.device):
+        h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=keep_h, want_a=True)
+        y = kernels.down(a, down, down_bias, rows)
+        out = kernels.combine(y, weight, rows, x.shape[0])
+    return [out, h] if keep_h else [out]
+
+
+@_experts_forward.register_fake
+def _(x, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, interleaved, backend, keep_h, save):  # fmt: skip
+    out = x.new_empty(x.shape)
+    return [out, x.new_empty(rows[1].shape[0], gate_up.shape[1])] if keep_h else [out]
+
+
+NEEDS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")  # the order of `needs` and of the gradients
+
+
+@torch.library.custom_op("sonicmoe_hf::experts_backward", mutates_args=())
+def _experts_backward(
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    h: torch.Tensor | None,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    rows: list[torch.Tensor],
+    activation: str,
+    alpha: float,
+    limit: float,
+    interleaved: bool,
+    backend: str,
+    needs: list[bool],
+) -> list[torch.Tensor]:
+    """The gradients that `needs` asks for, in the order of NEEDS; h is computed again where it was not saved."""
+    kernels, rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
+    need = dict(zip(NEEDS, needs))
+    dout = dout.contiguous()
+    gradients = {}
+    with _without_autocast(dout.device):
+        want_dh = need["x"] or need["gate_up"] or need["gate_up_bias"]
+        if h is None and (want_dh or need["down"] or need["weight"]):
+            h, _ = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=True, want_a=False)
+        if want_dh or need["down"] or need["weight"]:
+            dh, a, gradients["weight"] = kernels.down_backward(
+                dout, down, down_bias, h, weight, rows, act, interleaved,
+                want_dh=want_dh, want_a=need["down"], want_dw=need["weight"],
+            )  # fmt: skip
+            del h
+        if need["down"]:
+            gradients["down"] = kernels.down_gradient(dout, a, rows, down)
+            del a
+        if need["down_bias"]:
+            gradients["down_bias"] = kernels.down_bias_gradient(dout, weight, rows, down_bias)
+        if need["gate_up"]:
+            gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, gate_up)
+        if need["gate_up_bias"]:
+            gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, gate_up_bias)
+        if need["x"]:
+            dx_R = kernels.input_rows(dh, gate_up, rows)
+            gradients["x"] = kernels.combine(dx_R, None, rows, dout.shape[0])
+    return [gradients[name] for name in NEEDS if need[name]]
+
+
+@_experts_backward.register_fake
+def _(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, interleaved, backend, needs):  # fmt: skip
+    likes = dict(gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    likes["x"] = dout.new_empty(dout.shape)
+    return [torch.empty_like(likes[name]) for name, needed in zip(NEEDS, needs) if needed]
+
+
+def _setup_context(ctx, inputs, output):
+    x, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, keep_h, save = inputs
+    ctx.set_materialize_grads(False)
+    ctx.needs = list(ctx.needs_input_grad[: len(NEEDS)])
+    h = output[1] if keep_h else None
+    if h is not None:
+        ctx.mark_non_differentiable(h)
+    keep_x = save == "input" or ctx.needs[1]
+    ctx.save_for_backward(x if keep_x else None, h, gate_up, down, weight, gate_up_bias, down_bias, *rows)
+
+
+def _backward(ctx, gradients):
+    dout = gradients[0]
+    rest = ([None] * len(Rows._fields),) + (None,) * 7
+    if dout is None:
+        return (None,) * len(NEEDS) + rest
+    x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
+    found = iter(
+        _experts_backward(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs)
+    )
+    return tuple(next(found) if need else None for need in ctx.needs) + rest
+
+
+_experts_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
+    """Raise what a user can act on; `gate_up` and `down` are the logical views [E, 2I, H] and [E, H, I]."""
+    tensors = {"x": x, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x has dtype {x.dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != x.dtype:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} but x has {x.dtype}; cast one of them, or run under torch.autocast"
+            )
+    for name, tensor in {**tensors, "the routing": routing.expert_index, "its weights": routing.weights}.items():
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
+    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        raise ValueError(
+            f"x, gate_up, down have {x.dim()}, {gate_up.dim()}, {down.dim()} dimensions; they need 2 (tokens, hidden), "
+            "3 and 3 (experts first)"
+        )
+    num_experts, width, hidden = gate_up.shape
+    if x.shape[1] != hidden or width % 2 or tuple(down.shape) != (num_experts, hidden, width // 2):
+        raise ValueError(
+            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}, read as [T, H], "
+            f"[E, 2I, H] and [E, H, I] by layout={layout!r}, disagree; is the layout right?"
+        )
+    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
+        if bias is not None and tuple(bias.shape) != (num_experts, size):
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {(num_experts, size)}")
+
+
+def moe_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    routing: Routing | tuple[torch.Tensor, torch.Tensor],
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str | Activation = "swiglu",
+    layout: str = "concatenated",
+    save: str = "preactivation",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
+
+    Args:
+        x: [T, H], fp64, fp32, bf16 or fp16.
+        gate_up, down: the experts' weights in x's dtype, stored as `layout` says: [E, 2I, H] and [E, H, I], or for the
+            transposed layouts [E, H, 2I] and [E, I, H].
+        routing: a `Routing`, or (expert_index [T, K], weights [T, K]). Weights are computed with in fp32.
+        gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+        activation: a name of kernels.interface.ACTIVATIONS, or an `Activation` with its alpha and limit.
+        layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
+            native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).
+        save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
+        backend: overrides the automatic choice (see `sonicmoe-hf doctor`).
+    Returns:
+        [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype.
+    Raises:
+        ValueError: shapes, dtypes, devices or names that do not fit, with the value and the remedy.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("save", save, SAVE_POLICIES)
+    act = activation if isinstance(activation, Activation) else Activation(activation)
+    check_choice("activation", act.name, ACTIVATIONS)
+    if not isinstance(routing, Routing):
+        routing = Routing(*routing)
+    dtype_out = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+        gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
+    transposed, interleaved = LAYOUTS[layout]
+    if transposed and gate_up.dim() == 3 and down.dim() == 3:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
+
+    backend = backends.choose(x.device, x.dtype, backend).name
+    rows = dispatch(
+        routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
+        sentinels=routing.sentinels, backend=backend,
+    )  # fmt: skip
+    weight = routing.weights.reshape(-1).to(accumulation_dtype(x.dtype))
+    inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    keep_h = differentiable and save == "preactivation"
+    out = _experts_forward(
+        x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, list(rows),
+        act.name, act.alpha, act.limit, interleaved, backend, keep_h, save,
+    )[0]  # fmt: skip
+    return out.to(dtype_out)
