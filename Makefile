@@ -1,0 +1,59 @@
+# Everything a contributor runs. Each target makes the environment it needs; nothing is installed outside this folder.
+#   make demo          train a small model with token rounding, on any machine, in a few minutes
+#   make test          the tests, here and (core tests) on the oldest Transformers we support
+#   make lint          ruff, check and format
+#   make bench         GPU benchmarks
+# A machine without CUDA saves a large download with PyTorch's CPU build:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= $(shell command -v python3 || command -v python)
+PIP_FLAGS ?=
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_TESTS ?= tests
+RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-newest test-oldest lint format bench wheel clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
+
+test: test-newest test-oldest
+
+test-newest: $(VENV)/.installed
+	$(RUN) $(VENV)/bin/python $(PYTEST) $(ARGS)
+
+test-oldest: $(OLDEST)/.installed
+	$(RUN) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(ARGS)
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.installed
+	$(VENV)/bin/python benchmarks/moe_layer.py $(ARGS)
+
+wheel: $(VENV)/.installed
+	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# An environment is up to date when its stamp is newer than what it was made from.
+%/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: none found; set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed: this is {v}; set PYTHON=/path/to/python3")'
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	if [ $* = $(OLDEST) ]; then sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/; /^huggingface-hub==/d' constraints.txt; \
+	  else cat constraints.txt; fi > $*/constraints.txt
+	$*/bin/python -m pip install --quiet $(PIP_FLAGS) -c $*/constraints.txt -e '.[test]'
+	touch $@
