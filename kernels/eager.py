@@ -125,7 +125,9 @@ def combine(y_RH, weight_P, rows, num_tokens):
     return out_TH.to(y_RH.dtype)
 
 
-def down_backward(dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw):
+def down_backward(
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+):
     dtype = accumulation_dtype(dout_TH.dtype)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(h_R2I.shape[0], h_R2I.shape[1] // 2) if want_a else None

@@ -1,0 +1,21 @@
+"""gpt-oss (20b, 120b). Its experts' clamped gate is told from the module by sonicmoe_hf/experts.py."""
+
+from .family import Family, softmax_scores, sum_normalised
+
+
+def _weights(router, scores_TE, mask_TE):
+    # softmax over the chosen logits equals S / sum over the chosen set
+    return sum_normalised(scores_TE, mask_TE)
+
+
+FAMILY = Family(
+    name="gpt_oss",
+    module="transformers.models.gpt_oss.modeling_gpt_oss",
+    block="GptOssMLP",
+    router="GptOssTopKRouter",
+    experts="GptOssExperts",
+    pretrained="GptOssPreTrainedModel",
+    router_attribute="router",
+    scores=softmax_scores,  # raw logits are not comparable between tokens
+    weights=_weights,
+)

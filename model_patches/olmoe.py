@@ -1,0 +1,15 @@
+"""OLMoE (allenai/OLMoE-1B-7B and its kin)."""
+
+from .family import Family, norm_topk_prob_weights, softmax_scores
+
+FAMILY = Family(
+    name="olmoe",
+    module="transformers.models.olmoe.modeling_olmoe",
+    block="OlmoeSparseMoeBlock",
+    router="OlmoeTopKRouter",
+    experts="OlmoeExperts",
+    pretrained="OlmoePreTrainedModel",
+    router_attribute="gate",
+    scores=softmax_scores,
+    weights=norm_topk_prob_weights,
+)

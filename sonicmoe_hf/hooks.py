@@ -1,0 +1,168 @@
+"""The hooks that patching installs: one on each router, and one pair on each model that contains routers.
+
+All are module-level classes holding plain data, so that patched models copy, pickle and compile as before. On and off
+is an attribute of the state they share (torch.compile ignores hooks added or removed after compilation).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers.utils import logging
+
+from .config import TokenRounding
+from .experts import IMPLEMENTATION
+from .load import ExpertLoad
+from .model_patches import FAMILIES
+from .routing import MISPLACED, rounded_routing
+from .support import check_accelerated
+
+logger = logging.get_logger(__name__)
+
+
+class ModelCall(NamedTuple):
+    """What a call of the model tells its routers: are gradients on, its [B, S] attention mask, and the policy."""
+
+    gradients: bool
+    attention_mask: torch.Tensor | None
+    policy: TokenRounding | None
+
+
+class PatchState:
+    """Shared by all hooks of one model.
+
+    policy: token rounding, or None for top-k. counting: whether routers count their loads.
+    call: the model call in progress. backward_call: the one whose backward runs, for recomputation of layers.
+    """
+
+    def __init__(self, previous_implementation: dict):
+        self.previous_implementation = previous_implementation
+        self.policy: TokenRounding | None = None
+        self.counting = False
+        self.call: ModelCall | None = None
+        self.backward_call: ModelCall | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether routers have anything to do."""
+        return self.policy is not None or self.counting
+
+
+def _is_recomputing() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | None:
+    """Which of the T tokens are real, where a mask of that many entries says so."""
+    if attention_mask is None or attention_mask.numel() != num_tokens:
+        return None
+    return attention_mask.reshape(-1).to(device) != 0
+
+
+class RouterHook:
+    """Forward hook of a router: returns a Routing in place of the indices while token rounding is active.
+
+    That is: a policy is set, the router is in training mode, and the outermost model call had gradients enabled.
+    """
+
+    def __init__(self, family_name: str, layer_name: str, config, state: PatchState):
+        self.family_name = family_name
+        self.layer_name = layer_name
+        self.config = config
+        self.state = state
+        self.load = ExpertLoad()
+
+    def __call__(self, router: nn.Module, args, output):
+        state = self.state
+        recomputing = _is_recomputing()
+        if not router.training or not (state.active or recomputing):
+            return None
+        call = state.backward_call if recomputing else state.call
+        if call is None or not call.gradients:
+            return None
+        logits_TE, weights_TK, index_TK = output
+        num_tokens, num_experts = logits_TE.shape
+        valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
+        policy, rounded, mask_TE, fell_back = call.policy, None, None, False
+        if policy is not None:
+            fell_back = not policy.applies(num_tokens, index_TK.shape[1], num_experts)
+            if fell_back:
+                self._say_top_k(policy, num_tokens, index_TK.shape[1], num_experts)
+            else:
+                self._check_implementation()
+                rounded, mask_TE, fell_back = rounded_routing(
+                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T
+                )
+        if state.counting and not recomputing:
+            tile = 1 if policy is None else policy.tile_rows
+            with torch.no_grad():
+                self.load.record(
+                    index_TK, num_experts, mask_TE=mask_TE, fell_back=fell_back, tile=tile, valid_T=valid_T
+                )
+        return None if rounded is None else (logits_TE, weights_TK, rounded)
+
+    def _check_implementation(self):
+        if self.config._experts_implementation != IMPLEMENTATION:
+            raise RuntimeError(
+                f'{self.layer_name}: experts_implementation is "{self.config._experts_implementation}". {MISPLACED}'
+            )
+
+    def _say_top_k(self, policy: TokenRounding, num_tokens: int, top_k: int, num_experts: int):
+        if not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
+                f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "
+                f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding"
+            )
+
+
+class ModelEntryHook:
+    """Forward pre-hook (with kwargs) of a model: notes whether gradients are on, and which tokens are padding.
+
+    Before the first call it also checks that the layers are still ones we accelerate: quantisers and use_kernels may
+    have replaced them since patching.
+    """
+
+    def __init__(self, state: PatchState, mask_position: int | None):
+        self.state = state
+        self.mask_position = mask_position
+        self.verified = False
+
+    def __call__(self, model: nn.Module, args, kwargs):
+        if not self.verified and not torch.compiler.is_compiling():
+            check_accelerated(model)
+            self.verified = True
+        if not self.state.active:
+            return
+        mask = kwargs.get("attention_mask")
+        if mask is None and self.mask_position is not None and len(args) > self.mask_position:
+            mask = args[self.mask_position]
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            mask = None
+        self.state.call = ModelCall(torch.is_grad_enabled(), mask, self.state.policy)
+
+
+class ModelExitHook:
+    """Forward hook of a model: its call is over. Its outputs' gradients will announce its backward.
+
+    Gradient checkpointing recomputes layers during backward, outside any model call; autograd runs a later call's whole
+    backward before an earlier one's, so the last output whose gradient arrived tells whose layers are recomputed.
+    """
+
+    def __init__(self, state: PatchState):
+        self.state = state
+
+    def __call__(self, model: nn.Module, args, output):
+        state, call = self.state, self.state.call
+        state.call = None
+        if call is not None and call.gradients and not torch.compiler.is_compiling():
+
+            def announce(gradient):
+                state.backward_call = call
+
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(announce)

@@ -1,0 +1,173 @@
+"""Which layers of a model sonicmoe_hf accelerates, where token rounding works, and why not elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .experts import UnsupportedExpertsError, check_weights, experts_facts, is_expert_parallel
+from .model_patches import FAMILIES, Family
+
+QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones
+    "Mxfp4GptOssExperts": "load it with quantization_config=Mxfp4Config(dequantize=True)",
+    "FP8Experts": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+}
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or some of its layers, cannot be patched: the message names each layer, the reason and the remedy."""
+
+
+class LayerSupport(NamedTuple):
+    """One mixture-of-experts layer: its name, its family if token rounding knows it, and what works, with the reason."""
+
+    name: str
+    family: str | None
+    accelerated: bool
+    token_rounding: bool
+    reason: str
+
+
+class Layer(NamedTuple):
+    """A mixture-of-experts layer as found in a model; `router` and `family` are None outside our families."""
+
+    name: str
+    family: Family | None
+    block: nn.Module | None
+    router: nn.Module | None
+    experts: nn.Module
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module inside PEFT's wrappers."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def _family_class(family: Family, role: str) -> type | None:
+    """The family's class in that role, or None where its module was never imported (so no instance exists)."""
+    module = sys.modules.get(family.module)
+    return None if module is None else getattr(module, getattr(family, role))
+
+
+def load_family_class(family: Family, role: str) -> type:
+    """The family's class in that role, importing its module."""
+    return getattr(importlib.import_module(family.module), getattr(family, role))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return hasattr(type(module), "_apply_gate") or type(module).__name__ in QUANTISED
+
+
+def find_layers(model: nn.Module) -> Iterator[Layer]:
+    """Every mixture-of-experts layer of the model: those of our families with their router, any other experts without."""
+    blocks = {cls: family for family in FAMILIES.values() if (cls := _family_class(family, "block")) is not None}
+    claimed = set()
+    for name, module in model.named_modules():
+        family = next((family for cls, family in blocks.items() if isinstance(module, cls)), None)
+        if family is not None:
+            router, experts = _bare(getattr(module, family.router_attribute)), _bare(module.experts)
+            claimed.add(experts)
+            yield Layer(name, family, module, router, experts)
+        elif _is_experts(module) and module not in claimed:
+            claimed.add(module)
+            yield Layer(name, None, None, None, module)
+
+
+class _BlockProbe:
+    """Stands in for a block's `self`: its router returns a mark, and its experts note whether the mark arrives."""
+
+    def __init__(self, block: nn.Module, router_attribute: str):
+        self._block = block
+        self._router_attribute = router_attribute
+        self.mark = object()
+        self.received: list = []
+
+    def __getattr__(self, name):
+        if name == self._router_attribute:
+            return lambda hidden_states, *args, **kwargs: (None, None, self.mark)
+        if name == "experts":
+            return self._experts
+        value = getattr(self._block, name)
+        return (lambda x, *args, **kwargs: x) if isinstance(value, nn.Module) else value
+
+    def _experts(self, hidden_states, *args, **kwargs):
+        self.received += [*args, *kwargs.values()]
+        return hidden_states
+
+
+def hands_indices_to_experts(block: nn.Module, family: Family) -> bool:
+    """Whether the block's own forward passes the router's third output to its experts and does nothing else with it."""
+    probe = _BlockProbe(block, family.router_attribute)
+    try:
+        type(block).forward(probe, torch.zeros(1, 1, 8))
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        return False  # it did something with the mark that a routing object cannot do
+    return any(value is probe.mark for value in probe.received)
+
+
+def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
+    """Whether use_kernels=True replaced the block's forward (MegaBlocks), past our experts."""
+    return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
+
+
+def _why_not_accelerated(model: nn.Module, layer: Layer) -> str | None:
+    remedy = QUANTISED.get(type(layer.experts).__name__)
+    if remedy is not None:
+        return f"its experts are quantised ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
+    if _uses_hub_kernel(model, layer.block):
+        return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
+    try:
+        experts_facts(layer.experts)
+        check_weights(layer.experts)
+    except UnsupportedExpertsError as error:
+        return str(error)
+    return None
+
+
+def _why_no_rounding(layer: Layer) -> str | None:
+    if layer.family is None:
+        return f"token rounding knows the families {', '.join(FAMILIES)}"
+    if is_expert_parallel(layer.experts):
+        return "token rounding does not work under expert parallelism"
+    if not hands_indices_to_experts(layer.block, layer.family):
+        return f"{type(layer.block).__name__} of this Transformers version uses the router's indices itself"
+    return None
+
+
+def supports(model: nn.Module) -> list[LayerSupport]:
+    """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
+    found = []
+    for layer in find_layers(model):
+        family = None if layer.family is None else layer.family.name
+        reason = _why_not_accelerated(model, layer)
+        if reason is not None:
+            found.append(LayerSupport(layer.name, family, False, False, reason))
+            continue
+        reason = _why_no_rounding(layer)
+        found.append(LayerSupport(layer.name, family, True, reason is None, reason or "everything works"))
+    return found
+
+
+def check_accelerated(model: nn.Module) -> list[LayerSupport]:
+    """`supports(model)`, or UnsupportedModelError where a layer is not accelerated or there is none."""
+    layers = supports(model)
+    if not layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no mixture-of-experts layer that goes through Transformers' experts interface"
+        )
+    refused = [layer for layer in layers if not layer.accelerated]
+    if refused:
+        lines = "\n".join(f"  {layer.name}: {layer.reason}" for layer in refused[:4])
+        more = f"\n  ... and {len(refused) - 4} more" if len(refused) > 4 else ""
+        raise UnsupportedModelError(
+            f"{len(refused)} of {len(layers)} mixture-of-experts layers of {type(model).__name__} cannot be "
+            f"accelerated:\n{lines}{more}"
+        )
+    return layers
