@@ -1,0 +1,137 @@
+"""The `sonicmoe-hf` command: demo, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from .config import ROUNDINGS
+
+DEMO_PACKAGES = ("accelerate", "matplotlib")
+
+
+def _at_least(least: int):
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
+
+
+def _version() -> str:
+    from .doctor import versions
+
+    found = versions()
+    return f"sonicmoe-hf {found['sonicmoe-hf']} (torch {found['torch']}, transformers {found['transformers']})"
+
+
+class _VersionAction(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        print(_version())
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `sonicmoe-hf`."""
+    parser = argparse.ArgumentParser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
+    parser.add_argument("--version", action=_VersionAction, nargs=0, help="print versions and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_doctor(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions, devices, backends; for a model: what is accelerated and why",
+        description="Prints versions, devices and the backend chosen for each. With a model (hub id or local folder; "
+        "only its config is read) also which of its layers are accelerated, where token rounding works, and why not "
+        "elsewhere. Exit code: 0 if everything is accelerated, 1 if not, 2 if the model cannot be examined.",
+    )
+    doctor.add_argument("model", nargs="?", help="hub id or local folder")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    doctor.add_argument("--batch-size", type=_at_least(1), help="sequences per forward and device")
+    doctor.add_argument("--sequence-length", type=_at_least(1), help="tokens per sequence; with --batch-size, says "
+                        "whether token rounding applies or falls back to top-k")  # fmt: skip
+    doctor.add_argument("--tile", type=_at_least(1), help="token rounding's tile in rows (default 128)")
+    doctor.set_defaults(run=_run_doctor)
+
+
+def _add_demo(commands) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small mixture-of-experts model with token rounding, on any machine",
+        description="Trains a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, "
+        "evaluates it with top-k, saves it, reloads it through Transformers, compares logits, and draws pictures.",
+    )
+    demo.add_argument("--steps", type=_at_least(4), default=400, help="optimiser steps (default %(default)s)")
+    demo.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default %(default)s)")
+    demo.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="nearest",
+                      help="token rounding's policy, or top_k for none (default %(default)s)")  # fmt: skip
+    demo.add_argument("--tile", type=_at_least(1), default=64, help="tile in rows (default %(default)s)")
+    demo.add_argument("--seed", type=_at_least(0), default=0, help="(default %(default)s)")
+    demo.set_defaults(run=_run_demo)
+
+
+def _run_doctor(arguments) -> int:
+    from . import doctor, report
+
+    if (arguments.batch_size is None) != (arguments.sequence_length is None):
+        return _fail("--batch-size and --sequence-length belong together: give both")
+    if arguments.tile is not None and arguments.batch_size is None:
+        return _fail("--tile needs --batch-size and --sequence-length")
+    examined = None
+    if arguments.model is not None:
+        try:
+            examined = doctor.examine(
+                arguments.model,
+                batch_size=arguments.batch_size,
+                sequence_length=arguments.sequence_length,
+                tile=arguments.tile,
+            )
+        except doctor.DoctorError as error:
+            return _fail(str(error))
+    elif arguments.batch_size is not None:
+        return _fail("--batch-size and --sequence-length need a model: sonicmoe-hf doctor MODEL --batch-size ...")
+    if arguments.json:
+        print(json.dumps(doctor.as_json(examined), indent=2))
+    else:
+        report.print_doctor(examined)
+    return 0 if examined is None or examined.accelerated else 1
+
+
+def _run_demo(arguments) -> int:
+    missing = [package for package in DEMO_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        return _fail(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
+    from .demo.run import DemoSettings, run
+
+    return run(
+        DemoSettings(
+            steps=arguments.steps,
+            output=arguments.output,
+            rounding=arguments.rounding,
+            tile=arguments.tile,
+            seed=arguments.seed,
+        )
+    )
+
+
+def _fail(message: str) -> int:
+    print(f"sonicmoe-hf: {message}", file=sys.stderr)
+    return 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parsed = build_parser().parse_args(arguments)
+    return parsed.run(parsed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""Real text that every machine has: the sources of the running Python's standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_EVERY = 12  # every twelfth file is kept for evaluation
+
+
+def standard_library(folder: Path | None = None) -> tuple[list[str], list[str]]:
+    """The texts of the standard library's top-level modules, as (training files, held-out files).
+
+    Raises:
+        FileNotFoundError: this Python ships no sources (an embedded or zipped standard library).
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
+    texts = [text for text in texts if text.strip()]
+    if len(texts) < HELD_OUT_EVERY:
+        raise FileNotFoundError(
+            f"{folder} holds {len(texts)} Python sources; the demo reads the standard library's own text there. "
+            "Run it with a Python that ships its sources (python.org, conda, Debian's python3)"
+        )
+    held_out = texts[::HELD_OUT_EVERY]
+    return [text for index, text in enumerate(texts) if index % HELD_OUT_EVERY], held_out
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocab_size` entries, trained on `texts`; the same texts give the same tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[dict[str, torch.Tensor]]:
+    """The texts as one stream of tokens, cut into training examples of `length` tokens; the remainder is left out."""
+    stream: list[int] = []
+    for ids in tokenizer(texts, verbose=False)["input_ids"]:
+        stream += [*ids, tokenizer.eos_token_id]
+    whole = len(stream) // length * length
+    rows = torch.tensor(stream[:whole]).view(-1, length)
+    return [{"input_ids": row, "labels": row} for row in rows]

@@ -1,0 +1,302 @@
+"""The demo's steps, in order: train, evaluate, save and reload, draw, report. Each is a function."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import sonicmoe_hf
+
+from ..config import as_routing_policy
+from ..doctor import versions
+from . import corpus, plots
+from .model import VOCAB_SIZE, small_config
+
+SEQUENCE_LENGTH = 128
+BATCH_SIZE = 16  # 2048 tokens a step
+HELD_OUT_BLOCKS = 128
+LEARNING_RATE = 3e-3
+EVALUATIONS = 8
+LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What `sonicmoe-hf demo` takes: optimiser steps, the output folder, token rounding's policy and tile, the seed."""
+
+    steps: int = 400
+    output: Path = Path("outputs/demo")
+    rounding: str = "nearest"
+    tile: int = 64
+    seed: int = 0
+
+    @property
+    def policy(self):
+        """The TokenRounding to train with, or None for top-k."""
+        if self.rounding == "top_k":
+            return as_routing_policy(None)
+        return sonicmoe_hf.routing.TokenRounding(rounding=self.rounding, tile=self.tile)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something the demo promises, and whether it came out."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass
+class Demo:
+    """What the steps share, and what they found."""
+
+    settings: DemoSettings
+    console: Console
+    tokenizer: PreTrainedTokenizerFast
+    train_blocks: list
+    held_out_blocks: list
+    model: PreTrainedModel
+    load: sonicmoe_hf.ExpertLoadCallback = field(default_factory=lambda: sonicmoe_hf.ExpertLoadCallback())
+    log: list[dict] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def check(self, name: str, passed: bool, detail: str) -> None:
+        """Note a check's outcome."""
+        self.checks.append(Check(name, bool(passed), detail))
+
+    def logged(self, key: str) -> plots.Curve:
+        """What the Trainer logged under `key`."""
+        entries = [entry for entry in self.log if key in entry]
+        return plots.Curve([entry["step"] for entry in entries], [entry[key] for entry in entries])
+
+
+class _PrintProgress(TrainerCallback):
+    """One line per log: works in a terminal, in CI and in a file."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "eval_loss" in logs:
+            self.console.print(f"  step {state.global_step:>4}  [bold]held-out loss {logs['eval_loss']:.3f}[/] (top-k)")
+        elif "loss" in logs:
+            self.console.print(f"  step {state.global_step:>4}/{state.max_steps}  loss {float(logs['loss']):.3f}")
+
+
+def run(settings: DemoSettings) -> int:
+    """Run the demo; 0 if all its checks passed, 1 otherwise."""
+    demo = prepare(settings)
+    for step in (train, reload_and_compare, draw, write_metrics):
+        step(demo)
+    print_summary(demo)
+    return 0 if all(check.passed for check in demo.checks) else 1
+
+
+def prepare(settings: DemoSettings) -> Demo:
+    """Read the text, train the tokenizer, build the model with random weights."""
+    console = Console(highlight=False)
+    console.rule("[bold]sonicmoe-hf demo", align="left")
+    set_seed(settings.seed)
+    train_texts, held_out_texts = corpus.standard_library()
+    tokenizer = corpus.train_tokenizer(train_texts, VOCAB_SIZE)
+    train_blocks = corpus.blocks(train_texts, tokenizer, SEQUENCE_LENGTH)
+    held_out_blocks = corpus.blocks(held_out_texts, tokenizer, SEQUENCE_LENGTH)[:HELD_OUT_BLOCKS]
+    config = small_config(tokenizer)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="sonicmoe_hf")
+    console.print(
+        f"text: {len(train_texts)} files of Python's standard library to train on "
+        f"({len(train_blocks) * SEQUENCE_LENGTH:,} tokens), {len(held_out_texts)} held out\n"
+        f"model: Qwen3-MoE architecture, {model.num_parameters() / 1e6:.1f} M parameters, random start; "
+        f"{config.num_hidden_layers} layers, {config.num_experts} experts, {config.num_experts_per_tok} per token"
+    )
+    return Demo(settings, console, tokenizer, train_blocks, held_out_blocks, model)
+
+
+def train(demo: Demo) -> None:
+    """Train with the Trainer: token rounding while training, top-k whenever it evaluates."""
+    settings, policy = demo.settings, demo.settings.policy
+    routing = "top-k" if policy is None else f"token rounding ({policy.rounding}, tiles of {policy.tile_rows} rows)"
+    demo.console.print(f"training: {settings.steps} steps of {BATCH_SIZE * SEQUENCE_LENGTH} tokens, {routing}")
+    sonicmoe_hf.patch_model(demo.model)
+    callbacks = [demo.load, _PrintProgress(demo.console)]
+    if policy is not None:
+        callbacks.insert(0, sonicmoe_hf.TokenRoundingCallback(rounding=policy.rounding, tile=policy.tile))
+    trainer = Trainer(
+        model=demo.model,
+        args=_training_arguments(settings),
+        train_dataset=demo.train_blocks,
+        eval_dataset=demo.held_out_blocks,
+        processing_class=demo.tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(_default_printer())
+    sonicmoe_hf.attach(trainer)
+    start = time.perf_counter()
+    trainer.train()
+    demo.seconds = time.perf_counter() - start
+    demo.log = trainer.state.log_history
+    _check_training(demo)
+
+
+def _default_printer():
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback
+
+
+def _training_arguments(settings: DemoSettings) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=str(settings.output / "trainer"),
+        max_steps=settings.steps,
+        per_device_train_batch_size=BATCH_SIZE,
+        per_device_eval_batch_size=BATCH_SIZE,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, settings.steps // 20),
+        weight_decay=0.1,
+        logging_steps=max(1, settings.steps // 40),
+        logging_first_step=True,
+        eval_strategy="steps",
+        eval_steps=max(1, settings.steps // EVALUATIONS),
+        eval_on_start=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=settings.seed,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # a demo needs one device; DataParallel copies the model at every step
+    return arguments
+
+
+def _check_training(demo: Demo) -> None:
+    losses, held_out = demo.logged("loss").values, demo.logged("eval_loss").values
+    last = float(np.mean(losses[-3:]))
+    demo.check("the training loss falls", last < losses[0], f"{losses[0]:.2f} -> {last:.2f}")
+    demo.check("the held-out loss falls", held_out[-1] < held_out[0], f"{held_out[0]:.2f} -> {held_out[-1]:.2f}")
+    if demo.settings.policy is not None:
+        fallbacks = sum(demo.logged("moe/top_k_fallbacks").values)
+        changed = sum(demo.logged("moe/rows_added").values) + sum(demo.logged("moe/rows_dropped").values)
+        tile = demo.settings.tile
+        whole = all(rows % tile == 0 for entry in demo.load.history for rows in _flat(entry["rows_per_expert"]))
+        demo.check("token rounding was at work", changed > 0 and fallbacks == 0, f"{fallbacks:.0f} fallbacks to top-k")
+        demo.check("every expert got whole tiles", whole, f"{len(demo.load.history)} logs, tiles of {tile} rows")
+
+
+def _flat(rows_per_expert: dict[str, list[int]]) -> list[int]:
+    return [rows for layer in rows_per_expert.values() for rows in layer]
+
+
+def reload_and_compare(demo: Demo) -> None:
+    """Save with save_pretrained, load through Transformers with both implementations, compare logits."""
+    folder = demo.settings.output / "model"
+    demo.model.save_pretrained(folder)
+    demo.tokenizer.save_pretrained(folder)
+    # train() is on purpose: without gradients a patched model uses top-k in either mode
+    ours = {"in training mode, no gradients": demo.model.train(), "in evaluation mode": copy.deepcopy(demo.model).eval()}
+    logits = {mode: held_out_logits(demo, model) for mode, model in ours.items()}
+    for implementation in ("eager", "sonicmoe_hf"):
+        reloaded = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
+        expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
+        for mode, ours_now in logits.items():
+            error = relative_error(ours_now, expected)
+            demo.check(
+                f'logits {mode} = the reloaded model\'s with "{implementation}"',
+                error <= LOGIT_TOLERANCE,
+                f"relative error {error:.1e}",
+            )
+
+
+@torch.no_grad()
+def held_out_logits(demo: Demo, model: PreTrainedModel) -> torch.Tensor:
+    """The logits of the first held-out batch."""
+    return model(input_ids=_batch(demo.held_out_blocks).to(model.device)).logits.float().cpu()
+
+
+def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((ours - expected).norm() / expected.norm()).item()
+
+
+def _batch(blocks: list) -> torch.Tensor:
+    return torch.stack([block["input_ids"] for block in blocks[:BATCH_SIZE]])
+
+
+def draw(demo: Demo) -> None:
+    """The loss curve, and the rows of every expert."""
+    policy = demo.settings.policy
+    routing = "top-k routing" if policy is None else f"token rounding, {policy.rounding}, tiles of {policy.tile_rows}"
+    plots.draw_loss(
+        demo.settings.output / "loss_curve.png",
+        demo.logged("loss"),
+        demo.logged("eval_loss"),
+        math.log(len(demo.tokenizer)),
+        routing,
+        BATCH_SIZE * SEQUENCE_LENGTH,
+    )
+    history = np.array([list(entry["rows_per_expert"].values()) for entry in demo.load.history])
+    steps = [entry["step"] for entry in demo.load.history]
+    plots.draw_load(demo.settings.output / "expert_load.png", rounded_batch(demo), history, steps)
+
+
+@torch.no_grad()
+def rounded_batch(demo: Demo) -> plots.Rounded:
+    """How the trained model routes one training batch by top-k, and what token rounding makes of it."""
+    model, config = demo.model.eval(), demo.model.config
+    input_ids = _batch(demo.train_blocks).to(model.device)
+    before, after = [], []
+    for logits_TE in model(input_ids=input_ids, output_router_logits=True).router_logits:
+        scores_TE = logits_TE.float().softmax(-1)
+        index_TK = scores_TE.topk(config.num_experts_per_tok, dim=-1).indices
+        before.append(index_TK.flatten().bincount(minlength=config.num_experts))
+        rounding = "nearest" if demo.settings.policy is None else demo.settings.rounding
+        mask_TE = sonicmoe_hf.routing.round_tokens(scores_TE, index_TK, tile=demo.settings.tile, rounding=rounding)
+        after.append(mask_TE.sum(0))
+    return plots.Rounded(torch.stack(before).cpu().numpy(), torch.stack(after).cpu().numpy(), demo.settings.tile)
+
+
+def write_metrics(demo: Demo) -> None:
+    """Everything found, as outputs/demo/metrics.json."""
+    settings = {**asdict(demo.settings), "output": str(demo.settings.output)}
+    facts = {
+        "settings": settings,
+        "versions": versions(),
+        "training_seconds": round(demo.seconds, 1),
+        "checks": [asdict(check) for check in demo.checks],
+        "log": demo.log,
+        "expert_load": demo.load.history,
+    }
+    (demo.settings.output / "metrics.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def print_summary(demo: Demo) -> None:
+    """The checks and where the results are."""
+    table = Table("", "check", "measured", title="Results", title_justify="left")
+    for check in demo.checks:
+        table.add_row("[green]ok[/]" if check.passed else "[red]FAILED[/]", check.name, check.detail)
+    demo.console.print(table)
+    demo.console.print(f"trained for {demo.seconds:.0f} s; results in {demo.settings.output}:")
+    for name in ("loss_curve.png", "expert_load.png", "metrics.json", "model"):
+        demo.console.print(f"  {demo.settings.output / name}")
