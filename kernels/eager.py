@@ -5,12 +5,17 @@ On a GPU the loop reads the offsets on the host, so it is the one backend that s
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 import torch.nn.functional as F
 
 from .interface import Activation, Rows, accumulation_dtype
+
+
+def tile_table_length(num_pairs, num_experts):
+    return 0
 
 
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
@@ -26,7 +31,8 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     key_P = torch.where(missing_P, num_experts, expert_P)
     if token_P is None:  # top-k: pair p belongs to token p // K
         token_P = torch.arange(num_pairs, device=device) // max(num_pairs // max(num_tokens, 1), 1)
-    token_P = token_P.reshape(-1).long()
+    else:
+        token_P = torch.where(missing_P, num_tokens, token_P.reshape(-1).long())
 
     pair_R = torch.argsort(key_P, stable=True)
     count_E1 = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(
@@ -36,15 +42,16 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     is_row = torch.arange(num_pairs, device=device) < offsets[-1]
 
     row_P = torch.empty_like(pair_R).scatter_(0, pair_R, torch.arange(num_pairs, device=device))
-    count_T = torch.zeros(num_tokens, dtype=torch.long, device=device).scatter_add_(
+    count_T1 = torch.zeros(num_tokens + 1, dtype=torch.long, device=device).scatter_add_(
         0, token_P, torch.ones_like(token_P)
     )
     rows = Rows(
         offsets=offsets,
         token=torch.where(is_row, token_P[pair_R], num_tokens),
         pair=torch.where(is_row, pair_R, num_pairs),
-        token_offsets=F.pad(count_T.cumsum(0), (1, 0)),
+        token_offsets=F.pad(count_T1[:num_tokens].cumsum(0), (1, 0)),
         token_rows=row_P[torch.argsort(token_P, stable=True)],
+        tiles=offsets.new_empty(0, 3),
     )
     return Rows(*(t.to(torch.int32) for t in rows))
 
@@ -52,7 +59,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
 def _spans(rows: Rows):
     """(expert, slice of its rows) for every expert that has rows."""
     offsets = rows.offsets.tolist()
-    return [(e, slice(s, t)) for e, (s, t) in enumerate(zip(offsets[:-1], offsets[1:])) if t > s]
+    return [(e, slice(s, t)) for e, (s, t) in enumerate(itertools.pairwise(offsets)) if t > s]
 
 
 def _split(h, interleaved):

@@ -6,6 +6,7 @@ Letters: T tokens, H hidden size, I expert intermediate size, E experts, K exper
 A backend is a module with these functions (`kernels/eager.py` is the plainest one):
 
     dispatch(expert_P, token_P, num_tokens, num_experts, sentinels) -> Rows
+    tile_table_length(num_pairs, num_experts) -> length of Rows.tiles
     up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a) -> h_R2I, a_RI
     down(a_RI, down_EHI, bias_EH, rows) -> y_RH
     combine(y_RH, weight_P, rows, num_tokens) -> out_TH
@@ -51,7 +52,10 @@ class Rows(NamedTuple):
     token [P]: token of each row; T past R.
     pair [P]: position of each row in the routing's flat list; P past R.
     token_offsets [T+1]: token t's entries in token_rows are token_offsets[t] .. token_offsets[t+1].
-    token_rows [P]: rows of each token, in the routing's order; an entry >= R is a dropped pair.
+    token_rows [P]: rows of each token, in the routing's order; an entry >= R is a dropped pair. The dropped pairs of a
+        general list (token_P given) belong to no token: they come last, past token_offsets[T].
+    tiles [L, 3]: for a backend that cuts rows into tiles, (expert, first row, end of the expert's rows) of every tile,
+        then expert -1; how many tiles there can be, and L, are the backend's affair.
     """
 
     offsets: torch.Tensor
@@ -59,6 +63,7 @@ class Rows(NamedTuple):
     pair: torch.Tensor
     token_offsets: torch.Tensor
     token_rows: torch.Tensor
+    tiles: torch.Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

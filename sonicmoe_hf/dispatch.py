@@ -22,7 +22,9 @@ def _dispatch(
 
 @_dispatch.register_fake
 def _(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
-    sizes = (num_experts + 1, expert_P.numel(), expert_P.numel(), num_tokens + 1, expert_P.numel())
+    num_pairs = expert_P.numel()
+    num_tiles = backends.load(backend).tile_table_length(num_pairs, num_experts)
+    sizes = ((num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3))
     return [expert_P.new_empty(size, dtype=torch.int32) for size in sizes]
 
 
@@ -45,7 +47,8 @@ def dispatch(
     Returns:
         `kernels.interface.Rows`; within an expert, rows keep the order of the pairs.
     Raises:
-        ValueError: an id names no expert (checked on a CPU, where looking is free), or shapes disagree.
+        ValueError: an id names no expert (on a CPU, where looking is free; on a GPU a device-side assertion fails later,
+            as for any index out of range), or shapes disagree.
     """
     if expert_index.dtype.is_floating_point or expert_index.dtype in (torch.bool, torch.complex64):
         raise ValueError(f"expert_index has dtype {expert_index.dtype}; expert ids are integers")

@@ -51,7 +51,8 @@ def _experts_forward(
 
 
 @_experts_forward.register_fake
-def _(x, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, interleaved, backend, keep_h, save):  # fmt: skip
+def _(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
+    *_, keep_h, _ = options
     out = x.new_empty(x.shape)
     return [out, x.new_empty(rows[1].shape[0], gate_up.shape[1])] if keep_h else [out]
 
@@ -108,10 +109,10 @@ def _experts_backward(
 
 
 @_experts_backward.register_fake
-def _(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, interleaved, backend, needs):  # fmt: skip
-    likes = dict(gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias)
-    likes["x"] = dout.new_empty(dout.shape)
-    return [torch.empty_like(likes[name]) for name, needed in zip(NEEDS, needs) if needed]
+def _(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
+    *_, needs = options
+    likes = (dout.new_empty(dout.shape), gate_up, down, weight, gate_up_bias, down_bias)
+    return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
 def _setup_context(ctx, inputs, output):

@@ -156,8 +156,13 @@ def set_routing(model: nn.Module, routing) -> None:
 
 
 def from_pretrained(
-    pretrained_model_name_or_path, *args, routing=None, save: str = "preactivation", auto_class=AutoModelForCausalLM, **kwargs
-) -> PreTrainedModel:  # fmt: skip
+    pretrained_model_name_or_path,
+    *args,
+    routing=None,
+    save: str = "preactivation",
+    auto_class=AutoModelForCausalLM,
+    **kwargs,
+) -> PreTrainedModel:
     """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save)`.
 
     Raises:
