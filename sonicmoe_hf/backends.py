@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import os
 from typing import NamedTuple
 
@@ -10,8 +12,9 @@ import torch
 
 from .config import check_choice
 
-BACKENDS = ("eager",)
+BACKENDS = ("triton", "eager")
 VARIABLE = "SONICMOE_HF_BACKEND"
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
@@ -21,22 +24,47 @@ class Choice(NamedTuple):
     reason: str
 
 
+@functools.cache
+def _without_triton(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on `device`, or None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if torch.version.cuda is None:
+        return "this PyTorch is not built for CUDA"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"the GPU is sm_{major}{minor}; the Triton kernels need sm_80 or newer"
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend `name` cannot take these tensors, or None if it can."""
+    if name == "eager":
+        return None
+    if dtype not in TRITON_DTYPES:
+        return f"the dtype is {dtype}; the Triton kernels take {', '.join(map(str, TRITON_DTYPES))}"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return _without_triton(device)
+
+
 def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None) -> Choice:
     """The backend for tensors on `device`: `backend` if given, else SONICMOE_HF_BACKEND, else the best that fits.
 
     Raises:
-        ValueError: the name given is not a backend.
+        ValueError: the name given is not a backend, or it cannot take these tensors.
     """
-    del dtype  # every backend so far takes every float dtype
-    if backend is not None:
-        check_choice("backend", backend, BACKENDS)
-        return Choice(backend, "asked for by backend=")
-    if variable := os.environ.get(VARIABLE):
-        check_choice(VARIABLE, variable, BACKENDS)
-        return Choice(variable, f"asked for by {VARIABLE}")
-    if device.type == "cuda":
-        return Choice("eager", "plain PyTorch: this release has no GPU kernels yet")
-    return Choice("eager", f"plain PyTorch: the device is {device.type}")
+    for name, source in ((backend, "backend="), (os.environ.get(VARIABLE) or None, VARIABLE)):
+        if name is not None:
+            check_choice(source.rstrip("="), name, BACKENDS)
+            if obstacle := _obstacle(name, device, dtype):
+                raise ValueError(f"{source.rstrip('=')} asks for {name!r}, but {obstacle}; use 'eager' there")
+            return Choice(name, f"asked for by {source}")
+    if device.type != "cuda":
+        return Choice("eager", f"plain PyTorch: the device is {device.type}")
+    if obstacle := _obstacle("triton", device, dtype):
+        return Choice("eager", f"plain PyTorch: {obstacle}")
+    return Choice("triton", "portable Triton kernels: a CUDA GPU from sm_80 on")
 
 
 def load(name: str):

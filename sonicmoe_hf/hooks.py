@@ -6,12 +6,12 @@ is an attribute of the state they share (torch.compile ignores hooks added or re
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers.utils import logging
 
 from .config import TokenRounding
 from .experts import IMPLEMENTATION
@@ -20,7 +20,7 @@ from .model_patches import FAMILIES
 from .routing import MISPLACED, rounded_routing
 from .support import check_accelerated
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ModelCall(NamedTuple):
@@ -44,6 +44,7 @@ class PatchState:
         self.counting = False
         self.call: ModelCall | None = None
         self.backward_call: ModelCall | None = None
+        self.said_top_k = False
 
     @property
     def active(self) -> bool:
@@ -111,8 +112,9 @@ class RouterHook:
             )
 
     def _say_top_k(self, policy: TokenRounding, num_tokens: int, top_k: int, num_experts: int):
-        if not torch.compiler.is_compiling():
-            logger.warning_once(
+        if not self.state.said_top_k and not torch.compiler.is_compiling():
+            self.state.said_top_k = True
+            logger.warning(
                 f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
                 f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "
                 f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding"

@@ -1,0 +1,44 @@
+"""The shapes that figures are given for, and random problems of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Shape(NamedTuple):
+    """T tokens, H hidden size, I expert intermediate size, E experts, K experts per token."""
+
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+
+    def __str__(self):
+        return ",".join(map(str, self))
+
+
+SHAPES = {
+    "7B": Shape(24576, 1536, 256, 128, 8),
+    "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
+    "OLMoE": Shape(16384, 2048, 1024, 64, 8),
+    "gpt-oss-20b": Shape(16384, 2880, 2880, 32, 4),
+    "small": Shape(2048, 2048, 768, 128, 8),
+}
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12  # measured on an H200: bf16 products, copies
+
+
+def problem(shape: Shape, dtype=torch.bfloat16, device="cuda", seed=0):
+    """x, gate_up, down, expert_TK, weight_TK, dout, scaled so that h and y are of order one; routing is random."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size, std=1.0):
+        return torch.randn(size, generator=generator, device=device, dtype=torch.float32).mul_(std).to(dtype)
+
+    T, H, I, E, K = shape
+    x, dout = normal(T, H), normal(T, H)
+    gate_up, down = normal(E, 2 * I, H, std=H**-0.5), normal(E, H, I, std=I**-0.5)
+    weight, expert = torch.rand(T, E, generator=generator, device=device).topk(K, dim=-1)
+    return x, gate_up, down, expert, (weight / weight.sum(-1, keepdim=True)).to(dtype), dout

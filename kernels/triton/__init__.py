@@ -1,0 +1,46 @@
+"""The backend in Triton: NVIDIA GPUs from sm_80 on, bf16, fp16 and fp32; the signatures are in ../interface.py.
+
+fp32 products are three tf32 products (tf32x3: about fp32's accuracy, on tensor cores). Runs on a CPU under
+TRITON_INTERPRET=1, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .sum_rows import combine as _combine
+from .sort_pairs import dispatch as _dispatch
+from .sort_pairs import tile_table_length as tile_table_length
+from .gradients import down_bias_gradient as _down_bias_gradient
+from .gradients import down_gradient as _down_gradient
+from .gradients import gate_up_bias_gradient as _gate_up_bias_gradient
+from .gradients import gate_up_gradient as _gate_up_gradient
+from .rows import down as _down
+from .rows import down_backward as _down_backward
+from .rows import input_rows as _input_rows
+from .rows import up as _up
+
+
+def _on_its_device(function):
+    """Triton launches on the current device; a model spread over several GPUs runs layers on others."""
+
+    @functools.wraps(function)
+    def launch(tensor, *args, **kwargs):
+        with torch.cuda.device_of(tensor):
+            return function(tensor, *args, **kwargs)
+
+    return launch
+
+
+dispatch = _on_its_device(_dispatch)
+up = _on_its_device(_up)
+down = _on_its_device(_down)
+combine = _on_its_device(_combine)
+down_backward = _on_its_device(_down_backward)
+input_rows = _on_its_device(_input_rows)
+gate_up_gradient = _on_its_device(_gate_up_gradient)
+down_gradient = _on_its_device(_down_gradient)
+gate_up_bias_gradient = _on_its_device(_gate_up_bias_gradient)
+down_bias_gradient = _on_its_device(_down_bias_gradient)

@@ -1,0 +1,46 @@
+"""What the Triton kernels share: the order of programs, and the gated activations."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP row tiles pass over all columns together, so that both operands of
+    the tiles in flight stay in L2."""
+    in_group = GROUP * NUM_COLUMN_TILES
+    first = program // in_group * GROUP
+    size = tl.minimum(num_row_tiles - first, GROUP)
+    place = program % in_group
+    return first + place % size, place // size
+
+
+@triton.jit
+def activate(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """a, d a / d gate, d a / d up in fp32; names and formulas as in interface.Activation."""
+    if NAME == "clamped_swiglu":
+        gate_clamped = tl.minimum(gate, LIMIT)
+        up_clamped = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        sigmoid = tl.sigmoid(ALPHA * gate_clamped)
+        glu = gate_clamped * sigmoid
+        dgate = tl.where(gate <= LIMIT, (up_clamped + 1) * (sigmoid + ALPHA * glu * (1 - sigmoid)), 0.0)
+        return (up_clamped + 1) * glu, dgate, tl.where(tl.abs(up) <= LIMIT, glu, 0.0)
+    if NAME == "swiglu":
+        sigmoid = tl.sigmoid(gate)
+        value = gate * sigmoid
+        slope = sigmoid + value * (1 - sigmoid)
+    elif NAME == "geglu":
+        cdf = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        value = gate * cdf
+        slope = cdf + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    elif NAME == "geglu_tanh":
+        square = gate * gate
+        cdf = tl.sigmoid(1.5957691216057308 * gate * (1 + 0.044715 * square))  # 0.5 * (1 + tanh(z)) = sigmoid(2 z)
+        value = gate * cdf
+        slope = cdf + value * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * square)
+    else:  # reglu
+        slope = tl.where(gate > 0, 1.0, 0.0)
+        value = gate * slope
+    return value * up, slope * up, value

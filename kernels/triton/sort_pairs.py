@@ -1,0 +1,209 @@
+"""Dispatch on the device: a stable counting sort of the pairs by expert, in three launches and without a host sync.
+
+Pairs are cut into blocks. `count_kernel` counts the experts of each block, `scan_kernel` turns an expert's counts into
+the places of its blocks, `place_kernel` ranks the pairs of a block and writes them, the offsets and the tile table. Pairs
+without an expert are counted as expert E, so that they come last. A general list of pairs is also grouped by token
+(integer atomics claim places, `order_kernel` then puts each token's few rows in order, so the result is deterministic).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..interface import Rows
+from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
+
+BLOCK = 128  # pairs ranked together, each against each
+SCAN = 2048
+T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
+
+
+@triton.jit
+def _load_experts(expert, token, pair, num_pairs, num_tokens, NUM_EXPERTS: tl.constexpr):
+    """The expert of each pair, E for a pair that is dropped; -1 past the list."""
+    is_pair = pair < num_pairs
+    found = tl.load(expert + pair, mask=is_pair, other=-1).to(tl.int64)
+    found = tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found)
+    if token is not None:
+        owner = tl.load(token + pair, mask=is_pair, other=-1).to(tl.int64)
+        found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)
+    return tl.where(is_pair, found, -1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def count_kernel(
+    expert, token, counts, token_counts, num_pairs, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    found = _load_experts(expert, token, pair, num_pairs, num_tokens, NUM_EXPERTS)
+    bins = tl.arange(0, BINS)
+    histogram = tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0)
+    tl.store(counts + bins * num_blocks + block, histogram, mask=bins <= NUM_EXPERTS)
+    if token is not None:
+        is_row = (found >= 0) & (found < NUM_EXPERTS)
+        owner = tl.load(token + pair, mask=is_row, other=0)
+        tl.atomic_add(token_counts + owner, 1, mask=is_row, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def scan_kernel(
+    counts, totals, token_counts, token_offsets, cursors, valid, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    """Exclusive sums in place along each expert's blocks; the last program does the same along the tokens."""
+    which = tl.program_id(0)
+    running = 0
+    if which <= NUM_EXPERTS:
+        for start in range(0, num_blocks, SCAN):
+            block = start + tl.arange(0, SCAN)
+            count = tl.load(counts + which * num_blocks + block, mask=block < num_blocks, other=0)
+            tl.store(
+                counts + which * num_blocks + block, running + tl.cumsum(count) - count, mask=block < num_blocks
+            )
+            running += tl.sum(count)
+        tl.store(totals + which, running)
+        if which == NUM_EXPERTS:
+            tl.store(valid, running == 0)
+    elif token_counts is not None:
+        for start in range(0, num_tokens, SCAN):
+            token = start + tl.arange(0, SCAN)
+            count = tl.load(token_counts + token, mask=token < num_tokens, other=0)
+            first = running + tl.cumsum(count) - count
+            tl.store(token_offsets + token, first, mask=token < num_tokens)
+            tl.store(cursors + token, first, mask=token < num_tokens)
+            running += tl.sum(count)
+        tl.store(token_offsets + num_tokens, running)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def place_kernel(
+    expert, token, counts, totals, cursors, row_of_slot,
+    offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
+    num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0)
+    first = tl.cumsum(total) - total
+    if block < num_blocks:
+        pair = block * BLOCK + tl.arange(0, BLOCK)
+        found = _load_experts(expert, token, pair, num_pairs, num_tokens, NUM_EXPERTS)
+        other_pair = block * BLOCK + tl.arange(0, BLOCK)
+        other = _load_experts(expert, token, other_pair, num_pairs, num_tokens, NUM_EXPERTS)
+        earlier = (other[None, :] == found[:, None]) & (other_pair[None, :] < pair[:, None])
+        rank = tl.sum(earlier.to(tl.int32), axis=1)
+        is_pair = found >= 0
+        bin_of_pair = tl.maximum(found, 0)
+        row = tl.load(counts + bin_of_pair * num_blocks + block, mask=is_pair, other=0) + rank
+        row += tl.gather(first, bin_of_pair, 0)
+        is_row = is_pair & (found < NUM_EXPERTS)
+        if token is None:
+            owner = pair // top_k
+            tl.store(token_rows + pair, row, mask=is_pair)
+            tl.store(token_offsets + owner, pair, mask=is_pair & (pair % top_k == 0))
+        else:
+            owner = tl.load(token + pair, mask=is_row, other=0).to(tl.int32)
+            slot = tl.atomic_add(cursors + owner, 1, mask=is_row, sem="relaxed")
+            tl.store(row_of_slot + slot, (pair.to(tl.int64) << 32) | row, mask=is_row)
+            tl.store(token_rows + row, row, mask=is_pair & (found == NUM_EXPERTS))
+        tl.store(token_of_row + row, tl.where(is_row, owner, num_tokens), mask=is_pair)
+        tl.store(pair_of_row + row, tl.where(is_row, pair, num_pairs), mask=is_pair)
+    else:
+        which = block - num_blocks
+        tile_count = tl.where(bins < NUM_EXPERTS, (total + TILE_ROWS - 1) // TILE_ROWS, 0)
+        if which < NUM_EXPERTS:
+            tile = tl.sum(tl.where(bins < which, tile_count, 0))
+            start = tl.sum(tl.where(bins == which, first, 0))
+            end = start + tl.sum(tl.where(bins == which, total, 0))
+            for row in range(start, end, TILE_ROWS):
+                tl.store(tiles + tile * 3, which)
+                tl.store(tiles + tile * 3 + 1, row)
+                tl.store(tiles + tile * 3 + 2, end)
+                tile += 1
+        else:
+            tl.store(offsets + bins, first, mask=bins <= NUM_EXPERTS)
+            for start in range(tl.sum(tile_count), num_row_tiles, BINS):
+                tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
+            if token is None:
+                tl.store(token_offsets + num_tokens, num_pairs)
+
+
+@triton.jit
+def order_kernel(row_of_slot, token_offsets, token_rows, BLOCK: tl.constexpr):
+    """Puts one token's rows into the order of their pairs."""
+    start = tl.load(token_offsets + tl.program_id(0))
+    end = tl.load(token_offsets + tl.program_id(0) + 1)
+    last = 0x7FFFFFFFFFFFFFFF
+    for first in range(start, end, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        key = tl.load(row_of_slot + slot, mask=slot < end, other=last)
+        place = tl.zeros((BLOCK,), tl.int32)
+        for first_other in range(start, end, BLOCK):
+            other_slot = first_other + tl.arange(0, BLOCK)
+            other = tl.load(row_of_slot + other_slot, mask=other_slot < end, other=last)
+            place += tl.sum((other[None, :] < key[:, None]).to(tl.int32), axis=1)
+        tl.store(token_rows + start + place, (key & 0x7FFFFFFF).to(tl.int32), mask=slot < end)
+
+
+def tile_table_length(num_pairs, num_experts):
+    # for the smallest tile: a length without a branch, so that a symbolic number of pairs brings no guard
+    return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts
+
+
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
+    expert_P, device = expert_P.reshape(-1), expert_P.device
+    expert_P = expert_P.contiguous()
+    num_pairs = expert_P.numel()
+    num_row_tiles = max_row_tiles(num_pairs, num_experts)
+    if not num_pairs:
+        empty = torch.empty(0, dtype=torch.int32, device=device)
+        return Rows(
+            offsets=torch.zeros(num_experts + 1, dtype=torch.int32, device=device),
+            token=empty,
+            pair=empty.clone(),
+            token_offsets=torch.zeros(num_tokens + 1, dtype=torch.int32, device=device),
+            token_rows=empty.clone(),
+            tiles=torch.full((num_experts, 3), -1, dtype=torch.int32, device=device),
+        )
+
+    def new(*size, dtype=torch.int32):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
+                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+    num_blocks, bins = triton.cdiv(num_pairs, BLOCK), triton.next_power_of_2(num_experts + 1)
+    counts, totals = new(num_experts + 1, num_blocks), new(num_experts + 1)
+    valid = new(1, dtype=torch.bool)
+    token_counts = cursors = row_of_slot = None
+    if token_P is not None:
+        token_P = token_P.reshape(-1).contiguous()
+        token_counts = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
+    count_kernel[(num_blocks,)](
+        expert_P, token_P, counts, token_counts, num_pairs, num_blocks, num_tokens,
+        NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    scan_kernel[(num_experts + (1 if token_P is None else 2),)](
+        counts, totals, token_counts, rows.token_offsets, cursors, valid, num_blocks, num_tokens,
+        NUM_EXPERTS=num_experts, SCAN=SCAN, num_warps=8,
+    )  # fmt: skip
+    if not sentinels:  # asynchronous, as for an index out of range anywhere in PyTorch on CUDA
+        torch._assert_async(
+            valid,
+            f"the routing names an expert outside 0..{num_experts - 1}; that is allowed only under expert parallelism "
+            "(Routing(..., sentinels=True))",
+        )
+    place_kernel[(num_blocks + num_experts + 1,)](
+        expert_P, token_P, counts, totals, cursors, row_of_slot, *rows,
+        num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1),
+        NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, TILE_ROWS=tile_rows(num_pairs, num_experts),
+        num_warps=4,
+    )  # fmt: skip
+    if token_P is not None:
+        order_kernel[(num_tokens,)](row_of_slot, rows.token_offsets, rows.token_rows, BLOCK=16, num_warps=1)
+    return rows

@@ -1,0 +1,109 @@
+"""Small models of the four families, with weights of realistic size, and how tests compare tensors."""
+
+import copy
+
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
+
+VOCABULARY = 64
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+
+
+def qwen3_moe(**changes):
+    options = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**{**SHARED, **GROUPED, **options, **changes})
+
+
+def olmoe(**changes):
+    return OlmoeConfig(**{**SHARED, **GROUPED, "num_experts": 8, "intermediate_size": 16, **changes})
+
+
+def gpt_oss(**changes):
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    options = {"num_local_experts": 8, "intermediate_size": 16, "rope_parameters": rope}
+    return GptOssConfig(**{**SHARED, **GROUPED, **options, **changes})
+
+
+def deepseek_v3(**changes):
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+    }
+    options = {"num_key_value_heads": 4, "intermediate_size": 48, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
+    return DeepseekV3Config(**{**SHARED, **heads, **experts, **options, **changes})
+
+
+CONFIGS = {"qwen3_moe": qwen3_moe, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+
+
+def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
+    """A causal LM whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
+    0.02 a wrong gate or a forgotten bias passes every test."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**changes), experts_implementation=implementation)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "bias" not in name:
+                fan_in = parameter.shape[-2] if family == "gpt_oss" and ".experts." in name else parameter.shape[-1]
+                parameter.normal_(0, 1.0 if "embed" in name else fan_in**-0.5)
+            elif "bias" in name:
+                parameter.normal_(0, 0.5)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0, 0.1)
+    return model.train()
+
+
+def twin(model):
+    """An independent copy, patched or not as the original."""
+    return copy.deepcopy(model)
+
+
+def batch(rows: int = 4, length: int = 24, padding: bool = False, seed: int = 0):
+    """Random tokens with labels; with padding, every sequence but the first ends early."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding:
+        for row in range(1, rows):
+            mask[row, length - 3 * row :] = 0
+        ids = ids * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+
+def loss_and_gradients(model, inputs):
+    """Logits, loss and every parameter's gradient of one training forward and backward."""
+    model.zero_grad(set_to_none=True)
+    out = model(**inputs)
+    out.loss.backward()
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), "loss": out.loss.detach(), **gradients}
+
+
+def relative_error(actual, expected) -> float:
+    """|actual - expected| / |expected|, Frobenius norms in fp64; of a zero tensor, the norm of the difference."""
+    actual, expected = actual.double(), expected.double()
+    scale = expected.norm().item()
+    return (actual - expected).norm().item() / (scale if scale > 0 else 1.0)
+
+
+def assert_all_close(actual: dict, expected: dict, tolerance: float, because: str):
+    """Every named tensor within `tolerance` relative error, none missing; `because` is the tolerance's reason."""
+    assert set(actual) == set(expected), set(actual) ^ set(expected)
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= tolerance, f"{worst}: relative error {errors[worst]:.2e} > {tolerance:.0e} ({because})"
