@@ -139,6 +139,11 @@ class ModelEntryHook:
             self.verified = True
         if not self.state.active:
             return
+        if getattr(model, "_is_replica", False):
+            raise RuntimeError(
+                "token rounding and load counting do not work under nn.DataParallel, whose replicas share hooks: launch "
+                "one process per GPU (torchrun, accelerate launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
         mask = kwargs.get("attention_mask")
         if mask is None and self.mask_position is not None and len(args) > self.mask_position:
             mask = args[self.mask_position]

@@ -155,6 +155,14 @@ def test_another_implementation_under_token_rounding_is_an_error_in_words():
     assert model(**batch()).loss.isfinite(), "top-k works with any implementation"
 
 
+def test_data_parallel_replicas_are_refused_in_words():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel.*one process per GPU"):
+        replica(**batch())
+
+
 def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     model, inputs = build("qwen3_moe"), batch(rows=1, length=8)
     plain = twin(model)
