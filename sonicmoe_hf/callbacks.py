@@ -93,9 +93,11 @@ class ExpertLoadCallback(TrainerCallback):
         self.attached = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Start counting."""
+        """Start counting, from zero."""
         if not is_patched(model):
             patch_model(model)
+        for hook in router_hooks(model):
+            hook.load.take()
         patch_state(model).counting = True
         if not self.attached:
             logger.warning_once(

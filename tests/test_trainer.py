@@ -1,0 +1,432 @@
+"""The callbacks in a real Trainer: the schedule of token rounding, evaluation by top-k, and the experts' load."""
+
+import json
+
+import pytest
+import torch
+from models import assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training import POLICY, TILE, Watch, rounded_rows, trainer_for
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import sonicmoe_hf
+from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf.routing import TokenRounding
+from sonicmoe_hf.support import find_layers
+
+METRICS = {
+    f"moe/{name}"
+    for name in ("load_max_over_mean", "load_cv", "dead_experts", "rows_added", "rows_dropped", "padded_rows_avoided",
+                 "top_k_fallbacks")
+}  # fmt: skip
+SAME_COMPUTATION = "the same kernels on the same numbers: only the order of additions in autograd may differ"
+CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def note_steps(watch, trainer):
+    watch.note = lambda: trainer.state.global_step
+
+
+def checkpointed(model, kind):
+    if kind != "none":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    return model
+
+
+# when token rounding is on
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "start, end, rounded_steps",
+    [(2, 4, {2, 3}), (0.5, 1.0, {3, 4, 5}), (0.0, 1.0, set(range(6))), (1, 0.5, {1, 2}), (4, 100, {4, 5})],
+)
+def test_rounding_is_on_for_exactly_the_steps_asked_for(family, start, end, rounded_steps, tmp_path):
+    model = build(family)
+    watch = Watch(model)
+    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE, start=start, end=end)], max_steps=6)
+    note_steps(watch, trainer)
+    trainer.train()
+    assert watch.rounded_by_note() == {step: step in rounded_steps for step in range(6)}
+    assert sonicmoe_hf.patching.patch_state(model).policy is None, "the policy ends with training"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_resumed_run_continues_the_schedule_and_ends_where_an_uninterrupted_one_does(family, tmp_path):
+    def run(folder, model, checkpoint=None, **options):
+        watch = Watch(model)
+        callback = TokenRoundingCallback(tile=TILE, start=2, end=5)
+        trainer = trainer_for(model, folder, [callback], count=24, max_steps=6, learning_rate=0.1, **options)
+        note_steps(watch, trainer)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return weights(model), watch.rounded_by_note()
+
+    whole, _ = run(tmp_path / "whole", build(family), save_strategy="steps", save_steps=3)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+    # the Trainer restores weights by name without Transformers' conversion of checkpoints, so it leaves fused experts as
+    # they are in the model: it must start from the checkpoint
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    resumed, rounded = run(tmp_path / "resumed", model, checkpoint)
+    assert rounded == {3: True, 4: True, 5: False}
+    assert_all_close(resumed, whole, 1e-6, SAME_COMPUTATION)
+    by_top_k = build(family)
+    trainer_for(by_top_k, tmp_path / "top_k", count=24, max_steps=6, learning_rate=0.1).train()
+    change = relative_error(
+        by_top_k.model.layers[0].mlp.experts.down_proj, whole["model.layers.0.mlp.experts.down_proj"]
+    )
+    assert change > 1e-4, "rounding changes the training, so the comparison could fail"
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"start": -1}, "start is -1"),
+        ({"start": 1.5}, "start is 1.5"),
+        ({"end": True}, "end is True"),
+        ({"end": "half"}, "end is 'half'"),
+        ({"start": 5, "end": 5}, "start 5 must come before end 5"),
+        ({"start": 0.8, "end": 0.2}, "start 0.8 must come before end 0.2"),
+        ({"rounding": "sideways"}, "rounding is 'sideways'"),
+        ({"tile": 0}, "tile is 0"),
+        ({"min_tiles_per_expert": -1}, "min_tiles_per_expert is -1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once_with_their_value(options, says):
+    with pytest.raises(ValueError, match=says):
+        TokenRoundingCallback(**options)
+
+
+def test_every_micro_batch_of_an_accumulated_step_is_rounded_and_the_update_is_their_mean(tmp_path):
+    model, by_hand = build("qwen3_moe"), build("qwen3_moe")
+    watch = Watch(model)
+    trainer = trainer_for(
+        model, tmp_path, [TokenRoundingCallback(tile=TILE, end=1)], count=8, max_steps=2, learning_rate=0.1,
+        gradient_accumulation_steps=2, num_train_epochs=1,
+    )  # fmt: skip
+    note_steps(watch, trainer)
+    first_step = {}
+
+    class Snapshot(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                first_step.update(weights(model))
+
+    trainer.add_callback(Snapshot())
+    trainer.train()
+    assert [routing is not None for step, routing in watch.calls] == [True] * 4 + [False] * 4
+
+    sonicmoe_hf.patch_model(by_hand, POLICY)
+    for start in (0, 4):
+        rows = [trainer.train_dataset[i] for i in range(start, start + 4)]
+        (by_hand(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss / 2).backward()
+    with torch.no_grad():
+        for parameter in by_hand.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert_all_close(first_step, weights(by_hand), 1e-6, SAME_COMPUTATION)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_bf16_training_on_a_cpu_rounds_and_learns(family, tmp_path):
+    model = build(family)
+    watch = Watch(model)
+    trainer = trainer_for(
+        model, tmp_path, [TokenRoundingCallback(tile=TILE)], bf16=True, count=4, max_steps=8, num_train_epochs=8,
+        learning_rate=0.1,
+    )  # fmt: skip
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert all(watch.rounded())
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+# evaluation
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(family, tmp_path):
+    model = build(family)
+    watch = Watch(model, note=lambda: "training" if torch.is_grad_enabled() else "inference")
+    trainer = trainer_for(
+        model, tmp_path, [TokenRoundingCallback(tile=TILE)], eval_on_start=True, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+    )  # fmt: skip
+
+    class GenerateWhileTraining(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            assert model.training
+            model.generate(batch(4, 24)["input_ids"], max_new_tokens=2, do_sample=False)
+
+    trainer.add_callback(GenerateWhileTraining())
+    trainer.train()
+    trainer.evaluate()
+    predicted = trainer.predict(trainer.eval_dataset).predictions
+    assert watch.rounded_by_note() == {"training": True, "inference": False}
+
+    plain = build(family)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        expected = plain.eval()(**batch(seed=100)).logits
+    logits = torch.from_numpy(predicted[0] if isinstance(predicted, tuple) else predicted)
+    assert relative_error(logits, expected) < 1e-5  # fp32: two orders of summation
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(use_cache):
+    plain = build("qwen3_moe")
+    patched = twin(plain)
+    sonicmoe_hf.patch_model(patched, POLICY)
+    watch = Watch(patched)
+    prompt = batch()["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache}
+    assert torch.equal(patched.generate(prompt, **options), plain.generate(prompt, **options))
+    assert patched.training and not any(watch.rounded())
+    patched(**batch())
+    assert all(watch.rounded()), "the same model, called with gradients, rounds"
+
+
+# gradient checkpointing
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, rounding=rounding))
+    again = checkpointed(twin(model), kind)
+    inputs = batch(padding=True)
+    torch.manual_seed(1)
+    expected = loss_and_gradients(model, inputs)
+    torch.manual_seed(1)
+    assert_all_close(loss_and_gradients(again, inputs), expected, 1e-6, SAME_COMPUTATION)
+
+
+def backward_of_sum(model, batches):
+    sum(model(**inputs).loss for inputs in batches).backward()
+
+
+def backward_in_turn(model, batches):
+    for loss in [model(**inputs).loss for inputs in batches]:
+        loss.backward()
+
+
+def backward_in_reverse(model, batches):
+    for loss in reversed([model(**inputs).loss for inputs in batches]):
+        loss.backward()
+
+
+def backward_of_a_contrast(model, batches):
+    """Two calls meet in one loss after both, as in DPO."""
+    first, second = [model(**inputs).logits for inputs in batches]
+    torch.nn.functional.softplus((first - second)[:, :12].mean() + first.square().mean()).backward()
+
+
+@pytest.mark.parametrize("backward", [backward_of_sum, backward_in_turn, backward_in_reverse, backward_of_a_contrast])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_two_forwards_with_different_padding_before_backward_recompute_their_own_routing(kind, rounding, backward):
+    # the auxiliary loss reads router logits, which have no gradient where reentrant checkpointing ran the layers without
+    model = build("qwen3_moe", output_router_logits=kind == "non_reentrant")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, rounding=rounding))
+    again = checkpointed(twin(model), kind)
+    batches = [batch(padding=True, seed=1), batch(seed=2)]
+    gradients = []
+    for version in (model, again):
+        torch.manual_seed(1)
+        backward(version, batches)
+        gradients.append({name: p.grad for name, p in version.named_parameters()})
+    assert_all_close(gradients[1], gradients[0], 1e-6, SAME_COMPUTATION)
+
+
+# padding
+
+
+def test_padding_tokens_are_neither_added_nor_counted():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    sonicmoe_hf.patching.patch_state(model).counting = True
+    watch = Watch(model)
+    inputs = batch(padding=True)
+    model(**inputs)
+    padding = torch.nonzero(inputs["attention_mask"].flatten() == 0).flatten()
+    hooks = sonicmoe_hf.patching.router_hooks(model)
+    assert len(padding) == 18 and len(watch.calls) == len(hooks) == 2
+    for (_, routing), hook in zip(watch.calls, hooks):
+        real = routing.expert_index < 8
+        assert not torch.isin(routing.token_index[real], padding).any()
+        rows = torch.bincount(routing.expert_index[real], minlength=8)
+        assert (rows % TILE == 0).all() and rows.sum() > 0
+        assert torch.equal(hook.load.take()[:8], rows)
+
+
+def test_padding_changes_nothing_for_the_other_tokens():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, min_tiles_per_expert=0))
+    short = batch(4, 16)
+    long = {
+        name: torch.nn.functional.pad(t, (0, 8), value=-100 if name == "labels" else 0) for name, t in short.items()
+    }
+    expected, actual = loss_and_gradients(model, short), loss_and_gradients(model, long)
+    actual["logits"] = actual["logits"][:, :16]
+    assert_all_close(actual, expected, 1e-5, "fp32; attention sums over masked positions too")
+
+
+# the experts' load
+
+
+class Reporter(TrainerCallback):
+    """What a reporter registered with the Trainer receives."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+class LogitsByHand:
+    """Router logits of every training forward by layer, as the routers computed them."""
+
+    def __init__(self, model):
+        self.by_layer = {}
+        for layer in find_layers(model):
+            self.by_layer[layer.name] = []
+            layer.router.register_forward_hook(self.note(layer.name), prepend=True)
+
+    def note(self, name):
+        def hook(router, args, output):
+            if router.training:
+                self.by_layer[name].append(output[0].detach())
+
+        return hook
+
+
+def by_hand(logits, masks, tile):
+    """The metrics of one log, from the router logits {layer: [one per forward]} and the attention masks."""
+    totals = dict.fromkeys(("added", "dropped", "avoided"), 0)
+    rows = {}
+    for name, forwards in logits.items():
+        for logits_TE, mask in zip(forwards, masks):
+            before, after = rounded_rows(logits_TE, 2, tile, mask.flatten() != 0)
+            totals["added"] += int((after - before).clamp(min=0).sum())
+            totals["dropped"] += int((before - after).clamp(min=0).sum())
+            totals["avoided"] += int(((-before) % tile).sum() - ((-after) % tile).sum())
+            rows[name] = rows.get(name, 0) + after
+    load = {name: row.double() for name, row in rows.items()}
+    return rows, {
+        "moe/load_max_over_mean": max((row.max() / row.mean()).item() for row in load.values()),
+        "moe/load_cv": sum((row.std(correction=0) / row.mean()).item() for row in load.values()) / len(load),
+        "moe/dead_experts": sum(int((row == 0).sum()) for row in load.values()),
+        "moe/rows_added": totals["added"],
+        "moe/rows_dropped": totals["dropped"],
+        "moe/padded_rows_avoided": totals["avoided"],
+        "moe/top_k_fallbacks": 0,
+    }
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
+def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
+    model = build("qwen3_moe")
+    logits, reporter = LogitsByHand(model), Reporter()
+    checkpointing = {} if kind == "none" else {"gradient_checkpointing": True,
+                                               "gradient_checkpointing_kwargs": CHECKPOINTING[kind]}  # fmt: skip
+    trainer = trainer_for(
+        model, tmp_path, [TokenRoundingCallback(tile=TILE), reporter], padding, logging_steps=2, eval_on_start=True,
+        save_strategy="steps", save_steps=4, report_to=["tensorboard"], **checkpointing,
+    )  # fmt: skip
+    callback = sonicmoe_hf.attach(trainer)
+    trainer.train()
+
+    masks = [trainer.train_dataset.columns["attention_mask"][4 * step : 4 * step + 4] for step in range(4)]
+    calls = len(next(iter(logits.by_layer.values())))
+    assert calls == (4 if kind == "none" else 8), "recomputed layers call their router again"
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    listeners = {"log_history": trainer.state.log_history, "trainer_state.json": saved, "reporter": reporter.logs}
+    for number, steps in enumerate((slice(0, 2), slice(2, 4))):
+        once = {name: forwards[:: calls // 4][steps] for name, forwards in logits.by_layer.items()}
+        rows, metrics = by_hand(once, masks[steps], TILE)
+        for name, logs in listeners.items():
+            found = [log for log in logs if "loss" in log][number]
+            assert {key: found[key] for key in METRICS} == pytest.approx(metrics), name
+        assert callback.history[number]["rows_per_expert"] == {name: row.tolist() for name, row in rows.items()}
+        assert callback.history[number]["step"] == 2 * number + 2
+
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
+    assert {f"train/{name}" for name in METRICS} <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("train/moe/load_cv")) == 2
+
+
+def test_the_number_of_metrics_does_not_grow_with_the_model(tmp_path):
+    keys = []
+    for changes in ({}, {"num_hidden_layers": 4, "num_experts": 4}):
+        trainer = trainer_for(build("qwen3_moe", **changes), tmp_path, max_steps=1)
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        keys.append({key for log in trainer.state.log_history for key in log if key.startswith("moe/")})
+    assert keys == [METRICS, METRICS]
+
+
+def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
+    model = build("qwen3_moe")
+    watch = Watch(model)
+    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=128)], max_steps=2)
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert not any(watch.rounded())
+    assert [log["moe/top_k_fallbacks"] for log in logs] == [2, 2], "two layers a step"
+    assert all(log["moe/rows_added"] == log["moe/rows_dropped"] == 0 for log in logs)
+
+
+def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tmp_path):
+    # 96 tokens would do for tiles of 12 (24 rows per expert), but only 78 are real (19.5)
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=12)], padding=True, max_steps=2)
+    callback = sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert [log["moe/top_k_fallbacks"] for log in callback.history] == [2, 2]
+    assert all(sum(rows) == 78 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
+
+
+def test_without_attach_the_metrics_stay_in_history(tmp_path):
+    callback, reporter = ExpertLoadCallback(), Reporter()
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback, reporter], max_steps=3)
+    trainer.train()
+    assert [log["step"] for log in callback.history] == [1, 2, 3] and METRICS <= set(callback.history[0])
+    assert not any(key.startswith("moe/") for log in reporter.logs for key in log)
+    assert all(sum(rows) == 96 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
+
+
+def test_attaching_twice_counts_once_and_takes_the_callback_that_is_there(tmp_path):
+    callback = ExpertLoadCallback()
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback], max_steps=2)
+    assert sonicmoe_hf.attach(trainer) is callback is sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert len(callback.history) == 2
+
+
+def test_a_second_training_starts_counting_from_zero(tmp_path):
+    model = build("qwen3_moe")
+    histories = []
+    for _ in range(2):
+        callback = ExpertLoadCallback()
+        trainer = trainer_for(model, tmp_path, [callback], max_steps=3, logging_steps=2)
+        trainer.train()  # the third step is counted and never logged
+        histories.append(callback.history)
+    for history in histories:
+        assert [sum(rows) for rows in history[0]["rows_per_expert"].values()] == [2 * 96 * 2] * 2
+
+
+def test_a_model_without_our_layers_is_refused_when_training_begins(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="no mixture-of-experts layer"):
+        trainer.train()
