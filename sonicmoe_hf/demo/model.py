@@ -21,6 +21,9 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         num_experts=32,
         num_experts_per_tok=4,
         norm_topk_prob=True,
+        output_router_logits=True,  # adds the load-balancing loss: without it the router of a random start collapses
+        router_aux_loss_coef=0.01,
+        initializer_range=0.05,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,

@@ -32,8 +32,8 @@ from .model import VOCAB_SIZE, small_config
 
 SEQUENCE_LENGTH = 128
 BATCH_SIZE = 16  # 2048 tokens a step
-HELD_OUT_BLOCKS = 128
-LEARNING_RATE = 3e-3
+HELD_OUT_BLOCKS = 64
+LEARNING_RATE = 5e-3
 EVALUATIONS = 8
 LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 
@@ -42,7 +42,7 @@ LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 class DemoSettings:
     """What `sonicmoe-hf demo` takes: optimiser steps, the output folder, token rounding's policy and tile, the seed."""
 
-    steps: int = 400
+    steps: int = 500
     output: Path = Path("outputs/demo")
     rounding: str = "nearest"
     tile: int = 64

@@ -1,0 +1,247 @@
+"""Train or finetune a mixture-of-experts model with the Hugging Face Trainer and token rounding.
+
+Without arguments: a small Qwen3-MoE-architecture model with random weights, on the standard library's sources, offline.
+
+    python examples/finetune.py
+    python examples/finetune.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --bf16 \
+        --gradient-checkpointing --sequence-length 4096 --batch-size 4 --lora-rank 16
+    python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16 --end 0.9
+    accelerate launch examples/finetune.py ...
+
+Texts are joined into one stream and cut into blocks without padding: token rounding then counts real tokens only.
+`sonicmoe-hf doctor MODEL --batch-size B --sequence-length S` says beforehand what a model and batch will get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import sonicmoe_hf
+from sonicmoe_hf.backends import VARIABLE
+from sonicmoe_hf.config import ROUNDINGS, SAVE_POLICIES
+from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
+from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+
+READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
+DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+EXPERT_WEIGHTS = ["experts.gate_up_proj", "experts.down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def moment(text: str) -> int | float:
+    """An optimiser step (a whole number) or a fraction of training (with a point: 0.9)."""
+    return int(text) if text.isdecimal() else float(text)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
+    model.add_argument("--dequantize", action="store_true", help="load a quantised checkpoint (mxfp4, fp8) as plain bf16")
+    model.add_argument("--attn-implementation", help="eager, sdpa, flash_attention_2, ...")
+    model.add_argument("--bf16", action="store_true", help="compute in bf16 (autocast)")
+    model.add_argument("--dtype", choices=("float32", "bfloat16"),
+                       help="of the weights; default: bfloat16 for LoRA with --bf16, else float32")  # fmt: skip
+    model.add_argument("--gradient-checkpointing", action="store_true")
+    model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
+    model.add_argument("--lora-rank", type=int, default=0, help="train LoRA on experts and attention; 0: all weights")
+    model.add_argument("--lora-alpha", type=int, default=32)
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
+    data.add_argument("--dataset-config", help="the hub dataset's configuration")
+    data.add_argument("--split", default="train")
+    data.add_argument("--text-column", default="text")
+    data.add_argument("--held-out-blocks", type=int, default=64, help="for evaluation; a tenth of the blocks at most")
+    data.add_argument("--sequence-length", type=int, default=512)
+
+    moe = parser.add_argument_group("sonicmoe-hf")
+    moe.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="nearest", help="top_k: no token rounding")
+    moe.add_argument("--tile", type=int, help="rows (default: 128)")
+    moe.add_argument("--min-tiles-per-expert", type=float, default=2.0)
+    moe.add_argument("--start", type=moment, default=0.0, help="of token rounding: step, or fraction of training")
+    moe.add_argument("--end", type=moment, default=1.0)
+    moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
+    moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--output", default="outputs/finetune")
+    training.add_argument("--steps", type=int, default=100)
+    training.add_argument("--batch-size", type=int, default=4, help="sequences per device")
+    training.add_argument("--gradient-accumulation-steps", type=int, default=1)
+    training.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5; LoRA: 1e-4")
+    training.add_argument("--logging-steps", type=int, default=10)
+    training.add_argument("--save-steps", type=int, help="default: only at the end")
+    training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
+    training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
+    training.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def load_texts(arguments: argparse.Namespace) -> Dataset:
+    """A dataset with a column "text"."""
+    if arguments.dataset is None:
+        return Dataset.from_dict({"text": standard_library()[0]})
+    reader = READERS.get(Path(arguments.dataset).suffix)
+    if reader is not None:
+        texts = load_dataset(reader, data_files=arguments.dataset, split="train")
+    else:
+        texts = load_dataset(arguments.dataset, arguments.dataset_config, split=arguments.split)
+    if arguments.text_column not in texts.column_names:
+        raise SystemExit(
+            f"{arguments.dataset} has no column {arguments.text_column!r} but {texts.column_names}; set --text-column"
+        )
+    return texts.select_columns([arguments.text_column]).rename_columns({arguments.text_column: "text"})
+
+
+def cut_into_blocks(texts: Dataset, tokenizer, length: int) -> Dataset:
+    """All texts as one stream, cut into blocks of `length` tokens."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def cut(batch):
+        stream = [token for ids in tokenizer(batch["text"], verbose=False)["input_ids"] for token in [*ids, *end]]
+        rows = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+        return {"input_ids": rows, "labels": rows}
+
+    found = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
+    if len(found) < 2:
+        raise SystemExit(f"{len(found)} blocks of {length} tokens: too little text; shorten --sequence-length")
+    return found
+
+
+def load_small_model(texts: Dataset, arguments: argparse.Namespace):
+    """The demo's small model and its tokenizer, from scratch."""
+    tokenizer = train_tokenizer(texts["text"], VOCAB_SIZE)
+    config = small_config(tokenizer)
+    config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation)
+    sonicmoe_hf.patch_model(model, save=arguments.save)
+    return model, tokenizer
+
+
+def load_model(arguments: argparse.Namespace):
+    """A pretrained model, patched, and its tokenizer."""
+    frozen = arguments.lora_rank and arguments.bf16
+    options = {"dtype": arguments.dtype or ("bfloat16" if frozen else "float32")}
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    if arguments.dequantize:
+        declared = getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) or {}
+        method = declared.get("quant_method")
+        if method not in DEQUANTIZERS:
+            raise SystemExit(f"--dequantize: {arguments.model} is quantised with {method!r}, not {list(DEQUANTIZERS)}")
+        options["quantization_config"] = DEQUANTIZERS[method](dequantize=True)
+    model = sonicmoe_hf.from_pretrained(arguments.model, save=arguments.save, **options)
+    return model, AutoTokenizer.from_pretrained(arguments.model)
+
+
+def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace):
+    """The model with LoRA, with frozen experts, or as it is."""
+    if arguments.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(
+            r=arguments.lora_rank,
+            lora_alpha=arguments.lora_alpha,
+            target_modules=ATTENTION,
+            target_parameters=None if arguments.freeze_experts else EXPERT_WEIGHTS,
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(model, lora)
+        model.print_trainable_parameters()
+    elif arguments.freeze_experts:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.requires_grad_(False)
+    return model
+
+
+def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespace) -> Trainer:
+    """A Trainer with token rounding and the experts' load."""
+    learning_rate = arguments.learning_rate
+    if learning_rate is None:
+        learning_rate = 1e-4 if arguments.lora_rank else 3e-3 if arguments.model is None else 1e-5
+    held_out = blocks.train_test_split(
+        test_size=max(1, min(arguments.held_out_blocks, len(blocks) // 10)), seed=arguments.seed
+    )
+    callbacks = [sonicmoe_hf.ExpertLoadCallback()]
+    if arguments.rounding != "top_k":
+        rounding = sonicmoe_hf.TokenRoundingCallback(
+            rounding=arguments.rounding,
+            tile=arguments.tile,
+            start=arguments.start,
+            end=arguments.end,
+            min_tiles_per_expert=arguments.min_tiles_per_expert,
+        )
+        callbacks.append(rounding)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=arguments.output,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.batch_size,
+            per_device_eval_batch_size=arguments.batch_size,
+            gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+            learning_rate=learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=max(1, arguments.steps // 20),
+            bf16=arguments.bf16,
+            gradient_checkpointing=arguments.gradient_checkpointing,
+            logging_steps=arguments.logging_steps,
+            save_strategy="no" if arguments.save_steps is None else "steps",
+            save_steps=arguments.save_steps or arguments.steps,
+            report_to=arguments.report_to,
+            seed=arguments.seed,
+            use_cpu=not torch.accelerator.is_available(),
+            dataloader_pin_memory=torch.cuda.is_available(),
+        ),
+        train_dataset=held_out["train"],
+        eval_dataset=held_out["test"],
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    sonicmoe_hf.attach(trainer)
+    return trainer
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train, evaluate with top-k, save; returns the metrics."""
+    arguments = parse_arguments(argv)
+    if arguments.backend is not None:
+        os.environ[VARIABLE] = arguments.backend
+    set_seed(arguments.seed)
+    texts = load_texts(arguments)
+    model, tokenizer = load_small_model(texts, arguments) if arguments.model is None else load_model(arguments)
+    model = choose_trained_weights(model, arguments)
+    trainer = build_trainer(model, tokenizer, cut_into_blocks(texts, tokenizer, arguments.sequence_length), arguments)
+    trained = trainer.train(resume_from_checkpoint=arguments.resume)
+    evaluated = trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    metrics = {**trained.metrics, **evaluated, "perplexity": math.exp(evaluated["eval_loss"])}
+    print(f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; saved to {arguments.output}")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
