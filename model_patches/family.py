@@ -16,7 +16,9 @@ from torch import nn
 class Family:
     """The facts of one family of Transformers models.
 
-    name: its model_type. module: where Transformers defines it. block, router, experts, pretrained: class names there.
+    name: its model_type. module: where Transformers defines it. block, router, experts, pretrained, config, model,
+        causal_lm: class names there.
+    hub_layout: how its checkpoints on the hub store experts, a name of sonicmoe_hf.layouts.LAYOUTS.
     router_attribute: what the block calls its router.
     scores(router, logits_TE) -> (scores_TE, ranking_TE): S of every expert for every token, fp32, differentiable; and
         what token rounding ranks by, -inf where an expert must never be added to the token.
@@ -29,6 +31,10 @@ class Family:
     router: str
     experts: str
     pretrained: str
+    config: str
+    model: str
+    causal_lm: str
+    hub_layout: str
     router_attribute: str
     scores: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     weights: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
