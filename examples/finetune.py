@@ -57,7 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
-    model.add_argument("--dequantize", action="store_true", help="load a quantised checkpoint (mxfp4, fp8) as plain bf16")
+    model.add_argument(
+        "--dequantize", action="store_true", help="load a quantised checkpoint (mxfp4, fp8) as plain bf16"
+    )
     model.add_argument("--attn-implementation", help="eager, sdpa, flash_attention_2, ...")
     model.add_argument("--bf16", action="store_true", help="compute in bf16 (autocast)")
     model.add_argument("--dtype", choices=("float32", "bfloat16"),
@@ -89,7 +91,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--steps", type=int, default=100)
     training.add_argument("--batch-size", type=int, default=4, help="sequences per device")
     training.add_argument("--gradient-accumulation-steps", type=int, default=1)
-    training.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5; LoRA: 1e-4")
+    training.add_argument(
+        "--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5; LoRA: 1e-4"
+    )
     training.add_argument("--logging-steps", type=int, default=10)
     training.add_argument("--save-steps", type=int, help="default: only at the end")
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
@@ -239,7 +243,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.save_model()
     trainer.save_state()
     metrics = {**trained.metrics, **evaluated, "perplexity": math.exp(evaluated["eval_loss"])}
-    print(f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; saved to {arguments.output}")
+    print(
+        f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; saved to {arguments.output}"
+    )
     return metrics
 
 

@@ -69,7 +69,7 @@ def _add_demo(commands) -> None:
         description="Trains a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, "
         "evaluates it with top-k, saves it, reloads it through Transformers, compares logits, and draws pictures.",
     )
-    demo.add_argument("--steps", type=_at_least(4), default=500, help="optimiser steps (default %(default)s)")
+    demo.add_argument("--steps", type=_at_least(4), default=400, help="optimiser steps (default %(default)s)")
     demo.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default %(default)s)")
     demo.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="nearest",
                       help="token rounding's policy, or top_k for none (default %(default)s)")  # fmt: skip

@@ -30,7 +30,13 @@ def python(*arguments, path, cwd):
 def wheel(tmp_path_factory):
     """A wheel built from a copy of the sources, without isolation and without network."""
     folder = tmp_path_factory.mktemp("packaging")
-    ignored = ("--exclude=./.*", "--exclude=./tests", "--exclude=./build", "--exclude=./outputs", "--exclude=*.egg-info")
+    ignored = (
+        "--exclude=./.*",
+        "--exclude=./tests",
+        "--exclude=./build",
+        "--exclude=./outputs",
+        "--exclude=*.egg-info",
+    )
     (folder / "sources").mkdir()
     sources = subprocess.run(["tar", "-c", *ignored, "."], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x"], cwd=folder / "sources", input=sources, check=True)

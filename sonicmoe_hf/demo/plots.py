@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 ROWS_COLOURS = matplotlib.colormaps["Blues"]
@@ -49,7 +50,8 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
         )
     axes.set(xlabel=f"optimiser step ({tokens_per_step:,} tokens each)", ylabel="cross-entropy (nats per token)")
     axes.set_title("Qwen3-MoE architecture from scratch on Python's standard library", loc="left", fontsize=12)
-    axes.set_ylim(0, uniform * 1.08)
+    lowest, highest = (f(*train.values, *held_out.values, uniform) for f in (min, max))
+    axes.set_ylim(lowest - 0.8, highest + 0.5)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -100,9 +102,8 @@ def _draw_history(figure, axes, history: np.ndarray, steps: list[int]) -> None:
     logged, layers, experts = history.shape
     share = history / np.maximum(history.mean(axis=2, keepdims=True), 1)
     pixels = share.reshape(logged, layers * experts).T
-    limit = max(1.5, min(3.0, float(np.quantile(share, 0.995))))
-    image = axes.imshow(pixels, aspect="auto", cmap="RdBu_r", vmin=2 - limit, vmax=limit, interpolation="nearest",
-                        extent=(0, steps[-1], layers * experts, 0))  # fmt: skip
+    image = axes.imshow(pixels, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(1, vmin=0, vmax=4),
+                        interpolation="nearest", extent=(0, steps[-1], layers * experts, 0))  # fmt: skip
     for layer in range(1, layers):
         axes.axhline(layer * experts, color="black", linewidth=1)
     axes.set(xlabel="optimiser step", ylabel="experts of each layer")
@@ -110,4 +111,4 @@ def _draw_history(figure, axes, history: np.ndarray, steps: list[int]) -> None:
     axes.set_title(
         "Load of every expert over training (red: more rows than its layer's mean)", loc="left", fontsize=12
     )
-    figure.colorbar(image, ax=axes, label="rows / mean rows per expert of the layer", pad=0.01, extend="both")
+    figure.colorbar(image, ax=axes, label="rows / mean rows per expert of the layer", pad=0.01, extend="max")

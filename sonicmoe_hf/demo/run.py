@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -22,6 +21,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
 
 import sonicmoe_hf
 
@@ -42,7 +43,7 @@ LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 class DemoSettings:
     """What `sonicmoe-hf demo` takes: optimiser steps, the output folder, token rounding's policy and tile, the seed."""
 
-    steps: int = 500
+    steps: int = 400
     output: Path = Path("outputs/demo")
     rounding: str = "nearest"
     tile: int = 64
@@ -98,7 +99,9 @@ class _PrintProgress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "eval_loss" in logs:
-            self.console.print(f"  step {state.global_step:>4}  [bold]held-out loss {logs['eval_loss']:.3f}[/] (top-k)")
+            self.console.print(
+                f"  step {state.global_step:>4}  [bold]held-out loss {logs['eval_loss']:.3f}[/] (top-k)"
+            )
         elif "loss" in logs:
             self.console.print(f"  step {state.global_step:>4}/{state.max_steps}  loss {float(logs['loss']):.3f}")
 
@@ -117,10 +120,11 @@ def prepare(settings: DemoSettings) -> Demo:
     console = Console(highlight=False)
     console.rule("[bold]sonicmoe-hf demo", align="left")
     set_seed(settings.seed)
+    logging.disable_progress_bar()
     train_texts, held_out_texts = corpus.standard_library()
     tokenizer = corpus.train_tokenizer(train_texts, VOCAB_SIZE)
     train_blocks = corpus.blocks(train_texts, tokenizer, SEQUENCE_LENGTH)
-    held_out_blocks = corpus.blocks(held_out_texts, tokenizer, SEQUENCE_LENGTH)[:HELD_OUT_BLOCKS]
+    held_out_blocks = _spread(corpus.blocks(held_out_texts, tokenizer, SEQUENCE_LENGTH), HELD_OUT_BLOCKS)
     config = small_config(tokenizer)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="sonicmoe_hf")
     console.print(
@@ -130,6 +134,11 @@ def prepare(settings: DemoSettings) -> Demo:
         f"{config.num_hidden_layers} layers, {config.num_experts} experts, {config.num_experts_per_tok} per token"
     )
     return Demo(settings, console, tokenizer, train_blocks, held_out_blocks, model)
+
+
+def _spread(blocks: list, count: int) -> list:
+    """`count` blocks, evenly spaced over all of them."""
+    return blocks[:: max(1, len(blocks) // count)][:count]
 
 
 def train(demo: Demo) -> None:
@@ -149,19 +158,13 @@ def train(demo: Demo) -> None:
         processing_class=demo.tokenizer,
         callbacks=callbacks,
     )
-    trainer.remove_callback(_default_printer())
+    trainer.remove_callback(PrinterCallback)
     sonicmoe_hf.attach(trainer)
     start = time.perf_counter()
     trainer.train()
     demo.seconds = time.perf_counter() - start
     demo.log = trainer.state.log_history
     _check_training(demo)
-
-
-def _default_printer():
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback
 
 
 def _training_arguments(settings: DemoSettings) -> TrainingArguments:
@@ -214,16 +217,16 @@ def reload_and_compare(demo: Demo) -> None:
     folder = demo.settings.output / "model"
     demo.model.save_pretrained(folder)
     demo.tokenizer.save_pretrained(folder)
-    # train() is on purpose: without gradients a patched model uses top-k in either mode
-    ours = {"in training mode, no gradients": demo.model.train(), "in evaluation mode": copy.deepcopy(demo.model).eval()}
-    logits = {mode: held_out_logits(demo, model) for mode, model in ours.items()}
+    sonicmoe_hf.set_routing(demo.model, demo.settings.policy)  # token rounding is on, and must not act here
+    logits = {"train() without gradients": held_out_logits(demo, demo.model.train())}
+    logits["eval()"] = held_out_logits(demo, demo.model.eval())
     for implementation in ("eager", "sonicmoe_hf"):
         reloaded = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
         expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
         for mode, ours_now in logits.items():
             error = relative_error(ours_now, expected)
             demo.check(
-                f'logits {mode} = the reloaded model\'s with "{implementation}"',
+                f'{mode}: logits equal those of the reloaded model, "{implementation}"',
                 error <= LOGIT_TOLERANCE,
                 f"relative error {error:.1e}",
             )
@@ -292,11 +295,32 @@ def write_metrics(demo: Demo) -> None:
 
 
 def print_summary(demo: Demo) -> None:
-    """The checks and where the results are."""
-    table = Table("", "check", "measured", title="Results", title_justify="left")
+    """What happened in numbers, the checks, and where the results are."""
+    numbers = Table(title="Training", title_justify="left", show_header=False)
+    for name, value in _numbers(demo):
+        numbers.add_row(name, value)
+    checks = Table("", "check", "measured", title="Checks", title_justify="left")
     for check in demo.checks:
-        table.add_row("[green]ok[/]" if check.passed else "[red]FAILED[/]", check.name, check.detail)
-    demo.console.print(table)
-    demo.console.print(f"trained for {demo.seconds:.0f} s; results in {demo.settings.output}:")
+        checks.add_row("[green]ok[/]" if check.passed else "[red]FAILED[/]", check.name, check.detail)
+    demo.console.print(numbers, checks)
+    demo.console.print("results:")
     for name in ("loss_curve.png", "expert_load.png", "metrics.json", "model"):
         demo.console.print(f"  {demo.settings.output / name}")
+
+
+def _numbers(demo: Demo) -> list[tuple[str, str]]:
+    history = demo.load.history
+    rows = sum(sum(_flat(entry["rows_per_expert"])) for entry in history)
+    total = {name: sum(entry[f"moe/{name}"] for entry in history) for name in ("rows_added", "rows_dropped")}
+    avoided = sum(entry["moe/padded_rows_avoided"] for entry in history)
+    tokens = demo.settings.steps * BATCH_SIZE * SEQUENCE_LENGTH
+    held_out = demo.logged("eval_loss").values
+    return [
+        ("tokens", f"{tokens:,} in {demo.seconds:.0f} s ({tokens / demo.seconds:,.0f} a second, evaluations included)"),
+        ("held-out loss (top-k)", f"{held_out[0]:.3f} -> {held_out[-1]:.3f} nats per token"),
+        ("rows computed by experts", f"{rows:,}"),
+        ("added, dropped by rounding", f"{total['rows_added']:,} ({total['rows_added'] / rows:.1%}), "
+                                       f"{total['rows_dropped']:,} ({total['rows_dropped'] / rows:.1%})"),
+        ("padded rows avoided", f"{avoided:,} ({avoided / rows:.1%})"),
+        ("busiest expert / mean", f"{history[-1]['moe/load_max_over_mean']:.1f} at the end"),
+    ]  # fmt: skip

@@ -1,0 +1,152 @@
+"""The demo and the examples run end to end, offline, with few steps."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from sonicmoe_hf.backends import VARIABLE
+from sonicmoe_hf.cli import main as command
+from sonicmoe_hf.demo import corpus, run
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n"
+TINY = [
+    "--batch-size",
+    "4",
+    "--sequence-length",
+    "64",
+    "--tile",
+    "16",
+    "--logging-steps",
+    "2",
+    "--held-out-blocks",
+    "8",
+]
+
+
+def load(name):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def small_corpus(monkeypatch, tmp_path):
+    """A twelfth of the standard library, on the CPU, and no files outside tmp_path."""
+    texts, held_out = corpus.standard_library()
+    few = (texts[::12], held_out[:4])
+    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_the_standard_library_is_split_without_overlap_and_in_the_same_way_every_time(monkeypatch):
+    monkeypatch.undo()
+    texts, held_out = corpus.standard_library()
+    assert len(texts) > 10 * len(held_out) > 0
+    assert not set(texts) & set(held_out)
+    assert corpus.standard_library() == (texts, held_out)
+
+
+def test_a_python_without_sources_is_told_so(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError, match="ships its sources"):
+        corpus.standard_library(tmp_path)
+
+
+def test_the_tokenizer_gives_back_any_text_and_trains_the_same_way_every_time():
+    text = "def naïve():\n\treturn '雪 = snow'\r\n"
+    tokenizer = corpus.train_tokenizer([TEXT, text], 300)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert corpus.train_tokenizer([TEXT, text], 300).get_vocab() == tokenizer.get_vocab()
+
+
+def test_blocks_are_one_stream_without_padding():
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    rows = corpus.blocks([TEXT, TEXT], tokenizer, 8)
+    stream = 2 * [*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id]
+    assert torch.cat([row["input_ids"] for row in rows]).tolist() == stream[: 8 * len(rows)]
+
+
+def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BATCH_SIZE", 4)
+    monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 8)
+    monkeypatch.setattr(run, "EVALUATIONS", 2)
+    assert command(["demo", "--steps", "8", "--tile", "16", "--output", str(tmp_path)]) == 0
+    for name in ("loss_curve.png", "expert_load.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert all(check["passed"] for check in metrics["checks"])
+    assert any(check["name"] == "token rounding was at work" for check in metrics["checks"])
+    assert {len(rows) for entry in metrics["expert_load"] for rows in entry["rows_per_expert"].values()} == {32}
+    assert any("moe/rows_added" in entry for entry in metrics["log"])
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BATCH_SIZE", 2)
+    monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
+    monkeypatch.setattr(run, "EVALUATIONS", 1)
+    monkeypatch.setattr(run, "relative_error", lambda ours, expected: 1.0)
+    assert command(["demo", "--steps", "4", "--rounding", "top_k", "--output", str(tmp_path)]) == 1
+
+
+def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BATCH_SIZE", 2)
+    monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
+    losses = []
+    for name in ("first", "second"):
+        settings = run.DemoSettings(steps=4, tile=8, output=tmp_path / name, seed=3)
+        demo = run.prepare(settings)
+        run.train(demo)
+        losses.append(demo.logged("loss"))
+    assert losses[0] == losses[1]
+
+
+def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_path):
+    finetune = load("finetune")
+    small = str(tmp_path / "small")
+    metrics = finetune.main(["--steps", "6", "--output", small, *TINY])
+    assert metrics["eval_loss"] < 7.7  # ln(2048) = 7.6 is guessing
+    texts = tmp_path / "texts.txt"
+    texts.write_text(TEXT * 200)
+    options = ["--model", small, "--dataset", str(texts), "--lora-rank", "4", "--bf16", "--gradient-checkpointing"]
+    lora = str(tmp_path / "lora")
+    finetune.main([*options, "--steps", "4", "--output", lora, "--learning-rate", "1e-2", "--end", "0.5", *TINY])
+    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
+    log = json.loads((tmp_path / "lora" / "trainer_state.json").read_text())["log_history"]
+    assert log[0]["moe/rows_added"] + log[0]["moe/rows_dropped"] > 0  # steps 1 and 2 round, 3 and 4 do not
+    assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
+
+
+def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
+    finetune = load("finetune")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"body": TEXT * 20}) + "\n" for _ in range(60)))
+    options = ["--dataset", str(texts), "--text-column", "body", "--freeze-experts", "--save", "input", "--backend",
+               "eager", "--save-steps", "2", "--report-to", "tensorboard", "--output", str(tmp_path / "out"), *TINY]  # fmt: skip
+    finetune.main(["--steps", "2", *options])
+    finetune.main(["--steps", "4", "--resume", *options])
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4
+    assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
+
+
+def test_finetune_names_a_missing_column(tmp_path):
+    texts = tmp_path / "texts.csv"
+    texts.write_text("body\nhello\n")
+    with pytest.raises(SystemExit, match=r"no column 'text' but \['body'\]"):
+        load("finetune").main(["--dataset", str(texts)])
+
+
+def test_the_accelerate_loop_lowers_the_held_out_loss():
+    before, after = load("accelerate_loop").main(
+        ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
+    )
+    assert after < before
