@@ -1,6 +1,7 @@
 """SonicMoE for Hugging Face Transformers: see README.md.
 
-Importing registers experts_implementation="sonicmoe_hf" with Transformers and patches nothing.
+Importing registers experts_implementation="sonicmoe_hf" and the native layout's model classes with Transformers, and
+patches nothing.
 """
 
 from pathlib import Path
@@ -9,7 +10,8 @@ _checkout = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "kernels" / "interface.py").is_file():
     __path__.append(str(_checkout))  # a source checkout keeps kernels/ and model_patches/ beside this folder
 
-from . import backends, functional, routing  # noqa: E402
+from . import auto, backends, functional, routing  # noqa: E402
+from .auto import SonicMoEExperts  # noqa: E402
 from .callbacks import ExpertLoadCallback, TokenRoundingCallback, attach  # noqa: E402
 from .experts import UnsupportedExpertsError, register  # noqa: E402
 from .patching import (  # noqa: E402
@@ -28,6 +30,7 @@ __all__ = [
     "ExpertLoadCallback",
     "LayerSupport",
     "PatchReport",
+    "SonicMoEExperts",
     "TokenRoundingCallback",
     "UnsupportedExpertsError",
     "UnsupportedModelError",
@@ -47,3 +50,4 @@ __all__ = [
 __version__ = "0.1.0"
 
 register()
+auto.register()

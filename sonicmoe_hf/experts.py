@@ -77,6 +77,8 @@ def experts_facts(experts: nn.Module) -> ExpertsFacts:
     Raises:
         UnsupportedExpertsError: something sonicmoe_hf does not compute; never a wrong number.
     """
+    if isinstance(facts := getattr(experts, "facts", None), ExpertsFacts):
+        return facts  # SonicMoEExperts
     if not hasattr(type(experts), "_apply_gate"):
         _refuse(
             experts,
@@ -95,7 +97,7 @@ def experts_facts(experts: nn.Module) -> ExpertsFacts:
 
 def check_weights(experts: nn.Module) -> None:
     """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
-    for name in ("gate_up_proj", "down_proj"):
+    for name in getattr(experts, "weight_names", ("gate_up_proj", "down_proj")):
         weight = getattr(experts, name, None)
         if weight is None or weight.dim() != 3:
             _refuse(experts, f"it has no {name} of three dimensions")
@@ -114,6 +116,30 @@ def is_expert_parallel(experts: nn.Module) -> bool:
     return False
 
 
+def is_tensor_parallel(experts: nn.Module) -> bool:
+    """Whether every expert of this module is split over ranks, whose gradients of the routing weights are summed only
+    where those are a tensor argument of the experts."""
+    for parameter in experts.parameters(recurse=False):
+        mesh_names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
+        if "tp" in mesh_names and not parameter.placements[mesh_names.index("tp")].is_replicate():
+            return True
+    return False
+
+
+def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
+    """The routing that an experts module was handed, as a Routing.
+
+    Raises:
+        ValueError: token rounding's Routing reached a module that holds only some of the experts.
+    """
+    expert_parallel = is_expert_parallel(experts)
+    if not isinstance(top_k_index, Routing):
+        return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
+    if expert_parallel:
+        raise ValueError(MISPLACED)
+    return top_k_index
+
+
 def sonicmoe_hf_experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -123,18 +149,11 @@ def sonicmoe_hf_experts_forward(
     rounding, which carries its own weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
     facts = experts_facts(self)
-    expert_parallel = is_expert_parallel(self)
-    if isinstance(top_k_index, Routing):
-        if expert_parallel:
-            raise ValueError(MISPLACED)
-        routing = top_k_index
-    else:
-        routing = Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
     return moe_experts(
         hidden_states,
         self.gate_up_proj,
         self.down_proj,
-        routing,
+        as_routing(self, top_k_index, top_k_weights),
         gate_up_bias=self.gate_up_proj_bias if facts.has_bias else None,
         down_bias=self.down_proj_bias if facts.has_bias else None,
         activation=facts.activation,

@@ -187,10 +187,17 @@ def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Args:
         state: c_fc.weight [E, 2I, H] interleaved, c_proj.weight [E, H, I], and c_fc.bias, c_proj.bias where it has them.
     """
-    renamed = {"c_fc.weight": "c_fc", "c_proj.weight": "c_proj", "c_fc.bias": "c_fc_bias", "c_proj.bias": "c_proj_bias"}
+    renamed = {
+        "c_fc.weight": "c_fc",
+        "c_proj.weight": "c_proj",
+        "c_fc.bias": "c_fc_bias",
+        "c_proj.bias": "c_proj_bias",
+    }
     missing = [name for name in ("c_fc.weight", "c_proj.weight") if name not in state]
     if missing:
-        raise CheckpointError(f"the state dict of a SonicMoE MoE module has {missing[0]}; this one has {sorted(state)}")
+        raise CheckpointError(
+            f"the state dict of a SonicMoE MoE module has {missing[0]}; this one has {sorted(state)}"
+        )
     return {ours: state[theirs] for theirs, ours in renamed.items() if theirs in state}
 
 
