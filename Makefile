@@ -14,7 +14,7 @@ ARGS ?=
 VENV := .venv
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
-OLDEST_TESTS ?= tests
+OLDEST_TESTS ?= tests --ignore=tests/kernels --ignore=tests/test_packaging.py
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
