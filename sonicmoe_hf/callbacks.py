@@ -9,8 +9,8 @@ from transformers.utils import logging
 
 from .config import TokenRounding
 from .load import TOTALS
-from .patching import check_rounding, is_patched, patch_model, patch_state, router_hooks
-from .support import supports
+from .patching import is_patched, patch_model, patch_state, router_hooks
+from .support import check_rounding, supports
 
 logger = logging.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from .experts import IMPLEMENTATION
 from .load import ExpertLoad
 from .model_patches import FAMILIES
 from .routing import MISPLACED, rounded_routing
-from .support import check_accelerated
+from .support import check_accelerated, check_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -124,32 +124,34 @@ class RouterHook:
 class ModelEntryHook:
     """Forward pre-hook (with kwargs) of a model: notes whether gradients are on, and which tokens are padding.
 
-    Before the first call it also checks that the layers are still ones we accelerate: quantisers and use_kernels may
-    have replaced them since patching.
+    Before the first call, and the first under a policy, it also checks that the layers can do what is asked: quantisers,
+    use_kernels and parallelism may have changed them since patching.
     """
 
     def __init__(self, state: PatchState, mask_position: int | None):
         self.state = state
         self.mask_position = mask_position
         self.verified = False
+        self.verified_policy: TokenRounding | None = None
 
     def __call__(self, model: nn.Module, args, kwargs):
-        if not self.verified and not torch.compiler.is_compiling():
-            check_accelerated(model)
-            self.verified = True
+        policy = self.state.policy
+        if not torch.compiler.is_compiling() and not (self.verified and self.verified_policy == policy):
+            check_rounding(check_accelerated(model), policy)
+            self.verified, self.verified_policy = True, policy
         if not self.state.active:
             return
         if getattr(model, "_is_replica", False):
             raise RuntimeError(
                 "token rounding and load counting do not work under nn.DataParallel, whose replicas share hooks: launch "
-                "one process per GPU (torchrun, accelerate launch), or show this one a single GPU (CUDA_VISIBLE_DEVICES=0)"
+                "one process per GPU (torchrun, accelerate launch), or show it a single GPU (CUDA_VISIBLE_DEVICES=0)"
             )
         mask = kwargs.get("attention_mask")
         if mask is None and self.mask_position is not None and len(args) > self.mask_position:
             mask = args[self.mask_position]
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             mask = None
-        self.state.call = ModelCall(torch.is_grad_enabled(), mask, self.state.policy)
+        self.state.call = ModelCall(torch.is_grad_enabled(), mask, policy)
 
 
 class ModelExitHook:

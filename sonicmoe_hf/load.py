@@ -24,10 +24,9 @@ class ExpertLoad:
         index_TK = top_k_index_TK.long()
         ones_TK = torch.ones_like(index_TK) if valid_T is None else valid_T.long().unsqueeze(1).expand_as(index_TK)
         f_E = index_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), ones_TK.reshape(-1))
-        if mask_TE is None:
-            n_E = f_E
-        else:  # where padding made rounding fall back, the mask holds top-k, padding included
-            n_E = mask_TE.sum(0) if valid_T is None else (mask_TE & valid_T.unsqueeze(1)).sum(0)
+        if mask_TE is not None and valid_T is not None:
+            mask_TE = mask_TE & valid_T.unsqueeze(1)  # where padding made rounding fall back, top-k routes padding too
+        n_E = f_E if mask_TE is None else mask_TE.sum(0)
         change_E = n_E - f_E
         avoided_E = (-f_E) % tile - (-n_E) % tile
         fell_back = f_E.new_zeros(()) + fell_back

@@ -17,7 +17,15 @@ from .config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choic
 from .experts import IMPLEMENTATION
 from .hooks import ModelEntryHook, ModelExitHook, PatchState, RouterHook
 from .model_patches import FAMILIES
-from .support import LayerSupport, UnsupportedModelError, check_accelerated, find_layers, load_family_class
+from .support import (
+    LayerSupport,
+    UnsupportedModelError,
+    check_accelerated,
+    check_rounding,
+    find_layers,
+    load_family_class,
+    supports,
+)
 
 STATE = "_sonicmoe_hf_state"
 SAVE = "_sonicmoe_hf_save"
@@ -108,13 +116,6 @@ def patch_model(model: nn.Module, routing=None, *, save: str = "preactivation") 
     return PatchReport(layers, policy)
 
 
-def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None) -> None:
-    """Raise UnsupportedModelError where the policy wants token rounding and a layer cannot do it."""
-    refused = [layer for layer in layers if not layer.token_rounding]
-    if policy is not None and refused:
-        raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; use routing=None")
-
-
 def unpatch_model(model: nn.Module) -> None:
     """Undo patch_model: hooks gone, the experts implementation as it was. Does nothing to a model not patched."""
     root = _root(model)
@@ -151,8 +152,14 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
 
 
 def set_routing(model: nn.Module, routing) -> None:
-    """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`."""
-    patch_state(model).policy = as_routing_policy(routing)
+    """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`.
+
+    Raises:
+        ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
+    """
+    state, policy = patch_state(model), as_routing_policy(routing)
+    check_rounding(supports(_root(model)), policy)
+    state.policy = policy
 
 
 def from_pretrained(

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .experts import UnsupportedExpertsError, check_weights, experts_facts, is_expert_parallel
+from .config import TokenRounding
+from .experts import UnsupportedExpertsError, check_weights, experts_facts, is_expert_parallel, is_tensor_parallel
 from .model_patches import FAMILIES, Family
 
 QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones
@@ -136,6 +137,8 @@ def _why_no_rounding(layer: Layer) -> str | None:
         return f"token rounding knows the families {', '.join(FAMILIES)}"
     if is_expert_parallel(layer.experts):
         return "token rounding does not work under expert parallelism"
+    if is_tensor_parallel(layer.experts):
+        return "token rounding does not work under tensor parallelism of the experts"
     if not hands_indices_to_experts(layer.block, layer.family):
         return f"{type(layer.block).__name__} of this Transformers version uses the router's indices itself"
     return None
@@ -171,3 +174,10 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
             f"accelerated:\n{lines}{more}"
         )
     return layers
+
+
+def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None) -> None:
+    """Raise UnsupportedModelError where the policy wants token rounding and a layer cannot do it."""
+    refused = [layer for layer in layers if not layer.token_rounding]
+    if policy is not None and refused:
+        raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; use routing=None")

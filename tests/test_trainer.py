@@ -397,7 +397,7 @@ def test_without_attach_the_metrics_stay_in_history(tmp_path):
     callback, reporter = ExpertLoadCallback(), Reporter()
     trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback, reporter], max_steps=3)
     trainer.train()
-    assert [log["step"] for log in callback.history] == [1, 2, 3] and METRICS <= set(callback.history[0])
+    assert [log["step"] for log in callback.history] == [1, 2, 3] and set(callback.history[0]) > METRICS
     assert not any(key.startswith("moe/") for log in reporter.logs for key in log)
     assert all(sum(rows) == 96 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
 
