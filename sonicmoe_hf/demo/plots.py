@@ -44,11 +44,11 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
     axes.plot(
         held_out.steps, held_out.values, "o-", color=ORANGE, linewidth=1.2, label="held-out files (top-k routing)"
     )
-    for step, value in ((held_out.steps[0], held_out.values[0]), (held_out.steps[-1], held_out.values[-1])):
-        axes.annotate(
-            f"{value:.2f}", (step, value), xytext=(0, 8), textcoords="offset points", color=ORANGE, ha="center"
-        )
-    axes.set(xlabel=f"optimiser step ({tokens_per_step:,} tokens each)", ylabel="cross-entropy (nats per token)")
+    for end, side in ((0, "left"), (-1, "right")):
+        axes.annotate(f"{held_out.values[end]:.2f}", (held_out.steps[end], held_out.values[end]), xytext=(4, 9),
+                      textcoords="offset points", color=ORANGE, ha=side, fontweight="bold")  # fmt: skip
+    axes.set_xlabel(f"optimiser step ({tokens_per_step:,} tokens each)")
+    axes.set_ylabel("loss (nats per token; 0.01 x load-balancing loss included)")
     axes.set_title("Qwen3-MoE architecture from scratch on Python's standard library", loc="left", fontsize=12)
     lowest, highest = (f(*train.values, *held_out.values, uniform) for f in (min, max))
     axes.set_ylim(lowest - 0.8, highest + 0.5)
@@ -100,13 +100,15 @@ def _draw_rows(axes, rows: np.ndarray, top: int, tile: int):
 def _draw_history(figure, axes, history: np.ndarray, steps: list[int]) -> None:
     """One line of pixels per expert, layer under layer, over training steps."""
     logged, layers, experts = history.shape
+    order = np.argsort(-history[-logged // 4 :].sum(axis=0), axis=1)
+    history = np.take_along_axis(history, order[None], axis=2)
     share = history / np.maximum(history.mean(axis=2, keepdims=True), 1)
     pixels = share.reshape(logged, layers * experts).T
     image = axes.imshow(pixels, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(1, vmin=0, vmax=4),
                         interpolation="nearest", extent=(0, steps[-1], layers * experts, 0))  # fmt: skip
     for layer in range(1, layers):
-        axes.axhline(layer * experts, color="black", linewidth=1)
-    axes.set(xlabel="optimiser step", ylabel="experts of each layer")
+        axes.axhline(layer * experts, color="white", linewidth=4)
+    axes.set(xlabel="optimiser step", ylabel="experts, the busiest of the last quarter on top")
     axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], [f"layer {n}" for n in range(layers)])
     axes.set_title(
         "Load of every expert over training (red: more rows than its layer's mean)", loc="left", fontsize=12
