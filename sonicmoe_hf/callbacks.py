@@ -8,9 +8,10 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .config import TokenRounding
+from .experts import is_expert_parallel
 from .load import TOTALS
 from .patching import is_patched, patch_model, patch_state, router_hooks
-from .support import check_rounding, supports
+from .support import check_rounding, find_layers, supports
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +77,7 @@ class ExpertLoadCallback(TrainerCallback):
 
     With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
     have them; without it they are only in `history`. All refer to the training forwards since the last log, over all
-    ranks; layers recomputed by gradient checkpointing count once:
+    ranks; layers recomputed by gradient checkpointing count once; under expert parallelism nothing is counted:
 
         moe/load_max_over_mean  rows of the busiest expert over the mean, in the worst layer
         moe/load_cv             standard deviation of rows per expert over the mean, averaged over layers
@@ -98,6 +99,11 @@ class ExpertLoadCallback(TrainerCallback):
             patch_model(model)
         for hook in router_hooks(model):
             hook.load.take()
+        if any(is_expert_parallel(layer.experts) for layer in find_layers(model)):
+            logger.warning_once(
+                "ExpertLoadCallback: nothing is counted under expert parallelism, whose ranks may share their tokens"
+            )
+            return
         patch_state(model).counting = True
         if not self.attached:
             logger.warning_once(

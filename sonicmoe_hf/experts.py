@@ -117,13 +117,12 @@ def is_expert_parallel(experts: nn.Module) -> bool:
 
 
 def is_tensor_parallel(experts: nn.Module) -> bool:
-    """Whether every expert of this module is split over ranks, whose gradients of the routing weights are summed only
-    where those are a tensor argument of the experts."""
-    for parameter in experts.parameters(recurse=False):
-        mesh_names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
-        if "tp" in mesh_names and not parameter.placements[mesh_names.index("tp")].is_replicate():
-            return True
-    return False
+    """Whether Transformers splits every expert of this module over ranks: its weights are sharded, and its own forward
+    sums the gradients of the routing weights only where those are a tensor argument."""
+    if "forward" not in vars(experts):
+        return False  # FSDP2 shards weights too, but hands whole ones to the class's forward
+    placements = [place for weight in experts.parameters(recurse=False) for place in getattr(weight, "placements", ())]
+    return any(not place.is_replicate() for place in placements)
 
 
 def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
