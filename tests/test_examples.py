@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli import main as command
@@ -150,3 +152,21 @@ def test_the_accelerate_loop_lowers_the_held_out_loss():
         ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
     )
     assert after < before
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """Every block, with a tiny model in place of the hub's and two steps in place of a thousand."""
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    dataset = corpus.blocks([TEXT] * 20, tokenizer, 16)
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("max_steps=1000", "max_steps=2")
+    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(python) == 4
+    for block in python:
+        exec(block, {"dataset": dataset})
