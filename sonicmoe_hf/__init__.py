@@ -13,7 +13,11 @@ if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "kernels" /
 from . import auto, backends, functional, routing  # noqa: E402
 from .auto import SonicMoEExperts  # noqa: E402
 from .callbacks import ExpertLoadCallback, TokenRoundingCallback, attach  # noqa: E402
+from .checkpoint import convert_checkpoint  # noqa: E402
+from .checkpoint_inspect import inspect_checkpoint  # noqa: E402
 from .experts import UnsupportedExpertsError, register  # noqa: E402
+from .layouts import CheckpointError  # noqa: E402
+from .lora import convert_adapter  # noqa: E402
 from .patching import (  # noqa: E402
     PatchReport,
     from_pretrained,
@@ -27,6 +31,7 @@ from .patching import (  # noqa: E402
 from .support import LayerSupport, UnsupportedModelError, supports  # noqa: E402
 
 __all__ = [
+    "CheckpointError",
     "ExpertLoadCallback",
     "LayerSupport",
     "PatchReport",
@@ -36,8 +41,11 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "backends",
+    "convert_adapter",
+    "convert_checkpoint",
     "from_pretrained",
     "functional",
+    "inspect_checkpoint",
     "is_patched",
     "patch",
     "patch_model",

@@ -39,6 +39,7 @@ class SonicMoEExperts(nn.Module):
         config: the model's config. sizes: E, H, I and whether there are biases. activation: the gated activation.
     Parameters:
         c_fc [E, 2I, H], gate and up rows alternating; c_proj [E, H, I]; c_fc_bias [E, 2I] and c_proj_bias [E, H] or None.
+        They stand in the order of the families' own, on which the names inside PEFT adapters depend.
     """
 
     is_transposed = False  # read by PEFT: out features before in features
@@ -53,8 +54,8 @@ class SonicMoEExperts(nn.Module):
         self.intermediate_dim = intermediate
         self.activation = activation
         self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
-        self.c_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
         self.c_fc_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate)) if has_bias else None
+        self.c_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
         self.c_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if has_bias else None
         self._is_expert_parallel = False
 

@@ -1,4 +1,4 @@
-"""The `sonicmoe-hf` command: demo, doctor."""
+"""The `sonicmoe-hf` command: demo, doctor; convert and inspect are in cli_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from .cli_checkpoint import add_commands
 from .config import ROUNDINGS
 
 DEMO_PACKAGES = ("accelerate", "matplotlib")
@@ -42,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands)
     _add_demo(commands)
+    add_commands(commands)
     return parser
 
 

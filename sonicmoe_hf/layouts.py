@@ -135,11 +135,11 @@ class Named(NamedTuple):
 def layer_tensors(layout: str, block: str, sizes: Sizes) -> Iterator[Named]:
     """The tensors that hold the experts of the block called `block` in this layout, an expert's own side by side."""
     wanted = [stored for stored in LAYOUTS[layout] if sizes.has_bias or not stored.is_bias]
-    for expert in range(sizes.num_experts):
-        for stored in wanted:
-            if stored.per_expert:
-                name = f"{block}.{stored.name.format(expert=expert)}"
-                yield Named(name, sizes.shape(stored.letters), stored, expert)
+    own = [stored for stored in wanted if stored.per_expert]
+    for expert in range(sizes.num_experts if own else 0):
+        for stored in own:
+            name = f"{block}.{stored.name.format(expert=expert)}"
+            yield Named(name, sizes.shape(stored.letters), stored, expert)
     for stored in wanted:
         if not stored.per_expert:
             yield Named(f"{block}.{stored.name}", sizes.shape(stored.letters), stored, None)

@@ -1,0 +1,201 @@
+"""LoRA adapters on experts: converted along with the layout of the model they belong to.
+
+PEFT adapts an experts parameter [E, out, in] with lora_A [r*E, in] and lora_B [out, r*E]: lora_B's rows stand in the
+order of gate and up rows. Names: PEFT wraps a module once for every parameter of it that is adapted, the first one
+innermost, so "experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .checkpoint_files import CONFIG_FILE, read_json
+from .checkpoint_plan import TARGETS
+from .checkpoint_source import family_of
+from .config import check_choice
+from .layouts import CheckpointError
+from .model_patches import Family
+from .whole_folder import appearing_whole, copy_file, sync, write_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PARAMETERS = {  # in the order in which experts modules declare them: hub name -> native name
+    "gate_up_proj": "c_fc",
+    "gate_up_proj_bias": "c_fc_bias",
+    "down_proj": "c_proj",
+    "down_proj_bias": "c_proj_bias",
+}
+EXPERTS_KEY = re.compile(r"\.experts\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+
+
+def is_adapter(path: str | os.PathLike) -> bool:
+    """Whether `path` is a folder with a PEFT adapter."""
+    return (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+
+
+def convert_adapter(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    layout: str = "native",
+    *,
+    trained_on: str | os.PathLike | None = None,
+    base_model: str | None = None,
+) -> Path:
+    """Convert a LoRA adapter between the hub layout and the native one.
+
+    Args:
+        src: folder that PEFT's save_pretrained wrote. dst: the new folder; it must not exist. layout: "native" or "hub".
+        trained_on: folder or hub id of the model it was trained on, of which config.json is read; by default what the
+            adapter says.
+        base_model: the model that the converted adapter will say it belongs to; by default it says none.
+    Returns:
+        The new folder.
+    Raises:
+        CheckpointError: not a LoRA adapter, or one whose weights on experts cannot be converted; nothing is written.
+    """
+    check_choice("layout", layout, TARGETS)
+    src, dst = Path(src).expanduser(), Path(dst).expanduser().absolute()
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError(f"{dst} exists; remove it or name another folder")
+    config = read_json(src / ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{src / ADAPTER_CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA is converted"
+        )
+    model_config = _base_config(src, config, trained_on)
+    family, native = family_of(model_config, src)
+    weights = _load(src / ADAPTER_WEIGHTS)
+    to_native = layout == "native"
+    if native != to_native:
+        weights = _converted_weights(weights, config, family, model_config, to_native)
+        config = _converted_config(config, to_native)
+    else:
+        _adapted_parameters(config, native)
+    config["base_model_name_or_path"] = base_model
+    files = [f for f in sorted(src.iterdir()) if f.is_file() and f.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    with appearing_whole(dst, nbytes, files, 1) as folder:
+        save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        sync(folder / ADAPTER_WEIGHTS)
+        write_json(folder / ADAPTER_CONFIG, config)
+        for file in files:
+            copy_file(file, folder / file.name)
+    return dst
+
+
+def _base_config(src: Path, config: dict, trained_on: str | os.PathLike | None) -> dict:
+    """config.json of the model that the adapter was trained on."""
+    name = os.fspath(trained_on or config.get("base_model_name_or_path") or "")
+    if not name:
+        raise CheckpointError(
+            f"{src / ADAPTER_CONFIG} names no base model; say trained_on=, the model it was trained on"
+        )
+    if Path(name).expanduser().is_dir():
+        return read_json(Path(name).expanduser() / CONFIG_FILE)
+    try:
+        return read_json(Path(hf_hub_download(name, CONFIG_FILE)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"the adapter was trained on {name}, whose config.json cannot be had; say trained_on=, a folder with it"
+        ) from error
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _adapted_parameters(config: dict, native: bool) -> list[str]:
+    """The experts' parameters that the adapter adapts, in declaration order, as this layout names them.
+
+    Raises:
+        CheckpointError: the adapter names parameters of the other layout.
+    """
+    targets = [target.rpartition(".")[2] for target in config.get("target_parameters") or ()]
+    here, there = list(PARAMETERS.values()), list(PARAMETERS)
+    if not native:
+        here, there = there, here
+    if wrong := [target for target in targets if target in there]:
+        raise CheckpointError(
+            f"the adapter adapts {wrong[0]}, but its base model is in the {'native' if native else 'hub'} layout, which "
+            "has no such parameter; say trained_on=, the model it was trained on"
+        )
+    return [name for name in here if name in targets]
+
+
+def _converted_weights(weights, config: dict, family: Family, model_config: dict, to_native: bool):
+    """The adapter's weights with the rows of lora_B in the other layout's order; names stay as they are."""
+    adapted = _adapted_parameters(config, native=not to_native)
+    converted = {}
+    for name, tensor in weights.items():
+        if ".experts." not in name:
+            converted[name] = tensor
+            continue
+        match = EXPERTS_KEY.search(name)
+        position = -1 if match is None else len(adapted) - 1 - match["depth"].count("base_layer.")
+        if match is None or not 0 <= position < len(adapted):
+            raise CheckpointError(
+                f"{name} is not LoRA on the experts' fused parameters (target_parameters); adapters on single experts "
+                "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"
+            )
+        is_gate_up = adapted[position] in ("gate_up_proj", "c_fc")
+        _check_side(name, tensor, match["side"], is_gate_up or adapted[position] in ("down_proj", "c_proj"),
+                    _outer_sizes(model_config, is_gate_up))  # fmt: skip
+        if is_gate_up and match["side"] == "B" and family.hub_layout != "gpt_oss":
+            tensor = _reordered(tensor, to_native)
+        converted[name] = tensor
+    return converted
+
+
+def _outer_sizes(model_config: dict, is_gate_up: bool) -> dict[str, int]:
+    """Columns of lora_A and rows of lora_B for a weight of these experts."""
+    hidden = model_config["hidden_size"]
+    intermediate = model_config.get("moe_intermediate_size", model_config["intermediate_size"])
+    return {"A": hidden, "B": 2 * intermediate} if is_gate_up else {"A": intermediate, "B": hidden}
+
+
+def _check_side(name: str, tensor: torch.Tensor, side: str, is_weight: bool, sizes: dict[str, int]) -> None:
+    found = tensor.shape[1 if side == "A" else 0]
+    if is_weight and found != sizes[side]:
+        what = "columns" if side == "A" else "rows"
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, where {sizes[side]} {what} are due; "
+            "PEFT before 0.19 laid such weights out otherwise: save the adapter again with a newer PEFT"
+        )
+
+
+def _reordered(lora_B: torch.Tensor, to_native: bool) -> torch.Tensor:
+    """[2I, r*E]: all gate rows, then all up rows <-> gate and up rows alternating."""
+    split = (2, lora_B.shape[0] // 2) if to_native else (lora_B.shape[0] // 2, 2)
+    return lora_B.unflatten(0, split).transpose(0, 1).reshape(lora_B.shape).contiguous()
+
+
+def _converted_config(config: dict, to_native: bool) -> dict:
+    names = PARAMETERS if to_native else {native: hub for hub, native in PARAMETERS.items()}
+    converted = dict(config)
+    if config.get("target_parameters"):
+        converted["target_parameters"] = [_renamed(target, names) for target in config["target_parameters"]]
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(key) or {}
+        clear = {"gate_up_proj", "c_fc", "c_proj"}
+        for target in pattern:
+            last = target.rpartition(".")[2]
+            if last in names and last not in clear and "experts" not in target:
+                raise CheckpointError(f"{key} has {target!r}: write experts.{last} if it means the experts' parameter")
+        converted[key] = {_renamed(target, names): value for target, value in pattern.items()}
+    return converted
+
+
+def _renamed(target: str, names: dict[str, str]) -> str:
+    head, dot, last = target.rpartition(".")
+    return f"{head}{dot}{names.get(last, last)}"
