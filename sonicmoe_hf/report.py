@@ -51,8 +51,10 @@ def _print_model(console: Console, report: ModelReport) -> None:
             "Transformers' experts interface: there is nothing to accelerate.[/]"
         )
         return
-    table = Table("layers", "count", "family", "accelerated", "token rounding", "why",
-                  title=f"{escape(report.name)} ({report.architecture})", title_justify="left")  # fmt: skip
+    table = Table(title=f"{escape(report.name)} ({report.architecture})", title_justify="left")
+    table.add_column("layers", no_wrap=True)
+    for heading in ("count", "family", "accelerated", "token rounding", "why"):
+        table.add_column(heading)
     for layers in report.layers:
         support = layers.support
         table.add_row(
