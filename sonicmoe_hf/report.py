@@ -52,19 +52,13 @@ def _print_model(console: Console, report: ModelReport) -> None:
         )
         return
     table = Table(title=f"{escape(report.name)} ({report.architecture})", title_justify="left")
-    table.add_column("layers", no_wrap=True)
-    for heading in ("count", "family", "accelerated", "token rounding", "why"):
-        table.add_column(heading)
+    for heading in ("layers", "family", "accelerated", "token rounding"):
+        table.add_column(heading, no_wrap=True)
     for layers in report.layers:
-        support = layers.support
-        table.add_row(
-            escape(layers.name),
-            str(layers.count),
-            support.family or "-",
-            YES if support.accelerated else NO,
-            YES if support.token_rounding else NO,
-            escape(support.reason),
-        )
+        family, accelerated, token_rounding = layers.support[1:4]
+        table.add_row(escape(layers.name), family or "-", YES if accelerated else NO, YES if token_rounding else NO)
     console.print(table)
+    for layers in report.layers:  # below the table: reasons are sentences, and a terminal may be narrow
+        console.print(f"{escape(layers.name)}: {escape(layers.support.reason)}")
     for forecast in report.rounding:
         console.print(escape(forecast.sentence()))
