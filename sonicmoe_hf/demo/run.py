@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 import sonicmoe_hf
 
-from ..config import as_routing_policy
+from ..config import TokenRounding
 from ..doctor import versions
 from . import corpus, plots
 from .model import VOCAB_SIZE, small_config
@@ -50,11 +50,11 @@ class DemoSettings:
     seed: int = 0
 
     @property
-    def policy(self):
+    def policy(self) -> TokenRounding | None:
         """The TokenRounding to train with, or None for top-k."""
         if self.rounding == "top_k":
-            return as_routing_policy(None)
-        return sonicmoe_hf.routing.TokenRounding(rounding=self.rounding, tile=self.tile)
+            return None
+        return TokenRounding(rounding=self.rounding, tile=self.tile)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Demo:
     train_blocks: list
     held_out_blocks: list
     model: PreTrainedModel
-    load: sonicmoe_hf.ExpertLoadCallback = field(default_factory=lambda: sonicmoe_hf.ExpertLoadCallback())
+    load: sonicmoe_hf.ExpertLoadCallback = field(default_factory=sonicmoe_hf.ExpertLoadCallback)
     log: list[dict] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     seconds: float = 0.0
