@@ -20,39 +20,38 @@ from triton.runtime import JITFunction
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.kernels.triton import blocks, rows, sort_pairs
+from sonicmoe_hf.kernels.triton import blocks, gradients, rows, sort_pairs
 from sonicmoe_hf.kernels.triton.blocks import Blocks, GradientBlocks
 
 # row tile -> kernel -> candidates
 CANDIDATES = {
     128: {
-        "up": [Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 4), Blocks(64, 64, 8, 3), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 4),
-               Blocks(128, 64, 8, 3, 16), Blocks(64, 64, 4, 3, 16), Blocks(64, 128, 8, 3)],
-        "down": [Blocks(256, 64, 8, 3), Blocks(256, 64, 8, 4), Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 4),
-                 Blocks(256, 64, 8, 3, 16), Blocks(128, 64, 4, 3, 16), Blocks(128, 128, 8, 3)],
-        "input_rows": [Blocks(256, 64, 8, 3), Blocks(256, 64, 8, 4), Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 3),
-                       Blocks(128, 64, 4, 4), Blocks(256, 64, 8, 3, 16), Blocks(128, 128, 8, 3)],
-        "down_backward": [Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 4), Blocks(128, 64, 4, 3), Blocks(256, 64, 8, 3),
-                          Blocks(64, 64, 4, 4), Blocks(128, 64, 8, 3, 16), Blocks(128, 128, 8, 3)],
+        "up": [Blocks(128, 64, 8, 4), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
+        "down": [Blocks(256, 64, 8, 4, 16), Blocks(256, 64, 8, 3), Blocks(128, 64, 4, 3)],
+        "input_rows": [Blocks(256, 64, 8, 3), Blocks(256, 64, 8, 4), Blocks(128, 64, 4, 3)],
+        "down_backward": [Blocks(256, 64, 16, 4, piece=64), Blocks(256, 64, 16, 4, piece=32), Blocks(128, 64, 8, 6)],
     },
     64: {
-        "up": [Blocks(64, 64, 4, 4), Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(128, 64, 4, 3), Blocks(64, 128, 4, 3)],
-        "down": [Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(256, 64, 8, 3), Blocks(256, 64, 4, 3), Blocks(128, 128, 4, 3)],
-        "input_rows": [Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(256, 64, 8, 3), Blocks(256, 64, 4, 3)],
-        "down_backward": [Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 4)],
+        "up": [Blocks(128, 64, 8, 5), Blocks(128, 64, 8, 4)],
+        "down": [Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)],
+        "input_rows": [Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)],
+        "down_backward": [Blocks(256, 64, 16, 5, piece=128), Blocks(256, 64, 8, 4)],
     },
-}  # fmt: skip
-GRADIENTS = [GradientBlocks(128, 256, 64, 8, 3), GradientBlocks(128, 128, 64, 8, 3), GradientBlocks(128, 128, 64, 4, 3),
-             GradientBlocks(256, 128, 64, 8, 3), GradientBlocks(128, 128, 64, 4, 4), GradientBlocks(128, 256, 64, 8, 4),
-             GradientBlocks(128, 256, 32, 8, 4)]  # fmt: skip
+}
+GRADIENTS = [
+    GradientBlocks(128, 256, 64, 8, 5),
+    GradientBlocks(128, 256, 64, 8, 5, peel=False),
+    GradientBlocks(256, 128, 64, 16, 5),
+    GradientBlocks(128, 128, 32, 4, 5, peel=False),
+]
 
 
-def use(tile, kernel, candidate):
-    """From now on the table answers `candidate` for `kernel`, and rows are cut into tiles of `tile`."""
+def use(tile, candidate):
+    """From now on the table answers `candidate`, and rows are cut into tiles of `tile`."""
     for module in (blocks, rows, sort_pairs):
         module.tile_rows = lambda num_pairs, num_experts: tile
-    for entry in blocks.TABLE.values():
-        entry[kernel] = candidate
+    for module in (rows, gradients):
+        module.blocks_for = lambda *_: candidate
 
 
 def experiments(shape: Shape, wanted, inputs):
@@ -63,7 +62,7 @@ def experiments(shape: Shape, wanted, inputs):
     weight = weight.float().reshape(-1)
     h, a = torch.randn(R, 2 * I, device=x.device, dtype=x.dtype), torch.randn(R, I, device=x.device, dtype=x.dtype)
     for tile in (64, 128) if R <= 512 * E else (128,):
-        use(tile, "none", None)
+        use(tile, None)
         found = kernels.dispatch(expert, None, T, E, True)
         calls = {
             "up": (2 * R * H * 2 * I, lambda r: kernels.up(x, gate_up, None, r, act, False, True, True)),
@@ -74,24 +73,32 @@ def experiments(shape: Shape, wanted, inputs):
         for kernel, (flop, call) in calls.items():
             for candidate in CANDIDATES[tile][kernel]:
                 if kernel in wanted:
-                    yield kernel, kernel, tile, candidate, flop, lambda call=call, r=found: call(r)
-    for candidate in GRADIENTS:
-        yield "gate_up_gradient", "gradient", tile, candidate, 2 * R * H * 2 * I, lambda: kernels.gate_up_gradient(h, x, found, gate_up)
-        yield "down_gradient", "gradient", tile, candidate, 2 * R * H * I, lambda: kernels.down_gradient(dout, a, found, down)
-    if "small kernels" in wanted:
-        y = torch.randn(R, H, device=x.device, dtype=x.dtype)
-        yield "combine", "none", tile, None, 0, lambda: kernels.combine(y, weight, found, T)
-        yield "dispatch", "none", tile, None, 0, lambda: kernels.dispatch(expert, None, T, E, True)
+                    yield kernel, tile, candidate, flop, lambda call=call, r=found: call(r)
+    calls = {
+        "gate_up_gradient": (2 * R * H * 2 * I, lambda: kernels.gate_up_gradient(h, x, found, gate_up)),
+        "down_gradient": (2 * R * H * I, lambda: kernels.down_gradient(dout, a, found, down)),
+        "combine": (0, lambda: kernels.combine(y, weight, found, T)),
+        "dispatch": (0, lambda: kernels.dispatch(expert, None, T, E, False)[:5]),
+    }
+    y = torch.randn(R, H, device=x.device, dtype=x.dtype)
+    for kernel, (flop, call) in calls.items():
+        for candidate in GRADIENTS if "gradient" in kernel else (None,):
+            if kernel in wanted:
+                yield kernel, tile, candidate, flop, call
 
 
 def milliseconds(call, repeats=8):
+    """Median of replays of a CUDA graph: the device's time, without the host's."""
     call()
-    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        call()
+        graph.replay()
         end.record()
         times.append((start, end))
     torch.cuda.synchronize()
@@ -107,15 +114,19 @@ def compile_share(shapes, wanted, share, shares):
     JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
     for shape in shapes:
         T, H, I, E, K = shape
-        inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((T, H), (E, 2 * I, H), (E, H, I))]
+        inputs = [
+            torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((T, H), (E, 2 * I, H), (E, H, I))
+        ]
         inputs += [torch.zeros(T, K, device="cuda", dtype=torch.int64), torch.empty(T, K, device="cuda"), inputs[0]]
-        for i, (_, key, tile, candidate, _, call) in enumerate(experiments(shape, wanted, inputs)):
+        for i, (kernel, tile, candidate, _, call) in enumerate(experiments(shape, wanted, inputs)):
             if i % shares == share:
-                use(tile, key, candidate)
+                use(tile, candidate)
                 try:
                     call()
-                except Exception as error:  # a candidate may ask for more than the GPU has: the sweep goes on without it
-                    print("not compiled", key, candidate, str(error)[:100], flush=True)
+                except (
+                    Exception
+                ) as error:  # a candidate may ask for more than the GPU has: the sweep goes on without it
+                    print("not compiled", kernel, candidate, str(error)[:100], flush=True)
 
 
 def main():
@@ -126,7 +137,7 @@ def main():
     parser.add_argument("--share", type=int)
     options = parser.parse_args()
     shapes = [Shape(*map(int, s.split(","))) for s in options.shape or ()] or list(SHAPES.values())
-    wanted = options.kernel or [*CANDIDATES[128], "small kernels"]
+    wanted = options.kernel or [*CANDIDATES[128], "gate_up_gradient", "down_gradient", "combine", "dispatch"]
     shares = 14
     if options.share is not None:
         return compile_share(shapes, wanted, options.share, shares)
@@ -140,21 +151,29 @@ def main():
         for shape in shapes:
             inputs = problem(shape)
             found, first = {}, {}
-            for name, key, tile, candidate, flop, call in experiments(shape, wanted, inputs):
-                use(tile, key, candidate)
+            for name, tile, candidate, flop, call in experiments(shape, wanted, inputs):
+                use(tile, candidate)
                 try:
                     results = as_tensors(call())
                 except Exception as error:  # as above
                     print("failed", name, candidate, str(error)[:80])
                     continue
                 first.setdefault(name, results)
-                difference = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first[name]))
+                difference = max(
+                    ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first[name])
+                )
                 us = 1e3 * milliseconds(call)
                 text = "" if candidate is None else " ".join(map(str, candidate))
                 table.writerow([shape, name, tile, text, f"{us:.1f}", f"{flop / us / 1e6:.0f}", f"{difference:.1e}"])
-                found.setdefault(name, []).append((us, f"{tile}:{text} {us:.0f}us {flop / us / 1e6:.0f}" + ("" if difference < 1e-2 else f" DIFF {difference:.1e}")))
+                found.setdefault(name, []).append(
+                    (
+                        us,
+                        f"{tile}:{text} {us:.0f}us {flop / us / 1e6:.0f}"
+                        + ("" if difference < 1e-2 else f" DIFF {difference:.1e}"),
+                    )
+                )
             for name, entries in found.items():
-                print(shape, name, " | ".join(text for _, text in sorted(entries)[:5]), " .. ", sorted(entries)[-1][1], flush=True)
+                print(shape, name, " | ".join(text for _, text in sorted(entries)[:8]), flush=True)
             del inputs, first, results
             torch.cuda.empty_cache()
 

@@ -10,9 +10,6 @@ import functools
 
 import torch
 
-from .sum_rows import combine as _combine
-from .sort_pairs import dispatch as _dispatch
-from .sort_pairs import tile_table_length as tile_table_length
 from .gradients import down_bias_gradient as _down_bias_gradient
 from .gradients import down_gradient as _down_gradient
 from .gradients import gate_up_bias_gradient as _gate_up_bias_gradient
@@ -21,6 +18,9 @@ from .rows import down as _down
 from .rows import down_backward as _down_backward
 from .rows import input_rows as _input_rows
 from .rows import up as _up
+from .sort_pairs import dispatch as _dispatch
+from .sort_pairs import tile_table_length as tile_table_length
+from .sum_rows import combine as _combine
 
 
 def _on_its_device(function):

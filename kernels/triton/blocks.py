@@ -1,7 +1,8 @@
 """Block shapes: a short table over GPU, dtype and rows per expert. Nothing is tuned at run time.
 
-The row tile depends on the GPU and on rows per expert alone, because dispatch cuts rows into tiles once for all kernels;
-`Blocks` holds what each kernel chooses beside it. How the entries were found: benchmarks/sweep_triton.py.
+The row tile depends on rows per expert alone, because dispatch cuts rows into tiles once for all kernels; the table
+holds what each kernel chooses beside it. Hopper's entries come from benchmarks/sweep_triton.py on an H200 (L2 bandwidth
+decides: 256 columns beat 128 wherever registers allow); the others follow from those GPUs' shared memory, unmeasured.
 """
 
 from __future__ import annotations
@@ -12,77 +13,68 @@ from typing import NamedTuple
 import torch
 import triton
 
-FEW_ROWS = 192  # mean rows per expert up to which 64-row tiles win: at 128 rows, every second 128-row tile is nearly empty
+# Mean rows per expert. Up to FEW a row tile has 64 rows; at 128 rows, 128-row tiles are already faster although every
+# second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
+FEW, SOME = 48, 256
+SMALLEST_TILE, TILE = 64, 128
 
 
 class Blocks(NamedTuple):
-    """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together."""
+    """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
+
+    `piece`: columns that the epilogue of down_backward holds in registers at a time.
+    """
 
     columns: int
     depth: int
     warps: int
     stages: int
     group: int = 8
+    piece: int = 32
 
 
 class GradientBlocks(NamedTuple):
-    """A tile of a weight gradient: its two sides, rows taken at a time, warps, pipeline stages."""
+    """A tile of a weight gradient: its two sides, rows taken at a time, warps, stages, tiles that share columns.
+
+    `peel` computes full depths without masks, and the rest apart: faster unless an expert has few of them.
+    """
 
     height: int
     width: int
     depth: int
     warps: int
     stages: int
+    group: int = 8
+    peel: bool = True
 
 
-# (GPU, bytes of an element, few rows per expert) -> kernel -> blocks. The up kernel's columns are pairs (gate, up).
+def _everywhere(columns, depth, warps, stages, gradient):
+    rows = {"many": Blocks(columns, depth, warps, stages)}
+    up = {"many": Blocks(columns // 2, depth, warps, stages)}
+    return {"up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient}}
+
+
+# (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
+# The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
-    ("hopper", 2, False): {
-        "up": Blocks(128, 64, 8, 3),
-        "down": Blocks(256, 64, 8, 3),
-        "down_backward": Blocks(128, 64, 8, 3),
-        "input_rows": Blocks(256, 64, 8, 3),
-        "gradient": GradientBlocks(128, 256, 64, 8, 3),
+    ("hopper", 2): {
+        "up": {"few": Blocks(128, 64, 8, 5), "many": Blocks(128, 64, 8, 4)},
+        "down": {"few": Blocks(256, 64, 8, 5), "many": Blocks(256, 64, 8, 4, 16)},
+        "down_backward": {
+            "few": Blocks(256, 64, 16, 5, piece=128),
+            "many": Blocks(256, 64, 16, 4, piece=64),
+        },
+        "input_rows": {"few": Blocks(256, 64, 8, 5), "some": Blocks(256, 64, 8, 4), "many": Blocks(256, 64, 8, 3)},
+        "gradient": {
+            "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
+            "many": GradientBlocks(128, 256, 64, 8, 5),
+        },
     },
-    ("hopper", 2, True): {
-        "up": Blocks(64, 64, 4, 4),
-        "down": Blocks(128, 64, 4, 4),
-        "down_backward": Blocks(128, 64, 4, 4),
-        "input_rows": Blocks(128, 64, 4, 4),
-        "gradient": GradientBlocks(128, 128, 64, 8, 3),
-    },
-    ("ampere", 2, False): {
-        "up": Blocks(64, 32, 8, 4),
-        "down": Blocks(128, 32, 8, 4),
-        "down_backward": Blocks(128, 32, 8, 4),
-        "input_rows": Blocks(128, 32, 8, 4),
-        "gradient": GradientBlocks(128, 128, 32, 8, 4),
-    },
-    ("small", 2, False): {
-        "up": Blocks(64, 32, 8, 3),
-        "down": Blocks(128, 32, 8, 3),
-        "down_backward": Blocks(128, 32, 8, 3),
-        "input_rows": Blocks(128, 32, 8, 3),
-        "gradient": GradientBlocks(128, 128, 32, 8, 3),
-    },
-    ("any", 4, False): {
-        "up": Blocks(32, 32, 8, 2),
-        "down": Blocks(64, 32, 8, 2),
-        "down_backward": Blocks(64, 32, 8, 2),
-        "input_rows": Blocks(64, 32, 8, 2),
-        "gradient": GradientBlocks(64, 64, 32, 8, 2),
-    },
-    ("interpreter", 0, False): {
-        "up": Blocks(16, 16, 1, 1, 2),
-        "down": Blocks(16, 16, 1, 1, 2),
-        "down_backward": Blocks(16, 16, 1, 1, 2),
-        "input_rows": Blocks(16, 16, 1, 1, 2),
-        "gradient": GradientBlocks(16, 16, 16, 1, 1),
-    },
+    ("ampere", 2): _everywhere(128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4)),
+    ("small", 2): _everywhere(128, 32, 8, 3, GradientBlocks(128, 128, 32, 8, 3)),
+    ("any", 4): _everywhere(64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2)),
+    ("interpreter", 0): _everywhere(32, 32, 1, 1, GradientBlocks(16, 32, 16, 1, 1, group=2)),
 }
-
-
-SMALLEST_TILE = 64
 
 
 @functools.cache
@@ -96,9 +88,16 @@ def gpu_kind(device: torch.device) -> str:
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "small"
 
 
+def bucket(num_pairs: int, num_experts: int) -> str:
+    """ "few", "some" or "many" rows per expert."""
+    if num_pairs <= FEW * num_experts:
+        return "few"
+    return "some" if num_pairs <= SOME * num_experts else "many"
+
+
 def tile_rows(num_pairs: int, num_experts: int) -> int:
     """The row tile of dispatch and of every kernel over sorted rows."""
-    return SMALLEST_TILE if num_pairs <= FEW_ROWS * num_experts else 128
+    return SMALLEST_TILE if bucket(num_pairs, num_experts) == "few" else TILE
 
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
@@ -113,5 +112,7 @@ def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: i
         size = 0
     elif size == 4:
         kind = "any"
-    few = tile_rows(num_pairs, num_experts) == SMALLEST_TILE
-    return TABLE.get((kind, size, few), TABLE[kind, size, False])[kernel]
+    entries = TABLE[kind, size][kernel]
+    buckets = ("few", "some", "many")
+    larger = buckets[buckets.index(bucket(num_pairs, num_experts)) :]
+    return next(entries[name] for name in larger if name in entries)

@@ -7,9 +7,35 @@ import triton
 import triton.language as tl
 
 from .blocks import blocks_for
+from .common import swizzle
 from .rows import precision
 
 PROGRAMS_WANTED = 1024  # enough small programs to fill any GPU several times over
+
+
+@triton.jit
+def _add_rows(
+    product, left, right, token, first, end, m, n,
+    M: tl.constexpr, N: tl.constexpr, GATHER_LEFT: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """product + left[r]^T right[r] over DEPTH rows from `first`; the gathered side is read at token[r]."""
+    row = first + tl.arange(0, DEPTH)
+    is_left = (m < M)[None, :]
+    is_right = (n < N)[None, :]
+    if MASKED:  # on both sides: a row past the end may hold NaN
+        is_left &= (row < end)[:, None]
+        is_right &= (row < end)[:, None]
+        gathered = tl.load(token + row, mask=row < end, other=0)
+    else:
+        gathered = tl.load(token + row)
+    if GATHER_LEFT:
+        left_row, right_row = gathered, row
+    else:
+        left_row, right_row = row, gathered
+    a = tl.load(left + left_row.to(tl.int64)[:, None] * M + m[None, :], mask=is_left, other=0.0)
+    b = tl.load(right + right_row.to(tl.int64)[:, None] * N + n[None, :], mask=is_right, other=0.0)
+    return tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
 
 
 @triton.jit
@@ -17,35 +43,30 @@ def weight_gradient_kernel(
     left, right, out, token, offsets,
     M: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
     GATHER_LEFT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PEEL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = sum over the rows r of e of left[r]^T right[r]; the gathered side is read at token[r]."""
-    HIGH: tl.constexpr = tl.cdiv(M, HEIGHT)
-    WIDE: tl.constexpr = tl.cdiv(N, WIDTH)
+    """out[e] = sum over the rows r of e of left[r]^T right[r]."""
+    HIGH: tl.constexpr = (M + HEIGHT - 1) // HEIGHT
+    WIDE: tl.constexpr = (N + WIDTH - 1) // WIDTH
     expert = tl.program_id(0) // (HIGH * WIDE)
-    place = tl.program_id(0) % (HIGH * WIDE)
-    m = place % HIGH * HEIGHT + tl.arange(0, HEIGHT)
-    n = place // HIGH * WIDTH + tl.arange(0, WIDTH)
-    is_m = (m < M)[None, :]
-    is_n = (n < N)[None, :]
+    high, wide = swizzle(tl.program_id(0) % (HIGH * WIDE), HIGH, WIDE, GROUP)
+    m = high * HEIGHT + tl.arange(0, HEIGHT)
+    n = wide * WIDTH + tl.arange(0, WIDTH)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
     product = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    if PEEL:
+        full = start + (end - start) // DEPTH * DEPTH
+        for first in range(start, full, DEPTH):
+            product = _add_rows(
+                product, left, right, token, first, end, m, n, M, N, GATHER_LEFT, DEPTH, False, PRECISION
+            )
+        start = full
     for first in range(start, end, DEPTH):
-        row = first + tl.arange(0, DEPTH)
-        is_row = (row < end)[:, None]  # both sides: a row past the end may hold NaN
-        gathered = tl.load(token + row, mask=row < end, other=0).to(tl.int64)[:, None]
-        row = row.to(tl.int64)[:, None]
-        if GATHER_LEFT:
-            a = tl.load(left + gathered * M + m[None, :], mask=is_row & is_m, other=0.0)
-            b = tl.load(right + row * N + n[None, :], mask=is_row & is_n, other=0.0)
-        else:
-            a = tl.load(left + row * M + m[None, :], mask=is_row & is_m, other=0.0)
-            b = tl.load(right + gathered * N + n[None, :], mask=is_row & is_n, other=0.0)
-        product = tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
+        product = _add_rows(product, left, right, token, first, end, m, n, M, N, GATHER_LEFT, DEPTH, True, PRECISION)
     tl.store(
         out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + n[None, :].to(tl.int64) * STRIDE_N,
-        product.to(out.dtype.element_ty), mask=(m < M)[:, None] & is_n,
+        product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :],
     )  # fmt: skip
 
 
@@ -89,7 +110,7 @@ def _weight_gradient(direct_RM, gathered_TN, rows, like_EMN):
     blocks = blocks_for("gradient", direct_RM, rows.token.numel(), num_experts)
     weight_gradient_kernel[(num_experts * triton.cdiv(height, blocks.height) * triton.cdiv(width, blocks.width),)](
         *sides, view, rows.token, rows.offsets, height, width, *view.stride(), gather_left,
-        blocks.height, blocks.width, blocks.depth, precision(direct_RM),
+        blocks.height, blocks.width, blocks.depth, blocks.group, blocks.peel, precision(direct_RM),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return gradient

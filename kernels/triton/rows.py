@@ -168,12 +168,37 @@ def _backward_piece(
     return tl.sum(da * activated, axis=1)
 
 
+@triton.jit
+def _backward_pieces(
+    da, h, dh, a, routed, row, is_row, first_column,
+    I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """`_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers together."""
+    if COLUMNS <= PIECE:
+        dw = _backward_piece(
+            da, h, dh, a, routed, row, is_row, first_column, I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS
+        )
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = _halves(da, ROWS, COLUMNS)
+        dw = _backward_pieces(
+            left, h, dh, a, routed, row, is_row, first_column, I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE
+        )
+        dw += _backward_pieces(
+            right, h, dh, a, routed, row, is_row, first_column + HALF,
+            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE,
+        )  # fmt: skip
+    return dw
+
+
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def down_backward_kernel(
     dout, weight, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
     INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
     expert = tl.load(tiles + tile * 3).to(tl.int64)
@@ -194,18 +219,10 @@ def down_backward_kernel(
     else:
         da = tl.zeros((ROWS, COLUMNS), tl.float32)
 
-    # half the columns at a time: whole tiles of da, h, dh and a do not fit in registers together
-    HALF: tl.constexpr = COLUMNS // 2
     routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)[:, None]
-    left, right = _halves(da, ROWS, COLUMNS)
-    long_row = row.to(tl.int64)[:, None]
-    dw = _backward_piece(
-        left, h, dh, a, routed, long_row, is_row[:, None], first_column,
-        I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF,
-    )  # fmt: skip
-    dw += _backward_piece(
-        right, h, dh, a, routed, long_row, is_row[:, None], first_column + HALF,
-        I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF,
+    dw = _backward_pieces(
+        da, h, dh, a, routed, row.to(tl.int64)[:, None], is_row[:, None], first_column,
+        I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS, PIECE,
     )  # fmt: skip
     if dw_parts is not None:
         tl.store(dw_parts + column_tile.to(tl.int64) * num_rows + row, dw, mask=is_row)
@@ -253,10 +270,12 @@ class _Launch:
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.column_tiles = triton.cdiv(num_columns, blocks.columns)
         self.grid = (self.row_tiles * self.column_tiles,)
-        self.options = dict(
-            ROWS=tile_rows(num_pairs, num_experts), COLUMNS=blocks.columns, DEPTH=blocks.depth, GROUP=blocks.group,
-            PRECISION=precision(tensor), num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        self.options = {
+            "ROWS": tile_rows(num_pairs, num_experts), "COLUMNS": blocks.columns, "DEPTH": blocks.depth,
+            "GROUP": blocks.group, "PRECISION": precision(tensor),
+            "num_warps": blocks.warps, "num_stages": blocks.stages,
+        }  # fmt: skip
+        self.piece = blocks.piece
 
 
 def _bias_strides(bias):
@@ -297,7 +316,9 @@ def input_rows(dh_R2I, gate_up_E2IH, rows):
     return _rows_product("input_rows", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows)
 
 
-def down_backward(dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw):
+def down_backward(
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+):
     num_rows, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     dh_R2I = dout_TH.new_empty(num_rows, 2 * inner) if want_dh else None
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
@@ -307,7 +328,8 @@ def down_backward(dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation,
         parts = weight_P.new_empty(launch.column_tiles, num_rows) if want_dw else None
         down_backward_kernel[launch.grid](
             dout_TH, down_EHI, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token, rows.pair, rows.tiles,
-            launch.row_tiles, num_rows, hidden, inner, *down_EHI.stride(), interleaved, *activation, **launch.options,
+            launch.row_tiles, num_rows, hidden, inner, *down_EHI.stride(), interleaved, *activation,
+            PIECE=launch.piece // 2 if interleaved else launch.piece, **launch.options,
         )  # fmt: skip
         if want_dw:
             routing_gradient_kernel[(launch.row_tiles,)](

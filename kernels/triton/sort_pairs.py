@@ -1,9 +1,10 @@
 """Dispatch on the device: a stable counting sort of the pairs by expert, in three launches and without a host sync.
 
 Pairs are cut into blocks. `count_kernel` counts the experts of each block, `scan_kernel` turns an expert's counts into
-the places of its blocks, `place_kernel` ranks the pairs of a block and writes them, the offsets and the tile table. Pairs
-without an expert are counted as expert E, so that they come last. A general list of pairs is also grouped by token
-(integer atomics claim places, `order_kernel` then puts each token's few rows in order, so the result is deterministic).
+the places of its blocks (its last program the experts' totals into offsets), `place_kernel` ranks the pairs of a block
+and writes them, and the tile table. Pairs without an expert are counted as expert E, so that they come last. A general
+list of pairs is also grouped by token (integer atomics claim places, `order_kernel` then puts each token's few rows in
+order, so the result is deterministic).
 """
 
 from __future__ import annotations
@@ -16,58 +17,57 @@ from ..interface import Rows
 from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
 
 BLOCK = 128  # pairs ranked together, each against each
+CHUNK = 32
 SCAN = 2048
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
 
 
-@triton.jit
-def _load_experts(expert, token, pair, num_pairs, num_tokens, NUM_EXPERTS: tl.constexpr):
-    """The expert of each pair, E for a pair that is dropped; -1 past the list."""
-    is_pair = pair < num_pairs
-    found = tl.load(expert + pair, mask=is_pair, other=-1).to(tl.int64)
-    found = tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found)
-    if token is not None:
-        owner = tl.load(token + pair, mask=is_pair, other=-1).to(tl.int64)
-        found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)
-    return tl.where(is_pair, found, -1).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def count_kernel(
-    expert, token, counts, token_counts, num_pairs, num_blocks, num_tokens,
+    expert, token, keys, counts, token_counts, ticket, num_pairs, num_blocks, num_tokens,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the pairs."""
     block = tl.program_id(0)
-    pair = block * BLOCK + tl.arange(0, BLOCK)
-    found = _load_experts(expert, token, pair, num_pairs, num_tokens, NUM_EXPERTS)
-    bins = tl.arange(0, BINS)
-    histogram = tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0)
-    tl.store(counts + bins * num_blocks + block, histogram, mask=bins <= NUM_EXPERTS)
+    place = tl.arange(0, BLOCK)
+    pair = block * BLOCK + place
+    is_pair = pair < num_pairs
+    found = tl.load(expert + pair, mask=is_pair, other=0).to(tl.int64)
+    found = tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found)
     if token is not None:
-        is_row = (found >= 0) & (found < NUM_EXPERTS)
-        owner = tl.load(token + pair, mask=is_row, other=0)
-        tl.atomic_add(token_counts + owner, 1, mask=is_row, sem="relaxed")
+        owner = tl.load(token + pair, mask=is_pair, other=0).to(tl.int64)
+        found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)
+        tl.atomic_add(token_counts + owner, 1, mask=is_pair & (found < NUM_EXPERTS), sem="relaxed")
+    found = found.to(tl.int32)
+    tl.store(keys + pair, tl.where(is_pair, found * BLOCK + place, -1))
+    bins = tl.arange(0, BINS)
+    tl.store(counts + bins * num_blocks + block, tl.histogram(found, BINS, mask=is_pair), mask=bins <= NUM_EXPERTS)
+    if block == 0:
+        tl.store(ticket, 0)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def scan_kernel(
-    counts, totals, token_counts, token_offsets, cursors, valid, num_blocks, num_tokens,
-    NUM_EXPERTS: tl.constexpr, SCAN: tl.constexpr,
+    counts, totals, offsets, token_counts, token_offsets, cursors, ticket, valid, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Exclusive sums in place along each expert's blocks; the last program does the same along the tokens."""
+    """Exclusive sums in place along each expert's blocks; one more program does the same along the tokens."""
     which = tl.program_id(0)
     running = 0
     if which <= NUM_EXPERTS:
         for start in range(0, num_blocks, SCAN):
             block = start + tl.arange(0, SCAN)
-            count = tl.load(counts + which * num_blocks + block, mask=block < num_blocks, other=0)
-            tl.store(
-                counts + which * num_blocks + block, running + tl.cumsum(count) - count, mask=block < num_blocks
-            )
+            is_block = block < num_blocks
+            count = tl.load(counts + which * num_blocks + block, mask=is_block, other=0)
+            tl.store(counts + which * num_blocks + block, running + tl.cumsum(count) - count, mask=is_block)
             running += tl.sum(count)
         tl.store(totals + which, running)
         if which == NUM_EXPERTS:
             tl.store(valid, running == 0)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == NUM_EXPERTS:  # the last of these programs sees all totals
+            bins = tl.arange(0, BINS)
+            total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0, volatile=True)
+            tl.store(offsets + bins, tl.cumsum(total) - total, mask=bins <= NUM_EXPERTS)
     elif token_counts is not None:
         for start in range(0, num_tokens, SCAN):
             token = start + tl.arange(0, SCAN)
@@ -81,26 +81,25 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def place_kernel(
-    expert, token, counts, totals, cursors, row_of_slot,
+    keys, token, counts, cursors, row_of_slot,
     offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
     num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0)
-    first = tl.cumsum(total) - total
     if block < num_blocks:
-        pair = block * BLOCK + tl.arange(0, BLOCK)
-        found = _load_experts(expert, token, pair, num_pairs, num_tokens, NUM_EXPERTS)
-        other_pair = block * BLOCK + tl.arange(0, BLOCK)
-        other = _load_experts(expert, token, other_pair, num_pairs, num_tokens, NUM_EXPERTS)
-        earlier = (other[None, :] == found[:, None]) & (other_pair[None, :] < pair[:, None])
-        rank = tl.sum(earlier.to(tl.int32), axis=1)
-        is_pair = found >= 0
-        bin_of_pair = tl.maximum(found, 0)
-        row = tl.load(counts + bin_of_pair * num_blocks + block, mask=is_pair, other=0) + rank
-        row += tl.gather(first, bin_of_pair, 0)
+        place = tl.arange(0, BLOCK)
+        pair = block * BLOCK + place
+        is_pair = pair < num_pairs
+        found = tl.load(keys + pair) // BLOCK
+        row = tl.load(counts + found * num_blocks + block, mask=is_pair, other=0)
+        row += tl.load(offsets + found, mask=is_pair, other=0)
+        for start in tl.static_range(0, BLOCK, CHUNK):
+            # The others run along the first axis, so that a thread adds up its own pair. An earlier pair of the same
+            # expert has a key between the expert's first and this pair's; others wrap around or lie above.
+            other = tl.load(keys + block * BLOCK + start + tl.arange(0, CHUNK))
+            above = (other[:, None] - (found * BLOCK)[None, :]).to(tl.uint32, bitcast=True)
+            row += tl.sum((above < place.to(tl.uint32)[None, :]).to(tl.int32), axis=0)
         is_row = is_pair & (found < NUM_EXPERTS)
         if token is None:
             owner = pair // top_k
@@ -115,19 +114,20 @@ def place_kernel(
         tl.store(pair_of_row + row, tl.where(is_row, pair, num_pairs), mask=is_pair)
     else:
         which = block - num_blocks
-        tile_count = tl.where(bins < NUM_EXPERTS, (total + TILE_ROWS - 1) // TILE_ROWS, 0)
+        bins = tl.arange(0, BINS)
+        first = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
+        end = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
+        num_tiles = (end - first + TILE_ROWS - 1) // TILE_ROWS
         if which < NUM_EXPERTS:
-            tile = tl.sum(tl.where(bins < which, tile_count, 0))
-            start = tl.sum(tl.where(bins == which, first, 0))
-            end = start + tl.sum(tl.where(bins == which, total, 0))
-            for row in range(start, end, TILE_ROWS):
+            tile = tl.sum(tl.where(bins < which, num_tiles, 0))
+            last = tl.load(offsets + which + 1)
+            for row in range(tl.load(offsets + which), last, TILE_ROWS):
                 tl.store(tiles + tile * 3, which)
                 tl.store(tiles + tile * 3 + 1, row)
-                tl.store(tiles + tile * 3 + 2, end)
+                tl.store(tiles + tile * 3 + 2, last)
                 tile += 1
         else:
-            tl.store(offsets + bins, first, mask=bins <= NUM_EXPERTS)
-            for start in range(tl.sum(tile_count), num_row_tiles, BINS):
+            for start in range(tl.sum(num_tiles), num_row_tiles, BINS):
                 tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
             if token is None:
                 tl.store(token_offsets + num_tokens, num_pairs)
@@ -177,20 +177,20 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
     num_blocks, bins = triton.cdiv(num_pairs, BLOCK), triton.next_power_of_2(num_experts + 1)
-    counts, totals = new(num_experts + 1, num_blocks), new(num_experts + 1)
-    valid = new(1, dtype=torch.bool)
+    keys, counts = new(num_blocks * BLOCK), new(num_experts + 1, num_blocks)
+    totals, ticket, valid = new(num_experts + 1), new(1), new(1, dtype=torch.bool)
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()
         token_counts = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
     count_kernel[(num_blocks,)](
-        expert_P, token_P, counts, token_counts, num_pairs, num_blocks, num_tokens,
+        expert_P, token_P, keys, counts, token_counts, ticket, num_pairs, num_blocks, num_tokens,
         NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     scan_kernel[(num_experts + (1 if token_P is None else 2),)](
-        counts, totals, token_counts, rows.token_offsets, cursors, valid, num_blocks, num_tokens,
-        NUM_EXPERTS=num_experts, SCAN=SCAN, num_warps=8,
+        counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket, valid, num_blocks, num_tokens,
+        NUM_EXPERTS=num_experts, BINS=bins, SCAN=SCAN, num_warps=8,
     )  # fmt: skip
     if not sentinels:  # asynchronous, as for an index out of range anywhere in PyTorch on CUDA
         torch._assert_async(
@@ -199,9 +199,9 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
             "(Routing(..., sentinels=True))",
         )
     place_kernel[(num_blocks + num_experts + 1,)](
-        expert_P, token_P, counts, totals, cursors, row_of_slot, *rows,
+        keys, token_P, counts, cursors, row_of_slot, *rows,
         num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1),
-        NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, TILE_ROWS=tile_rows(num_pairs, num_experts),
+        NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, CHUNK=CHUNK, TILE_ROWS=tile_rows(num_pairs, num_experts),
         num_warps=4,
     )  # fmt: skip
     if token_P is not None:

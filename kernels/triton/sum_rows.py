@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 MOST_ROWS_AT_ONCE = 8
+COLUMNS = 512
 
 
 @triton.jit
@@ -24,7 +25,9 @@ def combine_kernel(
         row = tl.load(token_rows + entry, mask=entry < end, other=num_rows)
         is_row = row < num_rows
         values = tl.load(
-            y + row.to(tl.int64)[:, None] * H + column[None, :], mask=is_row[:, None] & (column < H)[None, :], other=0.0
+            y + row.to(tl.int64)[:, None] * H + column[None, :],
+            mask=is_row[:, None] & (column < H)[None, :],
+            other=0.0,
         ).to(tl.float32)
         if weight is not None:
             routed = tl.load(weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)
@@ -39,9 +42,10 @@ def combine(y_RH, weight_P, rows, num_tokens):
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
     at_once = min(triton.next_power_of_2(triton.cdiv(num_rows, num_tokens)), MOST_ROWS_AT_ONCE)
-    columns = min(triton.next_power_of_2(hidden), 1024)
+    columns = min(triton.next_power_of_2(hidden), COLUMNS)
+    warps = max(columns * y_RH.element_size() // (32 * 16), 1)  # 16 bytes a thread: no two threads share a column
     combine_kernel[(num_tokens, triton.cdiv(hidden, columns))](
         y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair,
-        hidden, rows.offsets.numel() - 1, at_once, columns, num_warps=4,
+        hidden, rows.offsets.numel() - 1, at_once, columns, num_warps=warps,
     )  # fmt: skip
     return out_TH

@@ -44,11 +44,12 @@ def _pointers(names, kind):
 
 def cases(kind: str, dtype: str, few: bool = False, interleaved: bool = False, transposed: bool = False, bias=None):
     """(name, kernel, arguments, warps, stages) of every kernel over rows in `dtype`."""
-    size = 4 if dtype == "fp32" else 2
-    table = blocks.TABLE.get(("any" if size == 4 else kind, size, few)) or blocks.TABLE[
-        "any" if size == 4 else kind, size, False
-    ]
-    common = dict(ROWS=64 if few else 128, PRECISION="tf32x3" if size == 4 else "tf32", num_row_tiles="i32", num_rows="i32")
+    table = blocks.TABLE[("any", 4) if dtype == "fp32" else (kind, 2)]
+    buckets = ("few", "some", "many") if few else ("many",)
+    table = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
+    common = dict(
+        ROWS=64 if few else 128, PRECISION="tf32x3" if dtype == "fp32" else "tf32", num_row_tiles="i32", num_rows="i32"
+    )
     gate_up_strides = (2 * INNER * HIDDEN, 1, 2 * INNER) if transposed else (2 * INNER * HIDDEN, HIDDEN, 1)
     down_strides = (INNER * HIDDEN, 1, HIDDEN) if transposed else (INNER * HIDDEN, INNER, 1)
     integers = _pointers("tiles token pair offsets token_offsets token_rows", "*i32")
@@ -78,13 +79,16 @@ def cases(kind: str, dtype: str, few: bool = False, interleaved: bool = False, t
     names, warps, stages = tile("down_backward")
     yield "down_backward", rows.down_backward_kernel, {
         **_pointers("dout weight h dh a", pointer), **integers, **floats, **common, **names, **activation,
-        "H": HIDDEN, "I": INNER, **dict(zip(("STRIDE_E", "STRIDE_H", "STRIDE_I"), down_strides)),
+        "PIECE": table["down_backward"].piece // (2 if interleaved else 1), "H": HIDDEN, "I": INNER, **dict(zip(("STRIDE_E", "STRIDE_H", "STRIDE_I"), down_strides)),
     }, warps, stages  # fmt: skip
     b = table["gradient"]
-    for name, gather_left, (m, n) in (("gate_up_gradient", False, (2 * INNER, HIDDEN)), ("down_gradient", True, (HIDDEN, INNER))):
+    for name, gather_left, (m, n) in (
+        ("gate_up_gradient", False, (2 * INNER, HIDDEN)),
+        ("down_gradient", True, (HIDDEN, INNER)),
+    ):
         yield name, gradients.weight_gradient_kernel, {
             **_pointers("left right out", pointer), **integers, **common, "M": m, "N": n, "STRIDE_E": m * n, "STRIDE_M": n,
-            "STRIDE_N": 1, "GATHER_LEFT": gather_left, "HEIGHT": b.height, "WIDTH": b.width, "DEPTH": b.depth,
+            "STRIDE_N": 1, "GATHER_LEFT": gather_left, "HEIGHT": b.height, "WIDTH": b.width, "DEPTH": b.depth, "GROUP": b.group, "PEEL": b.peel,
         }, b.warps, b.stages  # fmt: skip
     yield "bias_gradient", gradients.bias_gradient_kernel, {
         **integers, **floats, "source": pointer, "N": HIDDEN, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128,
@@ -101,10 +105,18 @@ def cases(kind: str, dtype: str, few: bool = False, interleaved: bool = False, t
 
 def dispatch_cases():
     integers = _pointers(
-        "token token_counts counts totals cursors offsets token_of_row pair_of_row token_offsets token_rows tiles", "*i32"
+        "token token_counts keys counts ticket totals cursors offsets token_of_row pair_of_row token_offsets token_rows tiles",
+        "*i32",
     )
     sizes = _pointers("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32")
-    constants = dict(NUM_EXPERTS=EXPERTS, BINS=256, BLOCK=sort_pairs.BLOCK, SCAN=sort_pairs.SCAN, TILE_ROWS=128)
+    constants = dict(
+        NUM_EXPERTS=EXPERTS,
+        BINS=256,
+        BLOCK=sort_pairs.BLOCK,
+        CHUNK=sort_pairs.CHUNK,
+        SCAN=sort_pairs.SCAN,
+        TILE_ROWS=128,
+    )
     common = {**integers, **sizes, **constants, "expert": "*i64", "row_of_slot": "*i64", "valid": "*i1"}
     for listed in (False, True):
         lists = {} if listed else dict(token=None, token_counts=None, cursors=None, row_of_slot=None)
@@ -127,8 +139,11 @@ def report(name, label, compiled):
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
     registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
     ttgir = compiled.asm["ttgir"]
-    print(f"{name} {label} registers {registers} stack {stack} shared {compiled.metadata.shared} "
-          f"wgmma {ttgir.count('warp_group_dot ')} async {ttgir.count('async_copy_global_to_local')} converts {ttgir.count('convert_layout')}", flush=True)
+    print(
+        f"{name} {label} registers {registers} stack {stack} shared {compiled.metadata.shared} "
+        f"wgmma {ttgir.count('warp_group_dot ')} async {ttgir.count('async_copy_global_to_local')} converts {ttgir.count('convert_layout')}",
+        flush=True,
+    )
 
 
 def main(target: int):
