@@ -162,10 +162,13 @@ def _other_files(source: Source) -> tuple[list[Path], list[str]]:
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
     """File name -> names of its tensors."""
     shells = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in planned}
+    refusal = CheckpointError(f"max_shard_size is {max_shard_size!r}; give bytes, 1 or more, or text such as '5GB'")
+    if isinstance(max_shard_size, int) and max_shard_size < 1:
+        raise refusal
     try:
         return split_torch_state_dict_into_shards(shells, max_shard_size=max_shard_size).filename_to_tensors
     except ValueError as error:
-        raise CheckpointError(f"max_shard_size is {max_shard_size!r}; give bytes, or text such as '5GB'") from error
+        raise refusal from error
 
 
 class _Progress:

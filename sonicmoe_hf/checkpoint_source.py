@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -29,7 +30,9 @@ from .quantised import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scal
 from .support import find_layers, load_family_class
 
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
-UNREADABLE_CONFIG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+UNREADABLE_CONFIG = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError,
+)  # fmt: skip
 
 
 class Expected(NamedTuple):
