@@ -113,15 +113,17 @@ def _run_demo(arguments) -> int:
         return _fail(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
     from .demo.run import DemoSettings, run
 
-    return run(
-        DemoSettings(
+    try:
+        settings = DemoSettings(
             steps=arguments.steps,
             output=arguments.output,
             rounding=arguments.rounding,
             tile=arguments.tile,
             seed=arguments.seed,
         )
-    )
+    except ValueError as error:
+        return _fail(str(error))
+    return run(settings)
 
 
 def _fail(message: str) -> int:

@@ -176,6 +176,11 @@ def test_the_demo_refuses_bad_settings(capsys, arguments):
     assert arguments[1] in capsys.readouterr().err
 
 
+def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
+    assert main(["demo", "--tile", "129"]) == 2
+    assert "choose a tile of at most 128" in capsys.readouterr().err
+
+
 def test_the_demo_names_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 VOCAB_SIZE = 2048
+NUM_EXPERTS = 32
+TOP_K = 4
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
@@ -18,8 +20,8 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=32,
-        num_experts_per_tok=4,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
         output_router_logits=True,  # adds the load-balancing loss: without it the router of a random start collapses
         router_aux_loss_coef=0.01,

@@ -29,7 +29,7 @@ import sonicmoe_hf
 from ..config import TokenRounding
 from ..doctor import versions
 from . import corpus, plots
-from .model import VOCAB_SIZE, small_config
+from .model import NUM_EXPERTS, TOP_K, VOCAB_SIZE, small_config
 
 SEQUENCE_LENGTH = 128
 BATCH_SIZE = 16  # 2048 tokens a step
@@ -41,13 +41,26 @@ LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What `sonicmoe-hf demo` takes: optimiser steps, the output folder, token rounding's policy and tile, the seed."""
+    """What `sonicmoe-hf demo` takes: optimiser steps, the output folder, token rounding's policy and tile, the seed.
+
+    Raises:
+        ValueError: with this tile every step would fall back to top-k.
+    """
 
     steps: int = 400
     output: Path = Path("outputs/demo")
     rounding: str = "nearest"
     tile: int = 64
     seed: int = 0
+
+    def __post_init__(self):
+        tokens = BATCH_SIZE * SEQUENCE_LENGTH
+        if self.policy is not None and not self.policy.applies(tokens, TOP_K, NUM_EXPERTS):
+            rows = tokens * TOP_K // NUM_EXPERTS
+            raise ValueError(
+                f"tile is {self.tile}, but the demo's experts get {rows} rows on average and rounding needs two tiles; "
+                f"choose a tile of at most {rows // 2}"
+            )
 
     @property
     def policy(self) -> TokenRounding | None:
