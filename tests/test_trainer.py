@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from models import assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training import POLICY, TILE, Watch, rounded_rows, trainer_for
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -176,8 +176,9 @@ def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(fa
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(use_cache):
-    plain = build("qwen3_moe")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(family, use_cache):
+    plain = build(family)
     patched = twin(plain)
     sonicmoe_hf.patch_model(patched, POLICY)
     watch = Watch(patched)
