@@ -33,6 +33,8 @@ def _add_convert(commands) -> None:
     convert.add_argument("--max-shard-size", default="5GB", help="of the files written (default %(default)s)")
     convert.add_argument("--verify", action="store_true", help="refuse NaN, read everything back and compare")
     convert.add_argument("--revision", help="of a hub id")
+    convert.add_argument("--trained-on", metavar="MODEL", help="for an adapter: the folder or hub id of the model it was "
+                         "trained on (default: what it says)")  # fmt: skip
     convert.set_defaults(run=_run_convert)
 
 
@@ -64,7 +66,7 @@ def _run_convert(arguments) -> int:
     console = Console(highlight=False)
     if is_adapter(arguments.src):
         try:
-            convert_adapter(arguments.src, arguments.dst, arguments.layout)
+            convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
         except CheckpointError as error:
             return _fail(str(error))
         console.print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)

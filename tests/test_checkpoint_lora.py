@@ -174,3 +174,7 @@ def test_the_command_converts_adapters(adapter, tmp_path, capsys):
     assert "the adapter in the native layout" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "converted" / "README.md").exists()
     assert main(["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]) == 2
+    back = ["convert", str(tmp_path / "converted"), str(tmp_path / "back"), "--layout", "hub"]
+    assert main(back) == 2, "it says no base model"
+    assert "say trained_on=" in capsys.readouterr().err
+    assert main([*back, "--trained-on", str(tmp_path / "native")]) == 0

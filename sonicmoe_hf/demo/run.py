@@ -1,9 +1,10 @@
-"""The demo's steps, in order: train, evaluate, save and reload, draw, report. Each is a function."""
+"""The demo's steps, in order: train, evaluate, save and reload, convert, draw, report. Each is a function."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -122,7 +124,7 @@ class _PrintProgress(TrainerCallback):
 def run(settings: DemoSettings) -> int:
     """Run the demo; 0 if all its checks passed, 1 otherwise."""
     demo = prepare(settings)
-    for step in (train, reload_and_compare, draw, write_metrics):
+    for step in (train, reload_and_compare, convert_and_compare, draw, write_metrics):
         step(demo)
     print_summary(demo)
     return 0 if all(check.passed for check in demo.checks) else 1
@@ -245,6 +247,27 @@ def reload_and_compare(demo: Demo) -> None:
             )
 
 
+def convert_and_compare(demo: Demo) -> None:
+    """Convert the saved model to the native layout, load it through Transformers, convert it back, compare bytes."""
+    hub, native, back = (demo.settings.output / name for name in ("model", "model-native", "model-back"))
+    for folder in (native, back):
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    sonicmoe_hf.convert_checkpoint(hub, native, layout="native", verify=True)
+    reloaded = AutoModelForCausalLM.from_pretrained(native).to(demo.model.device).eval()
+    error = relative_error(held_out_logits(demo, reloaded), held_out_logits(demo, demo.model.eval()))
+    demo.check("native layout: logits equal the model's", error <= LOGIT_TOLERANCE, f"relative error {error:.1e}")
+    sonicmoe_hf.convert_checkpoint(native, back, layout="hub")
+    first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
+    same = first.keys() == second.keys() and all(_same_bytes(first[name], second[name]) for name in first)
+    demo.check("converted back, every byte is the same", same, f"{len(first)} tensors")
+    shutil.rmtree(back)
+
+
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    alike = first.dtype == second.dtype and first.shape == second.shape
+    return alike and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 @torch.no_grad()
 def held_out_logits(demo: Demo, model: PreTrainedModel) -> torch.Tensor:
     """The logits of the first held-out batch."""
@@ -317,7 +340,7 @@ def print_summary(demo: Demo) -> None:
         checks.add_row("[green]ok[/]" if check.passed else "[red]FAILED[/]", check.name, check.detail)
     demo.console.print(numbers, checks)
     demo.console.print("results:")
-    for name in ("loss_curve.png", "expert_load.png", "metrics.json", "model"):
+    for name in ("loss_curve.png", "expert_load.png", "metrics.json", "model", "model-native"):
         demo.console.print(f"  {demo.settings.output / name}")
 
 
