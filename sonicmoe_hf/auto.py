@@ -10,6 +10,7 @@ class or by name (output recording, device maps, FSDP, patching) works here too.
 from __future__ import annotations
 
 import types
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -138,6 +139,8 @@ class NativeConfig:
     sonicmoe_layout_version: of the checkpoint's layout. sonicmoe_hub_config: entries of the hub's config.json that
     conversion replaced, for the way back.
     """
+
+    auto_map: ClassVar[dict] = {}  # TRL reads it where `architectures` names no class of Transformers
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

@@ -5,10 +5,15 @@ import pickle
 
 import pytest
 import torch
+from datasets import Dataset
 from models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error
 from native import in_native_names, native_twin, save_both
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from training import POLICY, TILE, Examples, Watch, arguments, trainer_for
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, pipeline
+from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, ExpertLoadCallback, SonicMoEExperts, TokenRoundingCallback, convert_checkpoint
@@ -260,3 +265,18 @@ def test_a_bf16_native_model_keeps_what_the_family_keeps_in_fp32(family, tmp_pat
     ours = {name: tensor.dtype for name, tensor in native.state_dict().items()}
     theirs = {name: tensor.dtype for name, tensor in in_native_names(hub.state_dict(), family).items()}
     assert ours == theirs
+
+
+def test_trl_and_pipelines_load_a_native_checkpoint_by_its_name(tmp_path):
+    _, folder = save_both(build("qwen3_moe"), tmp_path)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w0")
+    tokenizer.save_pretrained(folder)
+    assert pipeline("text-generation", str(folder))("w4 w5", max_new_tokens=2)[0]["generated_text"].startswith("w4 w5")
+    settings = SFTConfig(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, bf16=False, max_length=16)
+    texts = Dataset.from_dict({"text": ["w4 w5 w6 w7 w8 w9"] * 16})
+    callbacks = [TokenRoundingCallback(tile=2, min_tiles_per_expert=0)]
+    trainer = SFTTrainer(str(folder), args=settings, train_dataset=texts, callbacks=callbacks)
+    trainer.train()
+    assert type(trainer.model) is NATIVE["qwen3_moe"].causal_lm and is_patched(trainer.model)
