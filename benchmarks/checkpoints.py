@@ -85,7 +85,7 @@ def load(folder: str) -> dict:
     with PeakMemory() as watched:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        total = sum(float(parameter.detach().view(-1)[::4096].float().sum()) for parameter in model.parameters())
+        total = sum(float(parameter.detach().view(-1)[::2048].float().sum()) for parameter in model.parameters())
         seconds = time.perf_counter() - start
     return {"seconds": seconds, "checksum": total, **watched.peak}
 
