@@ -125,7 +125,7 @@ def local_folder(src: str | os.PathLike, revision: str | None = None) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise CheckpointError(f"{name} is not a folder; give the folder of a checkpoint, or a hub id such as org/name")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns=["*/*.safetensors"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"there is no folder {name}, and the hub did not give it: {reason}") from error

@@ -1,6 +1,7 @@
 """Conversion between the layouts: bit-exact both ways, from every kind of source, or refused in words."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from checkpoints import (
     tensors_in,
 )
 from models import VOCABULARY, batch, relative_error
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import sonicmoe_hf
@@ -47,6 +49,22 @@ def test_hub_to_native_and_back_gives_the_same_bytes_and_config(tmp_path, family
     assert len(list((tmp_path / "native").glob("*.safetensors"))) > 1
     assert same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "back"))
     assert config_in(tmp_path / "hub") == config_in(tmp_path / "back")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_scattered_over_files_are_gathered(tmp_path, family):
+    make(tmp_path / "hub", family)
+    tensors = tensors_in(tmp_path / "hub")
+    for path in (tmp_path / "hub").glob("*.safetensors"):
+        path.unlink()
+    files = [f"model-{i:05}-of-00003.safetensors" for i in range(1, 4)]
+    places = {name: files[i * 7 % 3] for i, name in enumerate(random.Random(0).sample(sorted(tensors), len(tensors)))}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / "hub" / file)
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    convert_checkpoint(tmp_path / "hub", tmp_path / "native", max_shard_size="1KB", verify=True)
+    convert_checkpoint(tmp_path / "native", tmp_path / "back", "hub", verify=True)
+    assert same_bits(tensors_in(tmp_path / "back"), tensors)
 
 
 @pytest.mark.parametrize("family, kind", EVERY_KIND)
@@ -267,7 +285,7 @@ def test_a_hub_id_is_downloaded_or_refused_in_words(tmp_path, monkeypatch):
     monkeypatch.setattr(sonicmoe_hf.checkpoint, "snapshot_download", snapshot_download)
     convert_checkpoint("Qwen/Qwen3-30B-A3B", tmp_path / "native", revision="main")
     assert (asked["name"], asked["revision"]) == ("Qwen/Qwen3-30B-A3B", "main")
-    assert "original/*" not in asked["allow_patterns"]
+    assert asked["ignore_patterns"] == ["*/*.safetensors"], "gpt-oss keeps another copy of its weights in original/"
 
 
 def test_progress_reaches_the_end(tmp_path):
