@@ -10,7 +10,7 @@ from transformers.utils import logging
 from .config import TokenRounding
 from .experts import is_expert_parallel
 from .load import TOTALS
-from .patching import is_patched, patch_model, patch_state, router_hooks
+from .patching import is_patched, patch_model, patch_state, router_hooks, start_counting
 from .support import check_rounding, find_layers, supports
 
 logger = logging.get_logger(__name__)
@@ -97,14 +97,12 @@ class ExpertLoadCallback(TrainerCallback):
         """Start counting, from zero."""
         if not is_patched(model):
             patch_model(model)
-        for hook in router_hooks(model):
-            hook.load.take()
         if any(is_expert_parallel(layer.experts) for layer in find_layers(model)):
             logger.warning_once(
                 "ExpertLoadCallback: nothing is counted under expert parallelism, whose ranks may share their tokens"
             )
             return
-        patch_state(model).counting = True
+        start_counting(model)
         if not self.attached:
             logger.warning_once(
                 "ExpertLoadCallback: call sonicmoe_hf.attach(trainer) to send its metrics to reporters and log_history"
@@ -132,6 +130,8 @@ class ExpertLoadCallback(TrainerCallback):
         per_layer = [count.cpu() for count in flat.split([len(count) for count in counts])]
         rows = {hook.layer_name: count[: -len(TOTALS)] for hook, count in zip(hooks, per_layer)}
         totals = dict(zip(TOTALS, sum(count[-len(TOTALS) :] for count in per_layer).tolist()))
+        if totals["calls"] == 0:
+            return {}
         metrics = _load_metrics(list(rows.values()), totals)
         self.history.append(
             {"step": step, "rows_per_expert": {name: row.tolist() for name, row in rows.items()}, **metrics}

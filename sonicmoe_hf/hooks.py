@@ -52,8 +52,11 @@ class PatchState:
         return self.policy is not None or self.counting
 
 
-def _is_recomputing() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def _is_recomputing(state: PatchState) -> bool:
+    """Whether gradient checkpointing runs this layer again during backward."""
+    if torch.compiler.is_compiling():  # autograd cannot be asked, but what is recomputed then runs outside any call
+        return state.call is None and state.backward_call is not None
+    return torch._C._current_graph_task_id() != -1
 
 
 def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | None:
@@ -78,7 +81,7 @@ class RouterHook:
 
     def __call__(self, router: nn.Module, args, output):
         state = self.state
-        recomputing = _is_recomputing()
+        recomputing = _is_recomputing(state)
         if not router.training or not (state.active or recomputing):
             return None
         call = state.backward_call if recomputing else state.call
@@ -139,9 +142,7 @@ class ModelEntryHook:
         if not torch.compiler.is_compiling() and not (self.verified and self.verified_policy == policy):
             check_rounding(check_accelerated(model), policy)
             self.verified, self.verified_policy = True, policy
-        if not self.state.active:
-            return
-        if getattr(model, "_is_replica", False):
+        if self.state.active and getattr(model, "_is_replica", False):
             raise RuntimeError(
                 "token rounding and load counting do not work under nn.DataParallel, whose replicas share hooks: launch "
                 "one process per GPU (torchrun, accelerate launch), or show it a single GPU (CUDA_VISIBLE_DEVICES=0)"
@@ -159,6 +160,7 @@ class ModelExitHook:
 
     Gradient checkpointing recomputes layers during backward, outside any model call; autograd runs a later call's whole
     backward before an earlier one's, so the last output whose gradient arrived tells whose layers are recomputed.
+    torch.compile cannot hold hooks of tensors: there the last call made is the one whose layers are recomputed.
     """
 
     def __init__(self, state: PatchState):
@@ -167,11 +169,15 @@ class ModelExitHook:
     def __call__(self, model: nn.Module, args, output):
         state, call = self.state, self.state.call
         state.call = None
-        if call is not None and call.gradients and not torch.compiler.is_compiling():
+        if call is None or not call.gradients:
+            return
+        if torch.compiler.is_compiling():
+            state.backward_call = call
+            return
 
-            def announce(gradient):
-                state.backward_call = call
+        def announce(gradient):
+            state.backward_call = call
 
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(announce)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(announce)

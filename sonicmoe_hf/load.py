@@ -13,6 +13,10 @@ class ExpertLoad:
     def __init__(self):
         self.counted: torch.Tensor | None = None
 
+    def start(self, num_experts: int, device: torch.device) -> None:
+        """Count from zero. (torch.compile takes a checkpointed layer only if its counter was there before.)"""
+        self.counted = torch.zeros(num_experts + len(TOTALS), dtype=torch.int64, device=device)
+
     def record(self, top_k_index_TK, num_experts: int, *, mask_TE=None, fell_back=False, tile: int = 1, valid_T=None):
         """Count one forward.
 
@@ -33,12 +37,12 @@ class ExpertLoad:
         per_call = (f_E.new_ones(()), fell_back)
         rounded = torch.stack([change_E.clamp(min=0).sum(), (-change_E).clamp(min=0).sum(), avoided_E.sum()])
         now = torch.cat([n_E, torch.stack(per_call), rounded * (1 - fell_back)])
-        if self.counted is None:
+        if self.counted is None or self.counted.device != now.device:
             self.counted = torch.zeros_like(now)
         self.counted.add_(now)
 
     def take(self) -> torch.Tensor | None:
-        """[E + len(TOTALS)] since the last call, None where nothing was ever counted; counting starts again from zero."""
+        """[E + len(TOTALS)] since the last call, None where counting never started; it starts again from zero."""
         if self.counted is None:
             return None
         counted = self.counted.clone()

@@ -151,6 +151,15 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
     return [hook for m in model.modules() for hook in m._forward_hooks.values() if isinstance(hook, RouterHook)]
 
 
+def start_counting(model: nn.Module) -> None:
+    """Have the routers of a patched model count their loads, from zero."""
+    for layer in find_layers(_root(model)):
+        for hook in () if layer.router is None else layer.router._forward_hooks.values():
+            if isinstance(hook, RouterHook):
+                hook.load.start(layer.router.weight.shape[0], layer.router.weight.device)
+    patch_state(model).counting = True
+
+
 def set_routing(model: nn.Module, routing) -> None:
     """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`.
 

@@ -26,7 +26,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.patching import patch_state, router_hooks
+from sonicmoe_hf.patching import router_hooks, start_counting
 
 ORDER_OF_SUMS = "fp32: the same numbers summed in another order"
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -162,7 +162,7 @@ def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing
     torch._dynamo.reset()
     model = build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
     sonicmoe_hf.patch_model(model, routing)
-    patch_state(model).counting = True
+    start_counting(model)
     inputs = batch(padding=True)
     expected = loss_and_gradients(model, inputs)
     counts = [hook.load.take() for hook in router_hooks(model)]
@@ -196,7 +196,7 @@ def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
         "qwen3_moe", use_cache=False, **ONE_LAYER
     )  # Transformers warns of the two together, which no graph can hold
     sonicmoe_hf.patch_model(model, POLICY)
-    patch_state(model).counting = True
+    start_counting(model)
     inputs = batch(padding=True)
     expected = loss_and_gradients(model, inputs)
     counts = [hook.load.take() for hook in router_hooks(model)]
@@ -204,6 +204,34 @@ def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
     actual = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
     assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
+
+
+def compile_blocks(model):
+    for layer in model.model.layers:
+        layer.mlp.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+def compile_with_graph_breaks(model):
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize("compiled", [compile_blocks, compile_with_graph_breaks])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(use_reentrant, compiled):
+    torch._dynamo.reset()
+    model = build("qwen3_moe", use_cache=False, **ONE_LAYER)
+    sonicmoe_hf.patch_model(model)
+    again = twin(model)
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    compiled_again, inputs = compiled(again), batch(padding=True)
+    for routing in (POLICY, None):  # the second without rounding, after some with
+        sonicmoe_hf.set_routing(model, routing)
+        sonicmoe_hf.set_routing(again, routing)
+        expected, actual = loss_and_gradients(model, inputs), loss_and_gradients(compiled_again, inputs)
+        assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
 
 
 def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
@@ -318,7 +346,7 @@ def test_a_copy_trains_as_the_original_and_on_its_own(family, copied):
         pytest.skip(f"Transformers' own model does not: {error}")
     model = build(family)
     sonicmoe_hf.patch_model(model, POLICY)
-    patch_state(model).counting = True
+    start_counting(model)
     expected = loss_and_gradients(model, batch(padding=True))
     model.zero_grad()
     other = copied(model)

@@ -207,6 +207,17 @@ def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding
     assert_all_close(loss_and_gradients(again, inputs), expected, 1e-6, SAME_COMPUTATION)
 
 
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_checkpointing_follows_the_schedule(kind, tmp_path):
+    ends = []
+    for checkpointing in ("none", kind):
+        model = checkpointed(build("qwen3_moe"), checkpointing)
+        callback = TokenRoundingCallback(tile=TILE, start=1, end=3)
+        trainer_for(model, tmp_path, [callback], padding=True, max_steps=5, learning_rate=0.1).train()
+        ends.append(weights(model))
+    assert_all_close(ends[1], ends[0], 1e-5, SAME_COMPUTATION)
+
+
 def backward_of_sum(model, batches):
     sum(model(**inputs).loss for inputs in batches).backward()
 
@@ -250,7 +261,7 @@ def test_two_forwards_with_different_padding_before_backward_recompute_their_own
 def test_padding_tokens_are_neither_added_nor_counted():
     model = build("qwen3_moe")
     sonicmoe_hf.patch_model(model, POLICY)
-    sonicmoe_hf.patching.patch_state(model).counting = True
+    sonicmoe_hf.patching.start_counting(model)
     watch = Watch(model)
     inputs = batch(padding=True)
     model(**inputs)
