@@ -42,3 +42,29 @@ def problem(shape: Shape, dtype=torch.bfloat16, device="cuda", seed=0):
     gate_up, down = normal(E, 2 * I, H, std=H**-0.5), normal(E, H, I, std=I**-0.5)
     weight, expert = torch.rand(T, E, generator=generator, device=device).topk(K, dim=-1)
     return x, gate_up, down, expert, (weight / weight.sum(-1, keepdim=True)).to(dtype), dout
+
+
+def floor_seconds(shape: Shape, mode: str) -> float:
+    """The least time on an H200, bf16: each kernel the larger of its arithmetic and its bytes, read and written once.
+
+    mode: "forward", "forward+backward" or "frozen" (forward and backward without the weights' gradients).
+    """
+    T, H, I, E, K = shape
+    R, gate_up, down = T * K, E * 2 * I * H, E * H * I
+    combine = (0, R * H + T * H)
+    forward = [  # (multiply-adds, elements)
+        (R * H * 2 * I, T * H + gate_up + R * 2 * I + R * I),  # up
+        (R * H * I, R * I + down + R * H),
+        combine,
+    ]
+    backward = [
+        (R * H * I, T * H + down + R * 2 * I + R * 2 * I + R * I),  # down_backward
+        (R * H * 2 * I, R * 2 * I + gate_up + R * H),  # input rows
+        combine,
+    ]
+    weights = [
+        (R * H * 2 * I, R * 2 * I + T * H + gate_up),
+        (R * H * I, T * H + R * I + down),
+    ]
+    kernels = forward + (backward if mode != "forward" else []) + (weights if mode == "forward+backward" else [])
+    return sum(max(2 * madds / FLOPS_PER_SECOND, 2 * elements / BYTES_PER_SECOND) for madds, elements in kernels)

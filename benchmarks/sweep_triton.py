@@ -68,7 +68,10 @@ def experiments(shape: Shape, wanted, inputs):
             "up": (2 * R * H * 2 * I, lambda r: kernels.up(x, gate_up, None, r, act, False, True, True)),
             "down": (2 * R * H * I, lambda r: kernels.down(a, down, None, r)),
             "input_rows": (2 * R * H * 2 * I, lambda r: kernels.input_rows(h, gate_up, r)),
-            "down_backward": (2 * R * H * I, lambda r: kernels.down_backward(dout, down, None, h, weight, r, act, False, True, True, True)),
+            "down_backward": (
+                2 * R * H * I,
+                lambda r: kernels.down_backward(dout, down, None, h, weight, r, act, False, True, True, True),
+            ),
         }  # fmt: skip
         for kernel, (flop, call) in calls.items():
             for candidate in CANDIDATES[tile][kernel]:

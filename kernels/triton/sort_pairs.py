@@ -18,7 +18,7 @@ from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
-SCAN = 2048
+SCAN, TOKEN_SCAN = 2048, 8192
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
 
 
@@ -48,8 +48,8 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def scan_kernel(
-    counts, totals, offsets, token_counts, token_offsets, cursors, ticket, valid, num_blocks, num_tokens,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr,
+    counts, totals, offsets, token_counts, token_offsets, cursors, ticket, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr, TOKEN_SCAN: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Exclusive sums in place along each expert's blocks; one more program does the same along the tokens."""
     which = tl.program_id(0)
@@ -62,15 +62,15 @@ def scan_kernel(
             tl.store(counts + which * num_blocks + block, running + tl.cumsum(count) - count, mask=is_block)
             running += tl.sum(count)
         tl.store(totals + which, running)
-        if which == NUM_EXPERTS:
-            tl.store(valid, running == 0)
+        if CHECKED and which == NUM_EXPERTS:
+            tl.device_assert(running == 0, "sonicmoe_hf: the routing names an expert that does not exist")
         if tl.atomic_add(ticket, 1, sem="acq_rel") == NUM_EXPERTS:  # the last of these programs sees all totals
             bins = tl.arange(0, BINS)
             total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0, volatile=True)
             tl.store(offsets + bins, tl.cumsum(total) - total, mask=bins <= NUM_EXPERTS)
     elif token_counts is not None:
-        for start in range(0, num_tokens, SCAN):
-            token = start + tl.arange(0, SCAN)
+        for start in range(0, num_tokens, TOKEN_SCAN):
+            token = start + tl.arange(0, TOKEN_SCAN)
             count = tl.load(token_counts + token, mask=token < num_tokens, other=0)
             first = running + tl.cumsum(count) - count
             tl.store(token_offsets + token, first, mask=token < num_tokens)
@@ -133,20 +133,23 @@ def place_kernel(
                 tl.store(token_offsets + num_tokens, num_pairs)
 
 
-@triton.jit
-def order_kernel(row_of_slot, token_offsets, token_rows, BLOCK: tl.constexpr):
-    """Puts one token's rows into the order of their pairs."""
-    start = tl.load(token_offsets + tl.program_id(0))
-    end = tl.load(token_offsets + tl.program_id(0) + 1)
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def order_kernel(row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Puts each token's rows into the order of their pairs."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    start = tl.load(token_offsets + token, mask=token < num_tokens, other=0)[:, None]
+    end = tl.load(token_offsets + token + 1, mask=token < num_tokens, other=0)[:, None]
+    entry = tl.arange(0, BLOCK)[None, :]
     last = 0x7FFFFFFFFFFFFFFF
-    for first in range(start, end, BLOCK):
-        slot = first + tl.arange(0, BLOCK)
+    longest = tl.max(end - start)
+    for first in range(0, longest, BLOCK):
+        slot = start + first + entry
         key = tl.load(row_of_slot + slot, mask=slot < end, other=last)
-        place = tl.zeros((BLOCK,), tl.int32)
-        for first_other in range(start, end, BLOCK):
-            other_slot = first_other + tl.arange(0, BLOCK)
+        place = tl.zeros((TOKENS, BLOCK), tl.int32)
+        for first_other in range(0, longest, BLOCK):
+            other_slot = start + first_other + entry
             other = tl.load(row_of_slot + other_slot, mask=other_slot < end, other=last)
-            place += tl.sum((other[None, :] < key[:, None]).to(tl.int32), axis=1)
+            place += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), axis=2)
         tl.store(token_rows + start + place, (key & 0x7FFFFFFF).to(tl.int32), mask=slot < end)
 
 
@@ -178,7 +181,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
     num_blocks, bins = triton.cdiv(num_pairs, BLOCK), triton.next_power_of_2(num_experts + 1)
     keys, counts = new(num_blocks * BLOCK), new(num_experts + 1, num_blocks)
-    totals, ticket, valid = new(num_experts + 1), new(1), new(1, dtype=torch.bool)
+    totals, ticket = new(num_experts + 1), new(1)
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()
@@ -188,16 +191,12 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         expert_P, token_P, keys, counts, token_counts, ticket, num_pairs, num_blocks, num_tokens,
         NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+    # Checked by a device-side assertion, as an index out of range is anywhere in PyTorch; `debug` lets it be compiled in.
     scan_kernel[(num_experts + (1 if token_P is None else 2),)](
-        counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket, valid, num_blocks, num_tokens,
-        NUM_EXPERTS=num_experts, BINS=bins, SCAN=SCAN, num_warps=8,
+        counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket, num_blocks, num_tokens,
+        NUM_EXPERTS=num_experts, BINS=bins, SCAN=SCAN, TOKEN_SCAN=TOKEN_SCAN, CHECKED=not sentinels,
+        num_warps=8, debug=not sentinels, sanitize_overflow=False,
     )  # fmt: skip
-    if not sentinels:  # asynchronous, as for an index out of range anywhere in PyTorch on CUDA
-        torch._assert_async(
-            valid,
-            f"the routing names an expert outside 0..{num_experts - 1}; that is allowed only under expert parallelism "
-            "(Routing(..., sentinels=True))",
-        )
     place_kernel[(num_blocks + num_experts + 1,)](
         keys, token_P, counts, cursors, row_of_slot, *rows,
         num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1),
@@ -205,5 +204,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         num_warps=4,
     )  # fmt: skip
     if token_P is not None:
-        order_kernel[(num_tokens,)](row_of_slot, rows.token_offsets, rows.token_rows, BLOCK=16, num_warps=1)
+        order_kernel[(triton.cdiv(num_tokens, 16),)](
+            row_of_slot, rows.token_offsets, rows.token_rows, num_tokens, TOKENS=16, BLOCK=16, num_warps=4
+        )
     return rows

@@ -1,32 +1,40 @@
-"""Compiles every Triton kernel at the shapes users have, for a GPU that need not be there: python compile_triton.py 90.
+"""Compiles every Triton kernel for a GPU that need not be there: python compile_triton.py 90.
 
-Prints one line a kernel: kernel, dtype, registers a thread, spilled bytes, shared memory. Run in a process of its own, because
-a process whose Triton interprets cannot compile.
+One line a kernel: name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core instructions).
+Run it in a process of its own: where Triton interprets, it cannot compile.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sonicmoe_hf.kernels.triton import blocks, gradients, rows, sort_pairs, sum_rows
 
-SHAPES = {90: "hopper", 80: "ampere", 86: "small"}
+GPU_KINDS = {90: "hopper", 80: "ampere", 86: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
+VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias
+    "bf16": ("bf16", False, False, False, False),
+    "bf16, few rows": ("bf16", True, False, False, False),
+    "fp16, interleaved": ("fp16", False, True, False, False),
+    "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True),
+    "fp32": ("fp32", False, False, False, False),
+}
 
 
-def compile_kernel(kernel, arguments: dict, target: int, num_warps=4, num_stages=3):
-    """`arguments` in the order of the kernel: "*bf16" and the like, None, or a constant."""
-    names = kernel.arg_names
-    missing = [name for name in names if name not in arguments]
-    assert not missing, missing
+def compile_kernel(kernel, arguments, target, num_warps, num_stages):
+    """`arguments` by name: "*bf16" and the like for a pointer, "i32" for a number, None or a constant."""
     signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(names):
+    for index, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, str) and (value.startswith("*") or value in ("i32", "i64")):
+        if isinstance(value, str) and (value.startswith("*") or value == "i32"):
             signature[name] = value
             if value.startswith("*"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
@@ -38,128 +46,96 @@ def compile_kernel(kernel, arguments: dict, target: int, num_warps=4, num_stages
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def _pointers(names, kind):
-    return {name: kind for name in names.split()}
+def named(names, value):
+    return dict.fromkeys(names.split(), value)
 
 
-def cases(kind: str, dtype: str, few: bool = False, interleaved: bool = False, transposed: bool = False, bias=None):
-    """(name, kernel, arguments, warps, stages) of every kernel over rows in `dtype`."""
-    table = blocks.TABLE[("any", 4) if dtype == "fp32" else (kind, 2)]
+INTEGERS = named("tiles token pair offsets token_offsets token_rows", "*i32")
+FLOATS = named("routing_weight dw_parts dw sums", "*fp32")
+NUMBERS = named("num_row_tiles num_rows", "i32")
+
+
+def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias):
+    """(name, kernel, arguments, warps, stages) of the kernels over rows."""
+    table = blocks.TABLE[("any", 4) if dtype == "fp32" else (gpu_kind, 2)]
     buckets = ("few", "some", "many") if few else ("many",)
-    table = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
-    common = dict(
-        ROWS=64 if few else 128, PRECISION="tf32x3" if dtype == "fp32" else "tf32", num_row_tiles="i32", num_rows="i32"
-    )
-    gate_up_strides = (2 * INNER * HIDDEN, 1, 2 * INNER) if transposed else (2 * INNER * HIDDEN, HIDDEN, 1)
-    down_strides = (INNER * HIDDEN, 1, HIDDEN) if transposed else (INNER * HIDDEN, INNER, 1)
-    integers = _pointers("tiles token pair offsets token_offsets token_rows", "*i32")
-    floats = _pointers("routing_weight dw_parts dw sums", "*fp32")
-    activation = dict(NAME="swiglu", ALPHA=1.702, LIMIT=7.0, INTERLEAVED=interleaved)
-    pointer = f"*{dtype}"
-    no_bias = dict(bias=bias and pointer, BIAS_STRIDE_E=HIDDEN, BIAS_STRIDE_N=1, BIAS_STRIDE_H=1)
+    shapes = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
+    pointer, (E, N, K) = f"*{dtype}", (2 * INNER * HIDDEN, 2 * INNER, HIDDEN)
+    common = {
+        **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out left right", pointer),
+        "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
+        "ROWS": blocks.SMALLEST_TILE if few else blocks.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+        "NAME": "swiglu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": interleaved, "H": HIDDEN, "I": INNER,
+    }  # fmt: skip
 
-    def tile(name):
-        b = table[name]
-        return dict(COLUMNS=b.columns, DEPTH=b.depth, GROUP=b.group), b.warps, b.stages
+    def case(name, kernel, **more):
+        b = shapes[name if name in shapes else "gradient"]
+        block = {"COLUMNS": b.columns, "GROUP": b.group} if name in shapes else {}
+        return name, kernel, {**common, **block, "DEPTH": b.depth, **more}, b.warps, b.stages
 
-    names, warps, stages = tile("up")
-    yield "up", rows.up_kernel, {
-        **_pointers("x weight h a", pointer), **integers, **common, **names, **activation, **no_bias, "H": HIDDEN, "I": INNER,
-        **dict(zip(("STRIDE_E", "STRIDE_N", "STRIDE_K"), gate_up_strides)),
-    }, warps, stages  # fmt: skip
-    for name, (n, k), (e, sn, sk) in (
-        ("down", (HIDDEN, INNER), down_strides),
-        ("input_rows", (HIDDEN, 2 * INNER), (gate_up_strides[0], gate_up_strides[2], gate_up_strides[1])),
-    ):
-        names, warps, stages = tile(name)
-        yield name, rows.rows_kernel, {
-            **_pointers("source weight out", pointer), **integers, **common, **names, **no_bias, "N": n, "K": k,
-            "STRIDE_E": e, "STRIDE_N": sn, "STRIDE_K": sk,
-        }, warps, stages  # fmt: skip
-    names, warps, stages = tile("down_backward")
-    yield "down_backward", rows.down_backward_kernel, {
-        **_pointers("dout weight h dh a", pointer), **integers, **floats, **common, **names, **activation,
-        "PIECE": table["down_backward"].piece // (2 if interleaved else 1), "H": HIDDEN, "I": INNER, **dict(zip(("STRIDE_E", "STRIDE_H", "STRIDE_I"), down_strides)),
-    }, warps, stages  # fmt: skip
-    b = table["gradient"]
+    gate_up = (E, 1, N) if transposed else (E, K, 1)  # strides of [E, 2I, H]
+    down = (E // 2, 1, HIDDEN) if transposed else (E // 2, INNER, 1)  # strides of [E, H, I]
+
+    def strides(names, values):
+        return dict(zip(names.split(), values))
+
+    yield case("up", rows.up_kernel, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
+    yield case("down", rows.rows_kernel, N=HIDDEN, K=INNER, **strides("STRIDE_E STRIDE_N STRIDE_K", down))
+    yield case("input_rows", rows.rows_kernel, N=K, K=N, **strides("STRIDE_E STRIDE_K STRIDE_N", gate_up))
+    piece = shapes["down_backward"].piece // (2 if interleaved else 1)
+    yield case("down_backward", rows.down_backward_kernel, PIECE=piece, **strides("STRIDE_E STRIDE_H STRIDE_I", down))
+    b = shapes["gradient"]
     for name, gather_left, (m, n) in (
-        ("gate_up_gradient", False, (2 * INNER, HIDDEN)),
+        ("gate_up_gradient", False, (N, K)),
         ("down_gradient", True, (HIDDEN, INNER)),
     ):
-        yield name, gradients.weight_gradient_kernel, {
-            **_pointers("left right out", pointer), **integers, **common, "M": m, "N": n, "STRIDE_E": m * n, "STRIDE_M": n,
-            "STRIDE_N": 1, "GATHER_LEFT": gather_left, "HEIGHT": b.height, "WIDTH": b.width, "DEPTH": b.depth, "GROUP": b.group, "PEEL": b.peel,
-        }, b.warps, b.stages  # fmt: skip
-    yield "bias_gradient", gradients.bias_gradient_kernel, {
-        **integers, **floats, "source": pointer, "N": HIDDEN, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128,
-    }, 4, 3  # fmt: skip
-    yield "routing_gradient", rows.routing_gradient_kernel, {
-        **integers, **floats, **common, "dout": pointer, "bias": pointer, "H": HIDDEN, "BIAS_STRIDE_E": HIDDEN,
-        "BIAS_STRIDE_H": 1, "PARTS": 6, "DEPTH": 64,
-    }, 4, 3  # fmt: skip
-    yield "combine", sum_rows.combine_kernel, {
-        **integers, **_pointers("y out", pointer), "weight": "*fp32", "H": HIDDEN, "NUM_EXPERTS": EXPERTS, "AT_ONCE": 8,
-        "COLUMNS": 1024,
-    }, 4, 3  # fmt: skip
+        yield case(
+            name, gradients.weight_gradient_kernel, M=m, N=n, STRIDE_E=m * n, STRIDE_M=n, STRIDE_N=1,
+            GATHER_LEFT=gather_left, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group, PEEL=b.peel,
+        )  # fmt: skip
 
 
-def dispatch_cases():
-    integers = _pointers(
-        "token token_counts keys counts ticket totals cursors offsets token_of_row pair_of_row token_offsets token_rows tiles",
-        "*i32",
-    )
-    sizes = _pointers("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32")
-    constants = dict(
-        NUM_EXPERTS=EXPERTS,
-        BINS=256,
-        BLOCK=sort_pairs.BLOCK,
-        CHUNK=sort_pairs.CHUNK,
-        SCAN=sort_pairs.SCAN,
-        TILE_ROWS=128,
-    )
-    common = {**integers, **sizes, **constants, "expert": "*i64", "row_of_slot": "*i64", "valid": "*i1"}
-    for listed in (False, True):
-        lists = {} if listed else dict(token=None, token_counts=None, cursors=None, row_of_slot=None)
+def other_cases():
+    """The kernels without matrix products, the same way, in bf16 with everything on."""
+    common = {
+        **INTEGERS, **FLOATS, **NUMBERS, **named("source dout bias y out", "*bf16"), "weight": "*fp32", "H": HIDDEN,
+        "N": HIDDEN, "BIAS_STRIDE_E": HIDDEN, "BIAS_STRIDE_H": 1, "NUM_EXPERTS": EXPERTS, "BINS": 256, "PARTS": 3,
+    }  # fmt: skip
+    yield "bias_gradient", gradients.bias_gradient_kernel, {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128}, 4, 3
+    yield "routing_gradient", rows.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
+    yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": 8, "COLUMNS": sum_rows.COLUMNS}, 2, 3
+    pairs = {
+        **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
+        **named("keys counts totals ticket token_counts cursors token_of_row pair_of_row", "*i32"),
+        **named("expert row_of_slot", "*i64"), "BLOCK": sort_pairs.BLOCK, "CHUNK": sort_pairs.CHUNK,
+        "SCAN": sort_pairs.SCAN, "TOKEN_SCAN": sort_pairs.TOKEN_SCAN, "TILE_ROWS": blocks.TILE, "CHECKED": True,
+        "TOKENS": 16,
+    }  # fmt: skip
+    for lists in ({}, named("token token_counts cursors row_of_slot", None)):
         for kernel, warps in ((sort_pairs.count_kernel, 4), (sort_pairs.scan_kernel, 8), (sort_pairs.place_kernel, 4)):
-            yield kernel.__name__, kernel, {**common, **lists}, warps, 3
-    yield "order", sort_pairs.order_kernel, {**common, "BLOCK": 16}, 1, 3
+            yield kernel.__name__, kernel, {**pairs, **lists}, warps, 3
+    yield "order", sort_pairs.order_kernel, {**pairs, "BLOCK": 16}, 4, 3
 
 
-def report(name, label, compiled):
-    import re
-    import subprocess
-    import tempfile
-
-    from triton import knobs
-
+def report(name, variant, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        usage = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
-    ttgir = compiled.asm["ttgir"]
-    print(
-        f"{name} {label} registers {registers} stack {stack} shared {compiled.metadata.shared} "
-        f"wgmma {ttgir.count('warp_group_dot ')} async {ttgir.count('async_copy_global_to_local')} converts {ttgir.count('convert_layout')}",
-        flush=True,
-    )
+    matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
+    shared = compiled.metadata.shared
+    print(f"{name}|{variant}|registers {registers}|stack {stack}|shared {shared}|matrix {matrix}", flush=True)
 
 
 def main(target: int):
-    kind = SHAPES[target]
-    for name, kernel, arguments, warps, stages in dispatch_cases():
+    for name, kernel, arguments, warps, stages in other_cases():
         report(name, "", compile_kernel(kernel, arguments, target, warps, stages))
-    for label, options in {
-        "bf16": dict(dtype="bf16"),
-        "bf16 few": dict(dtype="bf16", few=True),
-        "fp16 interleaved": dict(dtype="fp16", interleaved=True),
-        "bf16 transposed": dict(dtype="bf16", transposed=True),
-        "bf16 transposed interleaved, bias": dict(dtype="bf16", transposed=True, interleaved=True, bias=True),
-        "fp32": dict(dtype="fp32"),
-    }.items():
-        for name, kernel, arguments, warps, stages in cases(kind, **options):
-            report(name, label, compile_kernel(kernel, {k: v for k, v in arguments.items()}, target, warps, stages))
+    for variant, options in VARIANTS.items():
+        for name, kernel, arguments, warps, stages in matrix_cases(GPU_KINDS[target], *options):
+            report(name, variant, compile_kernel(kernel, arguments, target, warps, stages))
 
 
 if __name__ == "__main__":

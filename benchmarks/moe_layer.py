@@ -1,0 +1,279 @@
+"""One MoE layer on a GPU: time, memory and error of every contender, in one interleaved run.
+
+    python benchmarks/moe_layer.py [--shape T,H,I,E,K ...] [--contender NAME ...] [--upstream] [--out benchmarks/results]
+
+Without --shape: the shapes of shapes.py. bf16, SwiGLU, random data and routing. Writes moe_layer.csv and moe_layer.png.
+--upstream adds Transformers' sonicmoe, which tunes for minutes at each new shape. Modes: forward (no gradients),
+forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import gc
+import time
+from pathlib import Path
+
+import torch
+import triton
+from contenders import BOUND, CONTENDERS, Unavailable
+from shapes import SHAPES, Shape, floor_seconds, problem
+
+from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.kernels.triton.blocks import tile_rows
+
+MODES = ("forward", "forward+backward", "frozen")
+FIELDS = (
+    "config",
+    "shape",
+    "contender",
+    "mode",
+    "launch",
+    "metric",
+    "median",
+    "p20",
+    "p80",
+    "versions",
+    "gpu",
+    "date",
+)
+NAMES = ("x", "gate_up", "down", "weight")
+
+
+class Step:
+    """One contender on one problem: a call is one forward, or one forward and backward."""
+
+    def __init__(self, layer, inputs, mode):
+        x, gate_up, down, expert, weight, self.dout = inputs
+        frozen = mode == "frozen"
+        self.mode, self.layer, self.expert = mode, layer, expert
+        self.leaves = [x, gate_up, down, weight]
+        self.wanted = [] if mode == "forward" else [x, weight] if frozen else self.leaves
+        self.gradients = ()
+
+    def forward(self):
+        for leaf in self.leaves:
+            leaf.requires_grad_(any(leaf is wanted for wanted in self.wanted))
+        with torch.set_grad_enabled(bool(self.wanted)):
+            x, gate_up, down, weight = self.leaves
+            return self.layer(x, gate_up, down, self.expert, weight)
+
+    def __call__(self):
+        out = self.forward()
+        if self.wanted:
+            self.gradients = torch.autograd.grad(out, self.wanted, self.dout, allow_unused=True)
+        return out
+
+
+def relative_errors(step, expected):
+    out = step()
+    found = dict(zip(["out", *(f"d{name}" for name in NAMES)], [out, *step.gradients]))
+    return {
+        name: ((found[name].float() - value).norm() / value.norm()).item()
+        for name, value in expected.items()
+        if found.get(name) is not None
+    }
+
+
+def reference(inputs):
+    """out and gradients in fp32, by the plain backend."""
+    x, gate_up, down, expert, weight, dout = (t.float() if t.is_floating_point() else t for t in inputs)
+    leaves = [t.detach().requires_grad_() for t in (x, gate_up, down, weight)]
+    out = moe_experts(*leaves[:3], (expert, leaves[3]), backend="eager")
+    return dict(zip(["out", *(f"d{name}" for name in NAMES)], [out.detach(), *torch.autograd.grad(out, leaves, dout)]))
+
+
+def memory(step):
+    """MB that forward leaves for backward (its output not counted), and the most a step takes beyond its inputs."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    out = step.forward()
+    held = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    step.gradients = ()
+    return {"held_MB": held / 1e6, "peak_MB": peak / 1e6}
+
+
+def captured(step):
+    """The step as a CUDA graph, or None where it cannot be captured (it synchronises)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except (RuntimeError, torch.AcceleratorError) as error:
+        print(f"    no CUDA graph: {str(error).splitlines()[0][:100]}", flush=True)
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
+def interleaved_times(calls, rounds):
+    """name -> (device milliseconds, host milliseconds) of each round; every round runs every call once."""
+    times = {name: ([], []) for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began = time.perf_counter()
+            start.record()
+            call()
+            end.record()
+            times[name][1].append(1e3 * (time.perf_counter() - began))
+            end.synchronize()
+            times[name][0].append(start.elapsed_time(end))
+    return times
+
+
+def quantiles(values):
+    return [torch.tensor(values).double().quantile(q).item() for q in (0.5, 0.2, 0.8)]
+
+
+class Table:
+    """The CSV's rows, and the figures to print."""
+
+    def __init__(self):
+        self.rows = []
+        versions = f"torch {torch.__version__}, triton {triton.__version__}"
+        self.common = {
+            "versions": versions,
+            "gpu": torch.cuda.get_device_name(),
+            "date": datetime.date.today().isoformat(),
+        }
+
+    def add(self, config, shape, contender, mode, launch, metric, values):
+        median, p20, p80 = quantiles(values)
+        self.rows.append(
+            dict(zip(FIELDS, (config, str(shape), contender, mode, launch, metric)))
+            | {"median": f"{median:.6g}", "p20": f"{p20:.6g}", "p80": f"{p80:.6g}"}
+            | self.common
+        )
+
+    def get(self, **wanted):
+        found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]
+        return found[0] if found else float("nan")
+
+
+def measure(table, config, shape, names, rounds):
+    inputs = problem(shape)
+    expected = reference(inputs)
+    layers = {}
+    for name in names:
+        try:
+            layers[name] = CONTENDERS[name](shape)
+        except Unavailable as reason:
+            print(f"  {name} is left out: {reason}", flush=True)
+    rows_E = inputs[3].flatten().bincount(minlength=shape.E)
+    R, tile = shape.T * shape.K, tile_rows(shape.T * shape.K, shape.E)
+    padded = ((rows_E + tile - 1) // tile * tile).sum().item() / R
+    for mode in MODES:
+        add = lambda name, launch, metric, values: table.add(config, shape, name, mode, launch, metric, values)  # noqa: E731, B023
+        steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            add(name, "eager", "first_call_s", [time.perf_counter() - began])
+            if name != BOUND:
+                if mode == "forward+backward":
+                    for tensor, error in relative_errors(step, expected).items():
+                        add(name, "eager", f"error_{tensor}", [error])
+                for metric, value in memory(step).items():
+                    add(name, "eager", metric, [value])
+            if name == "triton":
+                add(name, "eager", "padded_row_factor", [padded])
+        floor = 1e3 * floor_seconds(shape, mode)
+        graphs = {name: captured(step) for name, step in steps.items()}
+        runs = {"eager": steps, "graph": {name: graph for name, graph in graphs.items() if graph}}
+        for launch, calls in runs.items():
+            for name, (device, host) in interleaved_times(calls, rounds).items():
+                add(name, launch, "ms", device)
+                add(name, launch, "host_ms", host)
+                add(name, launch, "share_of_floor", [floor / ms for ms in device])
+        del steps, graphs, runs, calls
+        gc.collect()
+        torch.cuda.empty_cache()
+    show(table, config, shape, layers)
+
+
+def show(table, config, shape, names):
+    """One line a contender; x: how many times as long as ours it takes, forward and backward."""
+    floor = 1e3 * floor_seconds(shape, "forward+backward")
+    print(f"{config} {shape}   floor {floor:.2f} ms   (forward, forward+backward, frozen; graph; ms)", flush=True)
+    ours = table.get(config=config, contender="triton", mode="forward+backward", launch="eager", metric="ms")
+    for name in names:
+        at = {"config": config, "contender": name, "launch": "eager"}
+        times = [table.get(**at, mode=mode, metric="ms") for mode in MODES]
+        step = {**at, "mode": "forward+backward"}
+        graph = table.get(**{**step, "launch": "graph"}, metric="ms")
+        errors = " ".join(f"{table.get(**step, metric=f'error_{t}'):.4f}" for t in ("out", *(f"d{n}" for n in NAMES)))
+        print(
+            f"  {name:24s} {times[0]:6.2f} {times[1]:6.2f} {times[2]:6.2f}  graph {graph:6.2f}  x{times[1] / ours:.2f}"
+            f"  floor {table.get(**step, metric='share_of_floor'):.0%}  host {table.get(**step, metric='host_ms'):.2f}"
+            f"  held {table.get(**step, metric='held_MB'):.0f} peak {table.get(**step, metric='peak_MB'):.0f} MB"
+            f"  first {table.get(**step, metric='first_call_s'):.1f} s  errors {errors}",
+            flush=True,
+        )
+
+
+def plot(table, path):
+    from matplotlib import pyplot
+
+    configs = list(dict.fromkeys(row["config"] for row in table.rows))
+    names = list(dict.fromkeys(row["contender"] for row in table.rows))
+    figure, axes = pyplot.subplots(1, len(configs), figsize=(3 * len(configs), 3.6), squeeze=False)
+    for axis, config in zip(axes[0], configs):
+        at = {"config": config, "mode": "forward+backward", "launch": "eager", "metric": "ms"}
+        heights = [table.get(**at, contender=name) for name in names]
+        axis.bar(range(len(names)), heights, color=[f"C{i}" for i in range(len(names))])
+        shape = next(Shape(*map(int, row["shape"].split(","))) for row in table.rows if row["config"] == config)
+        axis.axhline(1e3 * floor_seconds(shape, "forward+backward"), color="black", linestyle=":")
+        for i, height in enumerate(heights):
+            axis.text(i, height, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
+        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+        axis.set_title(f"{config}\n{shape}", fontsize=9)
+    axes[0][0].set_ylabel("forward + backward, ms (dotted: floor)")
+    figure.suptitle(f"One MoE layer, bf16, {table.common['gpu']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
+    parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, which tunes for minutes")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    names = options.contender or [n for n in CONTENDERS if options.upstream or "Transformers" not in n]
+    given = {text: Shape(*map(int, text.split(","))) for text in options.shape or ()}
+    table = Table()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for config, shape in (given or SHAPES).items():
+        measure(table, config, shape, names, options.rounds)
+        with open(options.out / "moe_layer.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(table.rows)
+    plot(table, options.out / "moe_layer.png")
+
+
+if __name__ == "__main__":
+    main()

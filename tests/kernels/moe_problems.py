@@ -1,0 +1,103 @@
+"""Random layers and routings for kernel tests, errors by name, and buffers that start out poisoned."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.routing import Routing
+
+INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
+
+
+def stored(logical, layout):
+    """A logical [E, 2I, H] or [E, H, I] tensor as `layout` stores it; values of a concatenated layout stay in place."""
+    return logical.transpose(1, 2).contiguous() if LAYOUTS[layout][0] else logical
+
+
+def routing_ids(num_tokens, num_experts, top_k, kind, device="cpu", empty=()):
+    """(expert ids, tokens or None). kind: "top_k", "sentinels" (a third of the ids name no expert) or "list": a general
+    list in random order with tokens of many and of no experts, and dropped pairs that all name token 0, as token rounding
+    has them. Experts in `empty` get no rows."""
+    scores = torch.rand(num_tokens, num_experts, device=device)
+    scores[:, list(empty)] = -1
+    expert_TK = scores.topk(top_k, dim=1).indices
+    if kind == "top_k":
+        return expert_TK, None
+    if kind == "sentinels":
+        return torch.where(torch.rand(expert_TK.shape, device=device) < 0.33, num_experts + 1, expert_TK), None
+    token_P = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
+    order = torch.randperm(token_P.numel(), device=device)
+    expert_P, token_P = expert_TK.reshape(-1)[order], token_P[order]
+    dropped = torch.rand(expert_P.shape, device=device) < 0.33
+    return torch.where(dropped, num_experts, expert_P), torch.where(dropped, 0, token_P)
+
+
+def layer(num_tokens, hidden, inner, num_experts, num_pairs, dtype, device="cpu", bias=True):
+    """Logical tensors of a layer by name, with dout; scaled so that h and y are of order one."""
+
+    def normal(*size, std=1.0):
+        return (torch.randn(size, device=device) * std).to(dtype)
+
+    tensors = {
+        "x": normal(num_tokens, hidden),
+        "gate_up": normal(num_experts, 2 * inner, hidden, std=hidden**-0.5),
+        "down": normal(num_experts, hidden, inner, std=inner**-0.5),
+        "weight": torch.rand(num_pairs, device=device),
+    }
+    if bias:
+        tensors |= {"gate_up_bias": normal(num_experts, 2 * inner), "down_bias": normal(num_experts, hidden)}
+    return tensors, normal(num_tokens, hidden)
+
+
+def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="preactivation"):
+    """out and the gradient of every input, by name; weight gradients in their logical shape."""
+    expert, token = ids
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    out = moe_experts(
+        leaves["x"], stored(leaves["gate_up"], layout), stored(leaves["down"], layout),
+        Routing(expert, leaves["weight"].view(expert.shape), token, sentinels=sentinels),
+        gate_up_bias=leaves.get("gate_up_bias"), down_bias=leaves.get("down_bias"),
+        activation=activation, layout=layout, backend=backend, save=save,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def upcast(tensors, dtype=torch.float32):
+    return {name: t.to(dtype) for name, t in tensors.items()}
+
+
+def errors(found, expected):
+    """Relative error of every named tensor; a NaN counts as infinite."""
+    return {name: _error(found[name], expected[name]) for name in expected}
+
+
+def _error(found, expected):
+    difference = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    return float("inf") if difference.isnan() else difference.item()
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Memory that is allocated without a value holds NaN, and a number that is no index."""
+
+    def poison(allocate):
+        def allocate_poisoned(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point():
+                return tensor.fill_(float("nan"))
+            return tensor.fill_(1) if tensor.dtype == torch.bool else tensor.fill_(1 << 30)
+
+        return allocate_poisoned
+
+    with (
+        mock.patch.object(torch, "empty", poison(torch.empty)),
+        mock.patch.object(torch, "empty_like", poison(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty)),
+    ):
+        yield

@@ -1,0 +1,156 @@
+"""The Triton kernels, interpreted on a CPU (or run, where there is a GPU), against the eager backend, kernel by kernel, and
+against the reference as a layer. All in fp32: the sums differ in order alone (on a GPU also by tf32x3, about 2^-21 a
+product), so a relative error of 2e-5 leaves room for sums of some thousand terms and for nothing else."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from moe_problems import errors, layer, poisoned, routing_ids, run, stored
+
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.kernels import eager, reference
+from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+from sonicmoe_hf.kernels.triton.blocks import max_row_tiles, tile_rows
+
+TOLERANCE = 2e-5
+# T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; one row; every expert; one expert
+SHAPES = {"odd": (100, 41, 35, 3, 2), "one row": (1, 16, 16, 4, 1), "all experts": (33, 32, 16, 5, 5), "one expert": (130, 16, 19, 1, 1)}  # fmt: skip
+KINDS = ("top_k", "sentinels", "list")
+
+
+def logical_view(tensor, layout):
+    return stored(tensor, layout).transpose(1, 2) if LAYOUTS[layout][0] else tensor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind):
+    T, _, _, E, K = SHAPES[shape]
+    expert, token = routing_ids(T, E, K, kind, device)
+    with poisoned():
+        found = kernels.dispatch(expert.int(), token, T, E, True)
+    expected = eager.dispatch(expert, token, T, E, True)
+    for name in expected._fields[:5]:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+    tile, tiles = tile_rows(expert.numel(), E), []
+    offsets = expected.offsets.tolist()
+    for e, (start, end) in enumerate(pairwise(offsets)):
+        tiles += [[e, row, end] for row in range(start, end, tile)]
+    table = found.tiles[: max_row_tiles(expert.numel(), E)]
+    assert table[: len(tiles)].tolist() == tiles
+    assert (table[len(tiles) :, 0] == -1).all()
+
+
+def test_dispatch_of_no_pairs_has_no_rows(device):
+    rows = kernels.dispatch(torch.empty(0, 2, dtype=torch.long, device=device), None, 0, 4, False)
+    assert rows.offsets.tolist() == [0] * 5 and rows.token_offsets.tolist() == [0]
+    assert len(rows.tiles) == kernels.tile_table_length(0, 4) and (rows.tiles == -1).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape, kind", [("odd", "list"), ("all experts", "top_k"), ("one row", "sentinels")])
+def test_every_kernel_agrees_with_the_eager_backend(device, layout, shape, kind):
+    T, H, I, E, K = SHAPES[shape]
+    ids = routing_ids(T, E, K, kind, device, empty=(1,) if shape == "odd" else ())
+    tensors, dout = layer(T, H, I, E, ids[0].numel(), torch.float32, device)
+    x, weight, bias, down_bias = (tensors[n] for n in ("x", "weight", "gate_up_bias", "down_bias"))
+    gate_up, down = logical_view(tensors["gate_up"], layout), logical_view(tensors["down"], layout)
+    interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
+
+    def everything(kernels, rows, inputs=None):
+        """Every function's results; `inputs` are another backend's, so that errors do not pile up."""
+        h, a = kernels.up(x, gate_up, bias, rows, act, interleaved, want_h=True, want_a=True)
+        at = inputs or {"h": h, "a": a}
+        y = at["y"] = at.get("y", kernels.down(at["a"], down, down_bias, rows))
+        dh, weighted_a, dw = kernels.down_backward(
+            dout, down, down_bias, at["h"], weight, rows, act, interleaved, want_dh=True, want_a=True, want_dw=True
+        )
+        at.setdefault("dh", dh)
+        at.setdefault("weighted_a", weighted_a)
+        dx = kernels.input_rows(at["dh"], gate_up, rows)
+        at.setdefault("dx", dx)
+        found = {
+            "h": h, "a": a, "y": kernels.down(at["a"], down, down_bias, rows),
+            "out": kernels.combine(y, weight, rows, T), "dh": dh, "weighted_a": weighted_a, "dw": dw, "dx": dx,
+            "dx_T": kernels.combine(at["dx"], None, rows, T),
+            "dgate_up": kernels.gate_up_gradient(at["dh"], x, rows, gate_up),
+            "ddown": kernels.down_gradient(dout, at["weighted_a"], rows, down),
+            "dbias": kernels.gate_up_bias_gradient(at["dh"], rows, bias),
+            "ddown_bias": kernels.down_bias_gradient(dout, weight, rows, down_bias),
+        }  # fmt: skip
+        assert found["dgate_up"].stride() == gate_up.stride() and found["ddown"].stride() == down.stride()
+        num_rows = rows.offsets[-1].item()
+        per_row = ("h", "a", "y", "dh", "weighted_a", "dx")
+        return at, {name: t[:num_rows] if name in per_row else t for name, t in found.items()}
+
+    rows = eager.dispatch(*ids, T, E, True)
+    inputs, expected = everything(eager, rows)
+    with poisoned():
+        _, found = everything(kernels, kernels.dispatch(*ids, T, E, True), inputs)
+    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
+    if shape == "odd":
+        assert (found["dgate_up"][1] == 0).all() and (found["ddown"][1] == 0).all()
+
+
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_slopes_agree_with_the_eager_backend(device, name, interleaved):
+    T, H, I, E, K = 20, 16, 40, 2, 2
+    ids = routing_ids(T, E, K, "top_k", device)
+    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device)
+    rows, act = kernels.dispatch(*ids, T, E, False), Activation(name, 1.5, 0.8)
+    weight = tensors["weight"]
+    found, expected = {}, {}
+    for results, backend in ((expected, eager), (found, kernels)):
+        results["h"], results["a"] = backend.up(
+            tensors["x"], tensors["gate_up"], None, rows, act, interleaved, want_h=True, want_a=True
+        )
+        results["dh"], results["weighted_a"], results["dw"] = backend.down_backward(
+            dout, tensors["down"], None, expected["h"], weight, rows, act, interleaved, True, True, True
+        )
+    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
+
+
+def test_what_is_not_wanted_is_none_and_changes_nothing_else(device):
+    T, H, I, E, K = 20, 16, 24, 3, 2
+    ids = routing_ids(T, E, K, "top_k", device)
+    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device)
+    rows, act = kernels.dispatch(*ids, T, E, False), Activation()
+    h, _ = kernels.up(tensors["x"], tensors["gate_up"], None, rows, act, False, True, True)
+    only_h, no_a = kernels.up(tensors["x"], tensors["gate_up"], None, rows, act, False, True, False)
+    assert no_a is None and torch.equal(only_h, h)
+    arguments = dout, tensors["down"], None, h, tensors["weight"], rows, act, False
+    everything = kernels.down_backward(*arguments, True, True, True)
+    for wanted in ((True, False, False), (False, True, False), (False, False, True)):
+        for result, whole, want in zip(kernels.down_backward(*arguments, *wanted), everything, wanted):
+            assert torch.equal(result, whole) if want else result is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layer_agrees_with_the_reference(device, layout):
+    T, H, I, E, K = 30, 24, 20, 4, 2
+    ids = routing_ids(T, E, K, "sentinels", device)
+    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device)
+    with poisoned():
+        found = run(tensors, dout, ids, layout, "swiglu", "triton", save="input")
+    leaves = {name: t.detach().cpu().requires_grad_() for name, t in tensors.items()}
+    token = torch.arange(T).repeat_interleave(K)
+    out = reference.moe_experts(
+        leaves["x"], leaves["gate_up"], leaves["down"], ids[0].reshape(-1).cpu(), token, leaves["weight"],
+        gate_up_bias_E2I=leaves["gate_up_bias"], down_bias_EH=leaves["down_bias"], interleaved=LAYOUTS[layout][1],
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout.cpu())
+    expected = {"out": out, **{f"d{name}": g for name, g in zip(leaves, gradients)}}
+    found = {name: t.cpu() for name, t in found.items()}
+    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
+
+
+def test_a_layer_without_tokens_has_zero_gradients(device):
+    ids = torch.empty(0, 2, dtype=torch.long, device=device), None
+    tensors, dout = layer(0, 16, 16, 3, 0, torch.float32, device)
+    found = run(tensors, dout, ids, "concatenated", "swiglu", "triton")
+    assert found["out"].shape == (0, 16)
+    assert all((gradient == 0).all() for gradient in found.values())
