@@ -53,8 +53,8 @@ def mean_of_ranks(model):
 def ddp_step(rank, family, checkpointing):
     model = build(family)
     sonicmoe_hf.patch_model(model, POLICY)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     watch = Watch(model)
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(model)
@@ -64,7 +64,15 @@ def ddp_step(rank, family, checkpointing):
     return loss.detach(), gradients(prepared)
 
 
-@pytest.mark.parametrize("family, checkpointing", [("qwen3_moe", False), ("gpt_oss", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    "family, checkpointing",
+    [
+        ("qwen3_moe", None),
+        ("gpt_oss", None),
+        ("qwen3_moe", {"use_reentrant": True}),
+        ("qwen3_moe", {"use_reentrant": False}),
+    ],
+)
 def test_under_ddp_every_rank_rounds_its_own_tokens_and_gradients_are_averaged(ranks, family, checkpointing):
     model = build(family)
     sonicmoe_hf.patch_model(model, POLICY)

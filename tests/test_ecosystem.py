@@ -120,6 +120,10 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
+def texts():
+    return [" ".join(f"w{(i * j) % 40}" for j in range(1, 16 + i % 9)) for i in range(48)]
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("batches", ["padded", "packed", "packed without padding"])
 def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tmp_path):
@@ -131,7 +135,6 @@ def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tm
         "packed": {"packing": True, "packing_strategy": "wrapped"},
         "packed without padding": {"packing": True, "packing_strategy": "bfd"},
     }[batches]
-    texts = [" ".join(f"w{(i * j) % 40}" for j in range(1, 16 + i % 9)) for i in range(48)]
     model = build(family)
     watch = Watch(model)
     arguments = SFTConfig(
@@ -140,7 +143,7 @@ def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tm
         gradient_checkpointing=True, **packing,
     )  # fmt: skip
     trainer = SFTTrainer(
-        model, arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer(),
+        model, arguments, train_dataset=Dataset.from_dict({"text": texts()}), processing_class=tokenizer(),
         callbacks=[TokenRoundingCallback(tile=TILE)],
     )  # fmt: skip
     sonicmoe_hf.attach(trainer)
@@ -149,6 +152,27 @@ def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tm
     assert set(watch.rounded()) == {True}
     assert logs[-1]["loss"] < logs[0]["loss"]
     assert all(log["moe/top_k_fallbacks"] == 0 and log["moe/padded_rows_avoided"] > 0 for log in logs)
+
+
+def test_trl_with_lora_on_the_experts_rounds_tokens_and_learns(tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    lora = LoraConfig(r=2, lora_alpha=8, target_parameters=EXPERTS)
+    arguments = SFTConfig(
+        str(tmp_path), max_length=32, per_device_train_batch_size=8, max_steps=6, learning_rate=3e-2, use_cpu=True,
+        bf16=False, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        build("qwen3_moe"), arguments, train_dataset=Dataset.from_dict({"text": texts()}), peft_config=lora,
+        processing_class=tokenizer(), callbacks=[TokenRoundingCallback(tile=TILE)],
+    )  # fmt: skip
+    watch = Watch(trainer.model)
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert set(watch.rounded()) == {True}
+    assert logs[-1]["loss"] < logs[0]["loss"] and logs[-1]["moe/padded_rows_avoided"] > 0
 
 
 # torch.compile and autocast
