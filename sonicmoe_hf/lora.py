@@ -65,11 +65,7 @@ def convert_adapter(
     src, dst = Path(src).expanduser(), Path(dst).expanduser().absolute()
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists; remove it or name another folder")
-    config = read_json(src / ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{src / ADAPTER_CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA is converted"
-        )
+    config = _read_config(src / ADAPTER_CONFIG)
     model_config = _base_config(src, config, trained_on)
     family, native = family_of(model_config, src)
     weights = _load(src / ADAPTER_WEIGHTS)
@@ -89,6 +85,20 @@ def convert_adapter(
         for file in files:
             copy_file(file, folder / file.name)
     return dst
+
+
+def _read_config(path: Path) -> dict:
+    """adapter_config.json, whose entries that conversion reads are of the right kinds."""
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA is converted")
+    kinds = {"base_model_name_or_path": str, "target_parameters": list, "rank_pattern": dict, "alpha_pattern": dict}
+    for key, kind in kinds.items():
+        value = config.get(key)
+        names = value if isinstance(value, (list, dict)) else []
+        if not isinstance(value, (kind, type(None))) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{path}: {key} is {value!r}; PEFT writes a {kind.__name__} of names there")
+    return config
 
 
 def _base_config(src: Path, config: dict, trained_on: str | os.PathLike | None) -> dict:
@@ -159,8 +169,12 @@ def _converted_weights(weights, config: dict, family: Family, model_config: dict
 
 def _outer_sizes(model_config: dict, is_gate_up: bool) -> dict[str, int]:
     """Columns of lora_A and rows of lora_B for a weight of these experts."""
-    hidden = model_config["hidden_size"]
-    intermediate = model_config.get("moe_intermediate_size", model_config["intermediate_size"])
+    hidden = model_config.get("hidden_size")
+    intermediate = model_config.get("moe_intermediate_size", model_config.get("intermediate_size"))
+    if not isinstance(hidden, int) or not isinstance(intermediate, int):
+        raise CheckpointError(
+            f"the base model's config.json has sizes {hidden!r} and {intermediate!r}; give the right trained_on="
+        )
     return {"A": hidden, "B": 2 * intermediate} if is_gate_up else {"A": intermediate, "B": hidden}
 
 

@@ -156,7 +156,11 @@ def test_what_cannot_be_converted_is_refused_in_words(adapter, tmp_path):
     assert_refused(adapter, "has no such parameter", trained_on=tmp_path / "native")
     edit(adapter, base_model_name_or_path=str(tmp_path / "hub"), peft_type="LOHA")
     assert_refused(adapter, "peft_type is 'LOHA'")
-    edit(adapter, peft_type="LORA", rank_pattern={"down_proj": 4})
+    edit(adapter, peft_type="LORA", rank_pattern=4)
+    assert_refused(adapter, "rank_pattern is 4")
+    edit(adapter, rank_pattern={}, target_parameters=[4])
+    assert_refused(adapter, "target_parameters is")
+    edit(adapter, target_parameters=HUB, rank_pattern={"down_proj": 4})
     assert_refused(adapter, "write experts.down_proj")
     edit(adapter, rank_pattern={})
     name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
