@@ -141,6 +141,16 @@ def test_under_fsdp2_top_k_gives_the_unsharded_models_gradients(ranks):
         assert_all_close(actual, expected, 1e-5, SUMMATION)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_gradients(ranks, family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model, POLICY)
+    losses, expected = mean_of_ranks(model)
+    for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "data", POLICY)):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
 # expert and tensor parallelism
 
 
@@ -157,7 +167,12 @@ def expert_and_data_parallelism():
     return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
 
 
-PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "both": expert_and_data_parallelism}
+def data_parallelism():
+    return DistributedConfig(fsdp_size=WORLD)
+
+
+PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
+               "both": expert_and_data_parallelism}  # fmt: skip
 
 
 def load_parallel(folder, kind, **options):
@@ -201,11 +216,13 @@ def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ra
         assert_all_close(actual, expected, 1e-5, "fp32: partial sums of two ranks are added in another order")
 
 
-def expert_and_data_parallel_step(rank, folder):
-    model = load_parallel(folder, "both", experts_implementation="sonicmoe_hf")
+def own_batch_step(rank, folder, kind, routing=None):
+    model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
+    sonicmoe_hf.patch_model(model, routing)
+    watch = Watch(model)
     loss = model(**batch(**OWN_BATCH[rank])).loss
     loss.backward()
-    assert next(find_layers(model)).experts.num_experts == 8 // WORLD
+    assert type(model).__name__.startswith("FSDP") and set(watch.rounded()) == {routing is not None}
     return loss.detach(), gradients(model)
 
 
@@ -217,7 +234,7 @@ def test_ranks_that_exchange_tokens_of_different_batches_get_the_mean_gradients(
     model = build(family)
     model.save_pretrained(tmp_path)
     losses, expected = mean_of_ranks(model)
-    for own_loss, (loss, actual) in zip(losses, ranks.run(expert_and_data_parallel_step, str(tmp_path))):
+    for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "both")):
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
