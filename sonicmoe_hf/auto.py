@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
@@ -22,13 +22,13 @@ from .experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts
 from .functional import Activation, moe_experts
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, CheckpointError, Sizes
 from .model_patches import FAMILIES, Family
-from .support import load_family_class
+from .support import UnsupportedModelError, load_family_class
 
 CONVERT = "convert it first: sonicmoe-hf convert SRC DST --layout native"
 PARALLEL_PLANS = {  # name in the family's tp and ep plans: (name here, tensor-parallel style here)
     "gate_up_proj": ("c_fc", "colwise"),  # gate and up rows alternate: a plain slice of rows holds pairs of both
     "down_proj": ("c_proj", "rowwise"),
-    "gate_up_proj_bias": ("c_fc_bias", "colwise"),
+    "gate_up_proj_bias": ("c_fc_bias", None),  # no family splits biases
     "down_proj_bias": ("c_proj_bias", None),
 }
 
@@ -178,7 +178,7 @@ class NativeModel:
         return True
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """ "sonicmoe_hf", the only implementation of the native layout.
+        """The one implementation of the native layout, "sonicmoe_hf".
 
         Raises:
             ValueError: another one was asked for.
@@ -220,7 +220,9 @@ def _with_names(function, **names):
     """`function` with these global names bound to other things."""
     unknown = set(names) - set(function.__code__.co_names)
     if unknown:
-        raise CheckpointError(f"{function.__qualname__} of this Transformers version does not use {sorted(unknown)}")
+        raise UnsupportedModelError(
+            f"{function.__qualname__} of this Transformers version does not use {sorted(unknown)}"
+        )
     return types.FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
         function.__closure__,
@@ -294,11 +296,6 @@ class NativeClasses:
 
 
 NATIVE: dict[str, NativeClasses] = {name: NativeClasses(family) for name, family in FAMILIES.items()}
-
-
-def is_native(model: nn.Module) -> bool:
-    """Whether a Transformers model holds its experts in the native layout."""
-    return isinstance(model, NativeModel) and isinstance(model, PreTrainedModel)
 
 
 def register() -> None:

@@ -28,6 +28,7 @@ COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 WEIGHT_SUFFIXES = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
 )  # fmt: skip
+SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
 DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
 
 
@@ -125,7 +126,9 @@ def local_folder(src: str | os.PathLike, revision: str | None = None) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise CheckpointError(f"{name} is not a folder; give the folder of a checkpoint, or a hub id such as org/name")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns=["*/*.safetensors"]))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns=SECOND_COPIES)
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"there is no folder {name}, and the hub did not give it: {reason}") from error

@@ -163,11 +163,6 @@ def assemble(named: Named, dtype: torch.dtype, read: Callable[[str, int], torch.
     return tensor
 
 
-def hub_layout(family: Family) -> str:
-    """The layout in which the family's checkpoints stand on the hub."""
-    return family.hub_layout
-
-
 def detect_layout(names, block: str, family: Family) -> str | None:
     """Which layout the tensors of one block are in, by their names; None for none of them."""
     if f"{block}.experts.c_fc" in names:

@@ -94,6 +94,14 @@ def test_lora_on_native_experts_trains_with_token_rounding(family, tmp_path):
     assert sum("experts" in name and "lora" in name for name in found) == 2 * 2 * 2, "A and B, two weights, two layers"
 
 
+def test_peft_s_shorthands_reach_linear_layers_only(tmp_path):
+    """As docs/layout.md says: PEFT extends them to experts by a table of Transformers' own model types."""
+    native = native_twin(build("qwen3_moe"), tmp_path)
+    adapted = get_peft_model(native, LoraConfig(r=2, target_modules="all-linear"))
+    names = {name for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert names and all("self_attn" in name for name in names)
+
+
 @every_family
 def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
     hub, native = save_both(build(family), tmp_path)
