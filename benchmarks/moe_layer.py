@@ -245,6 +245,7 @@ def plot(table, path):
         for i, height in enumerate(heights):
             axis.text(i, height, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
         axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+        axis.margins(y=0.15)
         axis.set_title(f"{config}\n{shape}", fontsize=9)
     axes[0][0].set_ylabel("forward + backward, ms (dotted: floor)")
     figure.suptitle(f"One MoE layer, bf16, {table.common['gpu']}", fontsize=10)
