@@ -40,7 +40,7 @@ class SonicMoEExperts(nn.Module):
         config: the model's config. sizes: E, H, I and whether there are biases. activation: the gated activation.
     Parameters:
         c_fc [E, 2I, H], gate and up rows alternating; c_proj [E, H, I]; c_fc_bias [E, 2I] and c_proj_bias [E, H] or None.
-        They stand in the order of the families' own, on which the names inside PEFT adapters depend.
+        Their order decides names inside PEFT adapters and is the reverse of the families' own on purpose: see lora.py.
     """
 
     is_transposed = False  # read by PEFT: out features before in features
@@ -54,10 +54,10 @@ class SonicMoEExperts(nn.Module):
         self.hidden_dim = hidden
         self.intermediate_dim = intermediate
         self.activation = activation
-        self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
-        self.c_fc_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate)) if has_bias else None
         self.c_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
         self.c_proj_bias = nn.Parameter(torch.empty(num_experts, hidden)) if has_bias else None
+        self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
+        self.c_fc_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate)) if has_bias else None
         self._is_expert_parallel = False
 
     @classmethod

@@ -2,7 +2,9 @@
 
 PEFT adapts an experts parameter [E, out, in] with lora_A [r*E, in] and lora_B [out, r*E]: lora_B's rows stand in the
 order of gate and up rows. Names: PEFT wraps a module once for every parameter of it that is adapted, the first one
-innermost, so "experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second.
+innermost, so "experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second. SonicMoEExperts declares
+its parameters in the reverse of the families' order: weights of an adapter on both that reach, past any config, a model
+of the other layout do not fit by shape.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from .whole_folder import appearing_whole, copy_file, sync, write_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PARAMETERS = {  # in the order in which experts modules declare them: hub name -> native name
+PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
     "gate_up_proj": "c_fc",
     "gate_up_proj_bias": "c_fc_bias",
     "down_proj": "c_proj",
     "down_proj_bias": "c_proj_bias",
 }
-EXPERTS_KEY = re.compile(r"\.experts\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
+EXPERTS_KEY = re.compile(
+    r"^(?:base_model\.model\.)?(?P<experts>.*\.experts)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$"
+)
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
@@ -74,7 +79,7 @@ def convert_adapter(
         weights = _converted_weights(weights, config, family, model_config, to_native)
         config = _converted_config(config, to_native)
     else:
-        _adapted_parameters(config, native)
+        _check_targets(config, native)
     config["base_model_name_or_path"] = base_model
     files = [f for f in sorted(src.iterdir()) if f.is_file() and f.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     nbytes = sum(tensor.nbytes for tensor in weights.values())
@@ -125,65 +130,71 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _adapted_parameters(config: dict, native: bool) -> list[str]:
-    """The experts' parameters that the adapter adapts, in declaration order, as this layout names them.
-
-    Raises:
-        CheckpointError: the adapter names parameters of the other layout.
-    """
-    targets = [target.rpartition(".")[2] for target in config.get("target_parameters") or ()]
-    here, there = list(PARAMETERS.values()), list(PARAMETERS)
-    if not native:
-        here, there = there, here
-    if wrong := [target for target in targets if target in there]:
+def _check_targets(config: dict, native: bool) -> None:
+    """Raise where the adapter names parameters of the other layout than its base model's."""
+    there = PARAMETERS if native else NATIVE_ORDER
+    wrong = [target for target in config.get("target_parameters") or () if target.rpartition(".")[2] in there]
+    if wrong:
         raise CheckpointError(
             f"the adapter adapts {wrong[0]}, but its base model is in the {'native' if native else 'hub'} layout, which "
             "has no such parameter; say trained_on=, the model it was trained on"
         )
-    return [name for name in here if name in targets]
+
+
+def _adapted(experts: str, targets: list[str], order) -> list[str]:
+    """Which parameters of the module `experts` these targets adapt, the innermost first, as PEFT matches names."""
+    names = {name: f"{experts}.{name}" for name in order}
+    return [name for name in order if any(f".{names[name]}".endswith(f".{target}") for target in targets)]
 
 
 def _converted_weights(weights, config: dict, family: Family, model_config: dict, to_native: bool):
-    """The adapter's weights with the rows of lora_B in the other layout's order; names stay as they are."""
-    adapted = _adapted_parameters(config, native=not to_native)
+    """The adapter's weights under the names of the other layout, lora_B's rows in its order."""
+    _check_targets(config, native=not to_native)
+    names = _new_names(to_native)
+    targets = config.get("target_parameters") or []
+    orders = (tuple(PARAMETERS), NATIVE_ORDER) if to_native else (NATIVE_ORDER, tuple(PARAMETERS))
     converted = {}
     for name, tensor in weights.items():
         if ".experts." not in name:
             converted[name] = tensor
             continue
         match = EXPERTS_KEY.search(name)
-        position = -1 if match is None else len(adapted) - 1 - match["depth"].count("base_layer.")
-        if match is None or not 0 <= position < len(adapted):
+        before = [] if match is None else _adapted(match["experts"], targets, orders[0])
+        wrappers = 0 if match is None else match["depth"].count("base_layer.")
+        if wrappers >= len(before):
             raise CheckpointError(
                 f"{name} is not LoRA on the experts' fused parameters (target_parameters); adapters on single experts "
                 "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"
             )
-        is_gate_up = adapted[position] in ("gate_up_proj", "c_fc")
-        _check_side(name, tensor, match["side"], is_gate_up or adapted[position] in ("down_proj", "c_proj"),
-                    _outer_sizes(model_config, is_gate_up))  # fmt: skip
-        if is_gate_up and match["side"] == "B" and family.hub_layout != "gpt_oss":
+        parameter = before[len(before) - 1 - wrappers]
+        _check_shape(name, tensor, match["side"], parameter, model_config)
+        if parameter in ("gate_up_proj", "c_fc") and match["side"] == "B" and family.hub_layout != "gpt_oss":
             tensor = _reordered(tensor, to_native)
-        converted[name] = tensor
+        after = sorted((names[old] for old in before), key=orders[1].index)
+        depth = "base_layer." * (len(after) - 1 - after.index(names[parameter]))
+        converted[f"{name[: match.start('depth')]}{depth}lora_{match['side']}.weight"] = tensor
     return converted
 
 
-def _outer_sizes(model_config: dict, is_gate_up: bool) -> dict[str, int]:
-    """Columns of lora_A and rows of lora_B for a weight of these experts."""
+def _new_names(to_native: bool) -> dict[str, str]:
+    return PARAMETERS if to_native else {native: hub for hub, native in PARAMETERS.items()}
+
+
+def _check_shape(name: str, tensor: torch.Tensor, side: str, parameter: str, model_config: dict) -> None:
+    """Raise where lora_A's columns or lora_B's rows are not those of the weight that they adapt."""
     hidden = model_config.get("hidden_size")
     intermediate = model_config.get("moe_intermediate_size", model_config.get("intermediate_size"))
     if not isinstance(hidden, int) or not isinstance(intermediate, int):
         raise CheckpointError(
             f"the base model's config.json has sizes {hidden!r} and {intermediate!r}; give the right trained_on="
         )
-    return {"A": hidden, "B": 2 * intermediate} if is_gate_up else {"A": intermediate, "B": hidden}
-
-
-def _check_side(name: str, tensor: torch.Tensor, side: str, is_weight: bool, sizes: dict[str, int]) -> None:
-    found = tensor.shape[1 if side == "A" else 0]
-    if is_weight and found != sizes[side]:
-        what = "columns" if side == "A" else "rows"
+    due = {"gate_up_proj": (hidden, 2 * intermediate), "down_proj": (intermediate, hidden)}
+    due.update({PARAMETERS[hub]: sizes for hub, sizes in due.items()})
+    columns, rows = due.get(parameter, (None, None))
+    what, dimension, size = ("columns", 1, columns) if side == "A" else ("rows", 0, rows)
+    if size is not None and (tensor.dim() != 2 or tensor.shape[dimension] != size):
         raise CheckpointError(
-            f"{name} has shape {tuple(tensor.shape)}, where {sizes[side]} {what} are due; "
+            f"{name} has shape {tuple(tensor.shape)}, where {size} {what} are due; "
             "PEFT before 0.19 laid such weights out otherwise: save the adapter again with a newer PEFT"
         )
 
@@ -195,7 +206,7 @@ def _reordered(lora_B: torch.Tensor, to_native: bool) -> torch.Tensor:
 
 
 def _converted_config(config: dict, to_native: bool) -> dict:
-    names = PARAMETERS if to_native else {native: hub for hub, native in PARAMETERS.items()}
+    names = _new_names(to_native)
     converted = dict(config)
     if config.get("target_parameters"):
         converted["target_parameters"] = [_renamed(target, names) for target in config["target_parameters"]]

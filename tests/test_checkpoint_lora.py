@@ -113,6 +113,30 @@ def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
 
 
 @every_family
+@pytest.mark.parametrize("attached", ["native", "hub"])
+def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(family, attached, tmp_path):
+    """As when a Trainer run resumes across layouts: PEFT then reads weights alone."""
+    folders = dict(zip(("hub", "native"), save_both(build(family), tmp_path)))
+    other = "hub" if attached == "native" else "native"
+    parameters = {"hub": HUB, "native": NATIVE}
+    trained_adapter(
+        AutoModelForCausalLM.from_pretrained(folders[other]), family, parameters[other], tmp_path / "adapter"
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[attached]), lora(family, parameters[attached]))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_adapter(tmp_path / "adapter", "default")
+
+
+def test_layers_may_be_adapted_differently(tmp_path):
+    hub, native = save_both(build("qwen3_moe"), tmp_path)
+    parameters = ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), "qwen3_moe", parameters, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "converted")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
+    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+
+
+@every_family
 def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family, tmp_path):
     hub, native = save_both(build(family), tmp_path)
     trained_adapter(AutoModelForCausalLM.from_pretrained(native), family, NATIVE, tmp_path / "adapter")
