@@ -102,7 +102,7 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
     """The most row tiles there can be: every expert may have one that is not full. What kernels are launched over."""
-    return triton.cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts
+    return min(triton.cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
 
 
 def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):

@@ -18,7 +18,7 @@ from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
-SCAN, TOKEN_SCAN = 2048, 8192
+SCAN, WIDE = 2048, 8192  # counts scanned together, counts only added up
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
 
 
@@ -49,9 +49,9 @@ def count_kernel(
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def scan_kernel(
     counts, totals, offsets, token_counts, token_offsets, cursors, ticket, num_blocks, num_tokens,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr, TOKEN_SCAN: tl.constexpr, CHECKED: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr, WIDE: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Exclusive sums in place along each expert's blocks; one more program does the same along the tokens."""
+    """Exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
     which = tl.program_id(0)
     running = 0
     if which <= NUM_EXPERTS:
@@ -69,14 +69,16 @@ def scan_kernel(
             total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0, volatile=True)
             tl.store(offsets + bins, tl.cumsum(total) - total, mask=bins <= NUM_EXPERTS)
     elif token_counts is not None:
-        for start in range(0, num_tokens, TOKEN_SCAN):
-            token = start + tl.arange(0, TOKEN_SCAN)
-            count = tl.load(token_counts + token, mask=token < num_tokens, other=0)
-            first = running + tl.cumsum(count) - count
-            tl.store(token_offsets + token, first, mask=token < num_tokens)
-            tl.store(cursors + token, first, mask=token < num_tokens)
-            running += tl.sum(count)
-        tl.store(token_offsets + num_tokens, running)
+        first_token = (which - NUM_EXPERTS - 1) * SCAN
+        before = tl.zeros((WIDE,), tl.int32)
+        for start in range(0, first_token, WIDE):
+            token = start + tl.arange(0, WIDE)
+            before += tl.load(token_counts + token, mask=token < first_token, other=0)
+        token = first_token + tl.arange(0, SCAN)
+        count = tl.load(token_counts + token, mask=token < num_tokens, other=0)
+        first = tl.sum(before) + tl.cumsum(count) - count
+        tl.store(token_offsets + token, first, mask=token <= num_tokens)
+        tl.store(cursors + token, first, mask=token < num_tokens)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
@@ -191,10 +193,11 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         expert_P, token_P, keys, counts, token_counts, ticket, num_pairs, num_blocks, num_tokens,
         NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    # Checked by a device-side assertion, as an index out of range is anywhere in PyTorch; `debug` lets it be compiled in.
-    scan_kernel[(num_experts + (1 if token_P is None else 2),)](
+    token_blocks = 0 if token_P is None else triton.cdiv(num_tokens + 1, SCAN)
+    # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
+    scan_kernel[(num_experts + 1 + token_blocks,)](
         counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket, num_blocks, num_tokens,
-        NUM_EXPERTS=num_experts, BINS=bins, SCAN=SCAN, TOKEN_SCAN=TOKEN_SCAN, CHECKED=not sentinels,
+        NUM_EXPERTS=num_experts, BINS=bins, SCAN=SCAN, WIDE=WIDE, CHECKED=not sentinels,
         num_warps=8, debug=not sentinels, sanitize_overflow=False,
     )  # fmt: skip
     place_kernel[(num_blocks + num_experts + 1,)](

@@ -108,7 +108,7 @@ def other_cases():
         **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
         **named("keys counts totals ticket token_counts cursors token_of_row pair_of_row", "*i32"),
         **named("expert row_of_slot", "*i64"), "BLOCK": sort_pairs.BLOCK, "CHUNK": sort_pairs.CHUNK,
-        "SCAN": sort_pairs.SCAN, "TOKEN_SCAN": sort_pairs.TOKEN_SCAN, "TILE_ROWS": blocks.TILE, "CHECKED": True,
+        "SCAN": sort_pairs.SCAN, "WIDE": sort_pairs.WIDE, "TILE_ROWS": blocks.TILE, "CHECKED": True,
         "TOKENS": 16,
     }  # fmt: skip
     for lists in ({}, named("token token_counts cursors row_of_slot", None)):
