@@ -29,15 +29,15 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
     A killed run leaves its hidden folder behind; the next run into the same `dst` removes it. A lock, which the kernel
     releases when its holder dies, tells a dead run from a live one.
     """
-    dst.parent.mkdir(parents=True, exist_ok=True)
     folder, lock_file = dst.parent / f".{dst.name}.converting", dst.parent / f".{dst.name}.converting.lock"
     lock = FileLock(lock_file)
     try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise CheckpointError(
-            f"another conversion into {dst} is running; wait for it or name another folder"
-        ) from None
+        raise CheckpointError(f"another conversion into {dst} is running; wait for it or use another name") from None
+    except OSError as error:
+        raise CheckpointError(f"{dst} cannot be written: {error}") from error
     try:
         shutil.rmtree(folder, ignore_errors=True)
         need = nbytes + ALLOWANCE * (num_shards + len(files))

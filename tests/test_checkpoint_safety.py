@@ -214,6 +214,8 @@ def test_an_existing_target_is_never_touched(hub):
     (hub.parent / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="exists; remove it"):
         convert_checkpoint(hub, hub.parent / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert_checkpoint(hub, hub.parent / "file" / "below")
     (hub.parent / "empty").mkdir()
     convert_checkpoint(hub, hub.parent / "empty")
     assert inspect_checkpoint(hub.parent / "empty").layout == "native"
