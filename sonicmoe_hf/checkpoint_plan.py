@@ -76,7 +76,7 @@ def _experts_of(source: Source, block: str, layout: str, dtype: torch.dtype | No
             for expert in experts
         }
         dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
-        if len(set(dtypes.values())) > 1:
+        if dtype is None and len(set(dtypes.values())) > 1:
             first, other = next((a, b) for a in dtypes for b in dtypes if dtypes[a] != dtypes[b])
             raise CheckpointError(
                 f"{first} is {dtypes[first]}, {other} is {dtypes[other]}: {named.name} needs one dtype; give dtype="

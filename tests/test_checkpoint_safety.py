@@ -71,6 +71,16 @@ def test_a_wrong_tensor_is_named_and_nothing_is_written(hub, change, match):
     assert_refused(hub, match)
 
 
+def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
+    tensors = tensors_in(hub)
+    tensors[GATE] = tensors[GATE].float()
+    rewrite(hub, tensors)
+    assert_refused(hub, "give dtype=")
+    convert_checkpoint(hub, hub.parent / "native", dtype="float32")
+    experts = tensors_in(hub.parent / "native")["model.layers.1.mlp.experts.c_fc"]
+    assert torch.equal(experts[3, 0::2], tensors[GATE])
+
+
 @pytest.mark.parametrize(
     "changes, match",
     [
