@@ -12,8 +12,9 @@ import torch
 
 from .config import check_choice
 
-BACKENDS = ("triton", "eager")
+BACKENDS = ("hopper", "triton", "eager")
 VARIABLE = "SONICMOE_HF_BACKEND"
+HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,10 +38,28 @@ def _without_triton(device: torch.device) -> str | None:
     return None if major >= 8 else f"the GPU is sm_{major}{minor}; the Triton kernels need sm_80 or newer"
 
 
+@functools.cache
+def _without_hopper(device: torch.device) -> str | None:
+    """Why the Hopper kernels cannot run on `device`, or None if they can."""
+    if obstacle := _without_triton(device):
+        return obstacle
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"the GPU is sm_{major}{minor}; the Hopper kernels need sm_90"
+    for package, distribution in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
+        if importlib.util.find_spec(package) is None:
+            return f"{distribution} is not installed (pip install 'sonicmoe-hf[hopper]')"
+    return None
+
+
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the backend `name` cannot take these tensors, or None if it can."""
     if name == "eager":
         return None
+    if name == "hopper":
+        if dtype not in HOPPER_DTYPES:
+            return f"the dtype is {dtype}; the Hopper kernels take {', '.join(map(str, HOPPER_DTYPES))}"
+        return _without_hopper(device)
     if dtype not in TRITON_DTYPES:
         return f"the dtype is {dtype}; the Triton kernels take {', '.join(map(str, TRITON_DTYPES))}"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -58,13 +77,17 @@ def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None)
         if name is not None:
             check_choice(source.rstrip("="), name, BACKENDS)
             if obstacle := _obstacle(name, device, dtype):
-                raise ValueError(f"{source.rstrip('=')} asks for {name!r}, but {obstacle}; use 'eager' there")
+                asked = f"{source.rstrip('=')} asks for {name!r}"
+                raise ValueError(f"{asked}, but {obstacle}; leave the choice to sonicmoe_hf, or use 'eager'")
             return Choice(name, f"asked for by {source}")
     if device.type != "cuda":
         return Choice("eager", f"plain PyTorch: the device is {device.type}")
+    without_hopper = _obstacle("hopper", device, dtype)
+    if without_hopper is None:
+        return Choice("hopper", "CuTe DSL kernels for Hopper, Triton for what they do not take")
     if obstacle := _obstacle("triton", device, dtype):
         return Choice("eager", f"plain PyTorch: {obstacle}")
-    return Choice("triton", "portable Triton kernels: a CUDA GPU from sm_80 on")
+    return Choice("triton", f"portable Triton kernels: {without_hopper}")
 
 
 def load(name: str):

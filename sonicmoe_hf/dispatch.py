@@ -63,5 +63,6 @@ def dispatch(
             f"token_index has shape {tuple(token_index.shape)}, expert_index {tuple(expert_index.shape)}; "
             "they list the same pairs"
         )
-    backend = backends.choose(expert_index.device, torch.float32, backend).name
+    if backend is None:
+        backend = backends.choose(expert_index.device, torch.float32).name
     return Rows(*_dispatch(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import triton
 
-from sonicmoe_hf.kernels.hopper import COLUMNS, STAGES, compiled
+from sonicmoe_hf.kernels.hopper import COLUMNS, SLOTS, STAGES, compiled
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16, TILE = torch.bfloat16, (COLUMNS, STAGES)
+BACKWARD = (*TILE, SLOTS)
 SWIGLU = ("swiglu", 1.702, 7.0)
 OTHERS = [("geglu", 1.702, 7.0), ("geglu_tanh", 1.702, 7.0), ("reglu", 1.702, 7.0), ("clamped_swiglu", 1.702, 7.0)]
 KERNELS = {
@@ -27,11 +28,24 @@ KERNELS = {
     "up, without h": (compiled.up, (BF16, 2048, 768, True, False, False, True, SWIGLU, *TILE)),
     "up, without a": (compiled.up, (BF16, 2048, 768, True, False, True, False, SWIGLU, *TILE)),
     "up, fp16, odd sizes": (compiled.up, (torch.float16, 264, 200, True, False, True, True, SWIGLU, *TILE)),
-    "down_backward": (compiled.down_backward, (BF16, 2048, 768, False, True, True, True, SWIGLU, *TILE)),
-    "down_backward, transposed": (compiled.down_backward, (BF16, 2880, 2880, True, True, True, True, SWIGLU, *TILE)),
-    "down_backward, frozen": (compiled.down_backward, (BF16, 2048, 768, False, True, False, True, SWIGLU, *TILE)),
-    "down_backward, no router": (compiled.down_backward, (BF16, 2048, 768, False, True, True, False, SWIGLU, *TILE)),
-    "down_backward, fp16": (compiled.down_backward, (torch.float16, 264, 200, False, True, True, True, SWIGLU, *TILE)),
+    "down_backward": (compiled.down_backward, (BF16, 2048, 768, False, True, True, True, SWIGLU, *BACKWARD)),
+    "down_backward, transposed": (
+        compiled.down_backward,
+        (BF16, 2880, 2880, True, True, True, True, SWIGLU, *BACKWARD),
+    ),
+    "down_backward, frozen": (compiled.down_backward, (BF16, 2048, 768, False, True, False, True, SWIGLU, *BACKWARD)),
+    "down_backward, no router": (
+        compiled.down_backward,
+        (BF16, 2048, 768, False, True, True, False, SWIGLU, *BACKWARD),
+    ),
+    "down_backward, fp16": (
+        compiled.down_backward,
+        (torch.float16, 264, 200, False, True, True, True, SWIGLU, *BACKWARD),
+    ),
+    "down_backward, narrow experts": (
+        compiled.down_backward,
+        (BF16, 1536, 256, False, True, True, True, SWIGLU, *BACKWARD),
+    ),
     "gradient": (compiled.gradient, (BF16, 2048, 768, True, *TILE)),
     "gradient, stored across": (compiled.gradient, (BF16, 2048, 1536, False, *TILE)),
     "gradient, fp16, odd sizes": (compiled.gradient, (torch.float16, 264, 200, True, *TILE)),
@@ -40,7 +54,7 @@ for other in OTHERS:
     KERNELS[f"up, {other[0]}"] = (compiled.up, (BF16, 2048, 768, True, False, True, True, other, *TILE))
     KERNELS[f"down_backward, {other[0]}"] = (
         compiled.down_backward,
-        (BF16, 2048, 768, False, True, True, True, other, *TILE),
+        (BF16, 2048, 768, False, True, True, True, other, *BACKWARD),
     )
 
 

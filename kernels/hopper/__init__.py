@@ -1,0 +1,160 @@
+"""The backend in the CuTe DSL: Hopper GPUs (sm_90a), bf16 and fp16; the signatures are in ../interface.py.
+
+What these kernels do not take (at most 192 rows per expert on average, interleaved weights, sizes up to 64 or no multiple
+of 8) runs on the Triton kernels, which also dispatch, combine and sum bias gradients for this backend.
+"""
+
+import functools
+
+import torch
+
+from .. import triton as portable
+from ..triton import combine as combine
+from ..triton import dispatch as dispatch
+from ..triton import down_bias_gradient as down_bias_gradient
+from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
+from ..triton import tile_table_length as tile_table_length
+from ..triton.blocks import max_row_tiles, tile_rows
+from ..triton.rows import routing_gradient_kernel
+
+COLUMNS = 256
+STAGES = 3
+SLOTS = 1  # of down_backward, for h beside the stages
+SMALLEST = 64  # sizes above the width of a stored piece
+MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
+
+
+@functools.cache
+def _blocks(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _fits(rows, sizes, *tensors) -> bool:
+    """Whether the Hopper kernels take these operands, of these sizes H, I or 2I."""
+    num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
+    if not num_pairs or tile_rows(num_pairs, num_experts) != 128:
+        return False
+    return all(size % 8 == 0 and size > SMALLEST for size in sizes) and all(
+        tensor.dtype in (torch.bfloat16, torch.float16)
+        and tensor.data_ptr() % 16 == 0
+        and (tensor.dim() == 3 or tensor.numel() < MOST_ELEMENTS)
+        for tensor in tensors
+    )
+
+
+def _dense(weight) -> bool:
+    """Whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
+    return weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
+
+
+def _tables(rows, tensor):
+    num_tiles = max_row_tiles(rows.token.numel(), rows.offsets.numel() - 1)
+    return rows.token, rows.tiles[:num_tiles], _blocks(tensor.device)
+
+
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
+    from . import compiled
+
+    _, width, hidden = gate_up_E2IH.shape
+    sizes = (hidden, width // 2)
+    if interleaved or not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
+        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a)
+    num_pairs = rows.token.numel()
+    h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
+    a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
+    kernel = compiled.up(
+        x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h, want_a, activation,
+        COLUMNS, STAGES,
+    )  # fmt: skip
+    kernel(x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, *_tables(rows, x_TH))
+    return h_R2I, a_RI
+
+
+def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
+    from . import compiled
+
+    if not _fits(rows, weight_ENK.shape[1:], source_RK, weight_ENK) or not _dense(weight_ENK):
+        return fallback()
+    _, columns, depth = weight_ENK.shape
+    out_RN = source_RK.new_empty(source_RK.shape[0], columns)
+    kernel = compiled.product(
+        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, COLUMNS, STAGES
+    )
+    kernel(source_RK, weight_ENK, bias_EN, out_RN, *_tables(rows, source_RK))
+    return out_RN
+
+
+def down(a_RI, down_EHI, bias_EH, rows):
+    return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows), a_RI, down_EHI, bias_EH, rows)
+
+
+def input_rows(dh_R2I, gate_up_E2IH, rows):
+    return _product(
+        lambda: portable.input_rows(dh_R2I, gate_up_E2IH, rows), dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows
+    )
+
+
+def down_backward(
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+):
+    from . import compiled
+
+    if interleaved or not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
+        return portable.down_backward(
+            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+        )
+    num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
+    dh_R2I = torch.empty_like(h_R2I) if want_dh else None
+    a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
+    parts = weight_P.new_empty(-(-inner // COLUMNS), num_pairs) if want_dw else None
+    kernel = compiled.down_backward(
+        dout_TH.dtype,
+        hidden,
+        inner,
+        down_EHI.stride(1) == 1,
+        want_dh,
+        want_a,
+        want_dw,
+        activation,
+        COLUMNS,
+        STAGES,
+        SLOTS,
+    )
+    kernel(dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, *_tables(rows, dout_TH))
+    return dh_R2I, a_RI, _routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
+
+
+def _routing_gradient(parts, dout_TH, bias_EH, rows):
+    """dw [P]: the column tiles' parts summed in their order, + <dout, bias>; zero for dropped pairs."""
+    num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
+    dw_P = parts.new_zeros(num_pairs)
+    strides = (0, 0) if bias_EH is None else bias_EH.stride()
+    with torch.cuda.device_of(parts):
+        routing_gradient_kernel[(max_row_tiles(num_pairs, num_experts),)](
+            parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles, num_pairs, dout_TH.shape[1], *strides,
+            len(parts), 128, DEPTH=64, num_warps=4,
+        )  # fmt: skip
+    return dw_P
+
+
+def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
+    """sum over rows of gathered[token]^T direct, in the strides of `like_EMN`."""
+    from . import compiled
+
+    if not _fits(rows, like_EMN.shape[1:], gathered_TM, direct_RN) or not _dense(like_EMN):
+        return fallback()
+    gradient = torch.empty_like(like_EMN)
+    kernel = compiled.gradient(gathered_TM.dtype, *gradient.shape[1:], gradient.stride(2) == 1, COLUMNS, STAGES)
+    kernel(gathered_TM, direct_RN, gradient, rows.token, rows.offsets, _blocks(gathered_TM.device))
+    return gradient
+
+
+def gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH):
+    return _gradient(
+        lambda: portable.gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH).transpose(1, 2),
+        x_TH, dh_R2I, rows, like_E2IH.transpose(1, 2),
+    ).transpose(1, 2)  # fmt: skip
+
+
+def down_gradient(dout_TH, a_RI, rows, like_EHI):
+    return _gradient(lambda: portable.down_gradient(dout_TH, a_RI, rows, like_EHI), dout_TH, a_RI, rows, like_EHI)

@@ -1,0 +1,279 @@
+"""down_backward: one pass over dout gives da', and an epilogue of its own reads h once and writes dh, a' and dw.
+
+    da' = dout W2,  dh = w da' act'(h),  a' = w act(h),  dw = <da', act(h)>      (paper, section 3)
+
+The epilogue takes a third of a product's time in instructions alone, so a fourth warpgroup does it while the next tile
+is multiplied: the multiplying warpgroups hand da' over through shared memory in the tensors' dtype. h comes by TMA into
+slots and dh leaves from them, a' from where da' was.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .activations import activate
+from .core import (
+    BIG,
+    DEPTH,
+    HALF,
+    PIECE,
+    Ring,
+    load_atom,
+    multiply,
+    one_stage,
+    partition,
+    piece_layout,
+    ragged,
+    ragged_rows,
+    store_atom,
+)
+from .rows import RowsKernel, ragged_halves
+
+THREADS = 512  # a producer, two multiplying and one finishing warpgroup
+REGISTERS = (56, 176, 104)  # of each; four warpgroups start with 128
+PIECE_BYTES = HALF * PIECE * 2
+FINISHER = 1  # the named barrier of the finishing warpgroup
+
+
+class DownBackwardKernel(RowsKernel):
+    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] concatenated."""
+
+    def __init__(self, dtype, columns: int, stages: int, slots: int, activation):
+        super().__init__(dtype, columns, stages, gather=True)
+        self.activation = activation
+        # wider instructions want more registers than four warpgroups start with
+        self.instruction_columns = columns if columns <= 192 else 128
+        self.pieces = columns // PIECE
+        self.slots = slots
+
+    @cute.jit
+    def __call__(
+        self, dout: cute.Tensor, weight: cute.Tensor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
+        pair: cute.Tensor, token: cute.Tensor, tiles: cute.Tensor, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        _, tensor_dout, atom_w, tensor_w = self.set_up(dout, weight)
+        layout = piece_layout(self.dtype, 2 * self.pieces + 2 * self.slots)  # da' of both halves, then h's slots
+        inner = h.shape[1] // 2
+        halves = cute.make_tensor(h.iterator, cute.make_layout((h.shape[0], inner, 2), stride=(h.stride[0], 1, inner)))
+        atom_h, tensor_h = load_atom(halves, one_stage(layout), (HALF, PIECE))
+        atom_dh, tensor_dh, atom_a, tensor_a = None, None, None, None
+        if const_expr(dh is not None):
+            atom_dh, tensor_dh = store_atom(ragged_halves(dh), one_stage(layout), (HALF, PIECE))
+        if const_expr(a is not None):
+            atom_a, tensor_a = store_atom(ragged(a), one_stage(layout), (HALF, PIECE))
+        self.Storage = self.storage(3 + self.slots, layout)
+        self.kernel(
+            tensor_dout, atom_w, tensor_w, atom_h, tensor_h, routing_weight, atom_dh, tensor_dh, atom_a, tensor_a,
+            parts, token, pair, tiles, self.tiled_mma, self.layout_a, self.layout_b, layout,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_h: cute.CopyAtom,
+        tensor_h: cute.Tensor, routing_weight: cute.Tensor, atom_dh, tensor_dh, atom_a, tensor_a, parts,
+        token: cute.Tensor, pair: cute.Tensor, tiles: cute.Tensor, tiled_mma: cute.TiledMma,
+        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
+    ):  # fmt: skip
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        shared = SmemAllocator().allocate(self.Storage)
+        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        shared_pieces = shared.pieces.get_tensor(layout.outer, swizzle=layout.inner)
+        ring = Ring(shared.barriers.data_ptr(), self.stages)
+        handed_over = shared.barriers.data_ptr() + 2 * self.stages  # of each half of the tile
+        taken = handed_over + 2
+        loaded = taken + 1
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(atom_w)
+            cpasync.prefetch_descriptor(atom_h)
+            with cute.arch.elect_one():
+                ring.initialise(self.producer_arrivals())
+                for half in range(2):
+                    cute.arch.mbarrier_init(handed_over + half, 4)
+                cute.arch.mbarrier_init(taken, 1)
+                for slot in range(self.slots):
+                    cute.arch.mbarrier_init(loaded + slot, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            self.produce(None, tensor_dout, atom_w, tensor_w, shared_a, shared_b, ring.full, ring.empty, token, tiles)
+        elif group < 3:
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            self.multiply_tiles(
+                tiled_mma, shared_a, shared_b, shared_pieces, ring.full, ring.empty, handed_over, taken, tiles
+            )
+        else:
+            cute.arch.setmaxregister_decrease(REGISTERS[2])
+            self.finish_tiles(
+                tiled_mma, shared_pieces, handed_over, taken, loaded, atom_h, tensor_h, routing_weight, atom_dh,
+                tensor_dh, atom_a, tensor_a, parts, pair, tiles,
+            )  # fmt: skip
+
+    @cute.jit
+    def multiply_tiles(
+        self, tiled_mma, shared_a, shared_b, shared_pieces, full, empty, handed_over, taken, tiles: cute.Tensor
+    ):
+        """A multiplying warpgroup's part: da' of its half of every tile, handed over in shared memory."""
+        thread = cute.arch.thread_idx()[0]
+        half = cute.arch.make_warp_uniform(thread // 128) - 1
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        fragment_a = tiled_mma.make_fragment_A(
+            tiled_mma.get_slice(0).partition_A(cute.local_tile(shared_a, (HALF, DEPTH), (half, 0, None)))
+        )
+        fragment_b = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(shared_b))
+        accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, self.columns)), Float32)
+        op = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        store = cute.make_tiled_copy_S(op, cute.make_tiled_copy_C_atom(op, tiled_mma))
+        store_to = store.get_slice(thread % 128).partition_D(shared_pieces)
+        da = cute.make_rmem_tensor(
+            cute.shape(store.get_slice(thread % 128).partition_S(shared_pieces))[:3], self.dtype
+        )
+        size = cute.size(da)
+        values = store.retile(accumulator)
+        stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        while item < items:
+            row_tile, _ = self.place(item)
+            if self.expert_of(tiles, row_tile) >= 0:
+                stage, phase = multiply(
+                    tiled_mma, accumulator, fragment_a, fragment_b, full, empty, stage, phase, Int32(self.depth_tiles),
+                    self.stages,
+                )  # fmt: skip
+                cute.arch.mbarrier_wait(taken, taken_phase)
+                taken_phase ^= 1
+                for p in cutlass.range_constexpr(self.pieces):
+                    for v in cutlass.range_constexpr(size):
+                        da[v] = values[p * size + v].to(self.dtype)
+                    cute.copy(store, da, store_to[None, None, None, half * self.pieces + p])
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(handed_over + half)
+            item += cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def finish_tiles(
+        self, tiled_mma, shared_pieces, handed_over, taken, loaded, atom_h, tensor_h, routing_weight: cute.Tensor,
+        atom_dh, tensor_dh, atom_a, tensor_a, parts, pair: cute.Tensor, tiles: cute.Tensor,
+    ):  # fmt: skip
+        """The finishing warpgroup's part: h in, dh, a' and dw out, piece by piece, one half of the tile first."""
+        me = cute.arch.thread_idx()[0] % 128
+        issuer = cute.arch.make_warp_uniform(me // 32) == 0
+        load_op = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        store_op = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        fragments = cute.make_tiled_copy_C_atom(store_op, tiled_mma)
+        store, load = cute.make_tiled_copy_S(store_op, fragments), cute.make_tiled_copy_S(load_op, fragments)
+        store_to = store.get_slice(me).partition_D(shared_pieces)
+        load_from = load.get_slice(me).partition_S(shared_pieces)
+        shape = cute.shape(store.get_slice(me).partition_S(shared_pieces))[:3]
+        gate, up = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
+        da = cute.make_rmem_tensor(shape, self.dtype)
+        size = cute.size(gate)
+        my_row = me // 32 * 16 + me % 32 // 4  # of a half; and my_row + 8
+        routed, partial = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        used, tile_phase = Int32(0), Int32(0)  # slots filled so far, over all tiles
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        while item < items:
+            row_tile, column_tile = self.place(item)
+            if self.expert_of(tiles, row_tile) >= 0:
+                first, end = tiles[row_tile, 1], tiles[row_tile, 2]
+                if issuer:
+                    for q in cutlass.range_constexpr(self.slots):
+                        self.load_h(atom_h, tensor_h, shared_pieces, loaded, first, column_tile, used, q)
+                for q in cutlass.range(2 * self.pieces, unroll=1):
+                    half, p = q // self.pieces, q % self.pieces
+                    top = first + HALF * half
+                    if p == 0:
+                        for r in cutlass.range_constexpr(2):
+                            partial[r] = Float32(0.0)
+                            routed[r] = routed_weight(routing_weight, pair, top + my_row + 8 * r, end)
+                        cute.arch.mbarrier_wait(handed_over + half, tile_phase)
+                    slot = (used + q) % self.slots
+                    gate_piece = 2 * self.pieces + 2 * slot
+                    cute.arch.mbarrier_wait(loaded + slot, (used + q) // self.slots & 1)
+                    cute.copy(load, load_from[None, None, None, gate_piece], load.retile(gate))
+                    cute.copy(load, load_from[None, None, None, gate_piece + 1], load.retile(up))
+                    cute.copy(load, load_from[None, None, None, q], load.retile(da))
+                    for v in cutlass.range_constexpr(size):
+                        r = v // 2 % 2
+                        slope = da[v].to(Float32)
+                        act, slope_gate, slope_up = activate(gate[v].to(Float32), up[v].to(Float32), *self.activation)
+                        partial[r] += slope * act
+                        slope = routed[r] * slope
+                        gate[v] = (slope * slope_gate).to(self.dtype)
+                        up[v] = (slope * slope_up).to(self.dtype)
+                        da[v] = (routed[r] * act).to(self.dtype)
+                    if const_expr(atom_dh is not None):
+                        cute.copy(store, gate, store_to[None, None, None, gate_piece])
+                        cute.copy(store, up, store_to[None, None, None, gate_piece + 1])
+                    if const_expr(atom_a is not None):
+                        cute.copy(store, da, store_to[None, None, None, q])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.barrier(barrier_id=FINISHER, number_of_threads=128)
+                    if issuer:
+                        box = column_tile * self.pieces + p
+                        if const_expr(atom_dh is not None):
+                            for side in cutlass.range_constexpr(2):
+                                rows = cute.local_tile(
+                                    cute.domain_offset((BIG - (end - top), 0), tensor_dh[None, None, side, end]),
+                                    (HALF, PIECE), (0, None),
+                                )  # fmt: skip
+                                from_dh, to_dh = partition(atom_dh, shared_pieces, rows)
+                                cute.copy(atom_dh, from_dh[None, gate_piece + side], to_dh[None, box])
+                        if const_expr(atom_a is not None):
+                            rows = cute.local_tile(ragged_rows(tensor_a, top, end), (HALF, PIECE), (0, None))
+                            from_a, to_a = partition(atom_a, shared_pieces, rows)
+                            cute.copy(atom_a, from_a[None, q], to_a[None, box])
+                        cute.arch.cp_async_bulk_commit_group()
+                        if q + self.slots < 2 * self.pieces:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                            self.load_h(
+                                atom_h, tensor_h, shared_pieces, loaded, first, column_tile, used, q + self.slots
+                            )
+                    if const_expr(parts is not None):  # noqa: SIM102  (decided while compiling)
+                        if p == self.pieces - 1:
+                            for r in cutlass.range_constexpr(2):
+                                total = partial[r] + cute.arch.shuffle_sync_bfly(partial[r], 1)
+                                total += cute.arch.shuffle_sync_bfly(total, 2)
+                                row = top + my_row + 8 * r
+                                if me % 4 == 0 and row < end:
+                                    parts[column_tile, row] = total
+                if issuer:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(taken)
+                used += 2 * self.pieces
+                tile_phase ^= 1
+            item += cute.arch.grid_dim()[0]
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def load_h(self, atom_h, tensor_h, shared_pieces, loaded, first, column_tile, used, q):
+        """Issue the loads of h's q-th piece of the tile, gate and up, into its slot; by one warp."""
+        half, p = q // self.pieces, q % self.pieces
+        slot = (used + q) % self.slots
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(loaded + slot, 2 * PIECE_BYTES)
+        for side in range(2):
+            rows = cute.local_tile(
+                cute.domain_offset((first + HALF * half, 0), tensor_h[None, None, side]), (HALF, PIECE), (0, None)
+            )
+            to_h, from_h = partition(atom_h, shared_pieces, rows)
+            cute.copy(
+                atom_h, from_h[None, column_tile * self.pieces + p],
+                to_h[None, 2 * self.pieces + 2 * slot + side], tma_bar_ptr=loaded + slot,
+            )  # fmt: skip
+
+
+@cute.jit
+def routed_weight(routing_weight: cute.Tensor, pair: cute.Tensor, row: Int32, end: Int32):
+    """The routing weight of a row, 0 past the end."""
+    value = Float32(0.0)
+    if row < end:
+        value = routing_weight[pair[row]]
+    return value

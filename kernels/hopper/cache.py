@@ -1,0 +1,92 @@
+"""Compiled kernels in memory and on disk.
+
+A file is found by the digest of this folder's sources, the versions that made it, and the static parameters; it is
+written whole or not at all, and one that does not match its checksum is compiled again.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import cutlass.cute as cute
+
+VARIABLE = "SONICMOE_HF_CACHE"
+DISTRIBUTIONS = (
+    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
+)  # fmt: skip
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf."""
+    root = os.environ.get(VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sonicmoe_hf"
+    return Path(root) / "hopper"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@functools.cache
+def _environment() -> bytes:
+    """The digest of what a compiled kernel depends on beside its parameters."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    versions = [f"{name}=={_version(name)}" for name in DISTRIBUTIONS]
+    digest.update("\n".join([*versions, sys.version, os.environ.get("CUTE_DSL_ARCH", "")]).encode())
+    return digest.digest()
+
+
+def _load(path: Path):
+    """The kernel in a file, or None where there is none, or not the one that was written."""
+    try:
+        found = path.read_bytes()
+        checksum = path.with_suffix(".sha256").read_text()
+    except OSError:
+        return None
+    if hashlib.sha256(found).hexdigest() != checksum:
+        return None
+    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["kernel"]
+
+
+def _write(path: Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+def _save(kernel, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / "kernel.o"
+        kernel.export_to_c(str(made), "kernel", export_only_tvm_ffi_symbols=True)
+        content = made.read_bytes()
+    _write(path, content)
+    _write(path.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
+
+
+def cached(compile_kernel):
+    """Compile once for given (static, printable) parameters: once in a process, and once on a machine."""
+
+    @functools.cache
+    @functools.wraps(compile_kernel)
+    def get(*parameters):
+        key = hashlib.sha256(_environment() + repr((compile_kernel.__name__, parameters)).encode()).hexdigest()[:32]
+        path = folder() / f"{compile_kernel.__name__}-{key}.o"
+        kernel = _load(path)
+        if kernel is None:
+            kernel = compile_kernel(*parameters)
+            with contextlib.suppress(OSError):  # an unwritable cache costs the next process a compilation, no more
+                _save(kernel, path)
+        return kernel
+
+    return get

@@ -1,0 +1,95 @@
+"""Compiled kernels, by static parameters: sizes H and I, dtype, layout, options. T, E and the number of rows are dynamic.
+
+The arguments are fake tensors: nothing here needs a GPU.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+
+from .backward import DownBackwardKernel
+from .cache import cached
+from .gradients import GradientKernel
+from .rows import ProductKernel, UpKernel
+
+DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+OPTIONS = "--enable-tvm-ffi"
+
+
+def _tensor(dtype, shape, order=None, align=16):
+    order = tuple(reversed(range(len(shape)))) if order is None else order
+    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+
+def _indices(length, width=None):
+    return _tensor(cutlass.Int32, (length,) if width is None else (length, width), align=4)
+
+
+def _weight(dtype, rows, depth, depth_contiguous):
+    return _tensor(dtype, (cute.sym_int(), rows, depth), (2, 1, 0) if depth_contiguous else (2, 0, 1))
+
+
+def _stream():
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+@cached
+def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, columns: int, stages: int):
+    """ProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
+    kind, pairs = DTYPES[dtype], cute.sym_int()
+    return cute.compile(
+        ProductKernel(kind, columns, stages, gather=False),
+        _tensor(kind, (pairs, depth)),
+        _weight(kind, rows_of_weight, depth, depth_contiguous),
+        _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
+        _tensor(kind, (pairs, rows_of_weight)),
+        _indices(pairs), _indices(cute.sym_int(), 3), Int32(1), _stream(), options=OPTIONS,
+    )  # fmt: skip
+
+
+@cached
+def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
+       columns: int, stages: int):  # fmt: skip
+    """UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden] concatenated."""
+    kind, pairs = DTYPES[dtype], cute.sym_int()
+    return cute.compile(
+        UpKernel(kind, columns, stages, activation),
+        _tensor(kind, (cute.sym_int(), hidden)),
+        _weight(kind, 2 * inner, hidden, hidden_contiguous),
+        _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
+        _tensor(kind, (pairs, 2 * inner)) if want_h else None,
+        _tensor(kind, (pairs, inner)) if want_a else None,
+        _indices(pairs), _indices(cute.sym_int(), 3), Int32(1), _stream(), options=OPTIONS,
+    )  # fmt: skip
+
+
+@cached
+def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
+                  activation, columns: int, stages: int, slots: int):  # fmt: skip
+    """DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner] concatenated."""
+    kind, pairs = DTYPES[dtype], cute.sym_int()
+    return cute.compile(
+        DownBackwardKernel(kind, columns, stages, slots, activation),
+        _tensor(kind, (cute.sym_int(), hidden)),
+        _weight(kind, inner, hidden, hidden_contiguous),
+        _tensor(kind, (pairs, 2 * inner)),
+        _tensor(cutlass.Float32, (pairs,), align=4),
+        _tensor(kind, (pairs, 2 * inner)) if want_dh else None,
+        _tensor(kind, (pairs, inner)) if want_a else None,
+        _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
+        _indices(pairs), _indices(pairs), _indices(cute.sym_int(), 3), Int32(1), _stream(), options=OPTIONS,
+    )  # fmt: skip
+
+
+@cached
+def gradient(dtype, height: int, width: int, width_contiguous: bool, columns: int, stages: int):
+    """GradientKernel: gathered [T, height], direct [R, width] -> [E, height, width]."""
+    kind, pairs = DTYPES[dtype], cute.sym_int()
+    return cute.compile(
+        GradientKernel(kind, columns, stages),
+        _tensor(kind, (cute.sym_int(), height)),
+        _tensor(kind, (pairs, width)),
+        _weight(kind, height, width, width_contiguous),
+        _indices(pairs), _indices(cute.sym_int()), Int32(1), _stream(), options=OPTIONS,
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""What the Hopper kernels share: shared-memory layouts, the ring of stages, ragged tensors, the row gather, the stores.
+
+A kernel is one persistent block per SM of three warpgroups: one producer, two consumers of 64 rows of the tile each. The
+producer fills a ring of (A, B) stages, by TMA where rows lie together and by asynchronous copies (cp.async) where an
+index names them; consumers multiply (wgmma, fp32 accumulators) and store through shared memory by TMA.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+ROWS = 128  # of a tile
+HALF = 64  # rows of one consumer warpgroup
+DEPTH = 64  # of a stage: 128 bytes of a 16-bit dtype
+PIECE = 64  # columns stored at a time
+BIG = 1 << 30  # more rows than any tensor has
+WRAP = 1 << 34  # elements; BIG * WRAP is 2 ** 64, where addresses begin again
+THREADS = 384
+SHARED_BYTES = 227 * 1024
+
+
+def major_mode(k_major: bool):
+    return OperandMajorMode.K if k_major else OperandMajorMode.MN
+
+
+def operand_layout(dtype, extent: int, k_major: bool, stages: int):
+    """Swizzled shared memory of an operand: (extent, DEPTH, stages)."""
+    kind = LayoutEnum.ROW_MAJOR if k_major else LayoutEnum.COL_MAJOR
+    atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(kind, dtype, DEPTH if k_major else extent), dtype)
+    return cute.tile_to_shape(atom, (extent, DEPTH, stages), order=(0, 1, 2) if k_major else (1, 0, 2))
+
+
+def piece_layout(dtype, buffers: int, across: bool = False):
+    """Swizzled shared memory of `buffers` pieces of output: (HALF, PIECE, buffers); `across`: columns are contiguous."""
+    kind = LayoutEnum.COL_MAJOR if across else LayoutEnum.ROW_MAJOR
+    atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(kind, dtype, PIECE), dtype)
+    return cute.tile_to_shape(atom, (HALF, PIECE, buffers), order=(1, 0, 2) if across else (0, 1, 2))
+
+
+def one_stage(layout):
+    return cute.slice_(layout, (None, None, 0))
+
+
+def load_atom(tensor, smem_layout, box):
+    """A TMA load of `box` from `tensor` into one stage of `smem_layout`."""
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, box)
+
+
+def store_atom(tensor, smem_layout, box):
+    """A TMA store of `box` to `tensor` from one stage of `smem_layout`."""
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, box)
+
+
+def ragged(tensor):
+    """[rows, columns] as (BIG, columns, BIG) whose first mode ends where we want.
+
+    Element (BIG - left + i, c, end) is row end - left + i of `tensor`; for i >= left it is outside, so that TMA reads
+    zero and writes nothing past row `end`. The pointer starts BIG rows early; no address before the tensor is touched.
+    """
+    columns = tensor.shape[1]
+    stride = Int64(tensor.stride[0])
+    early = tensor.iterator.toint() - Int64(BIG) * stride * (tensor.element_type.width // 8)
+    pointer = cute.make_ptr(tensor.element_type, early, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout((Int32(BIG), columns, Int32(BIG)), stride=(stride, 1, stride)))
+
+
+def ragged_rows(tensor, first, end):
+    """The rows first .. end of a `ragged` tensor (or its TMA view), as (rows, columns)."""
+    return cute.domain_offset((BIG - (end - first), 0), tensor[None, None, end])
+
+
+def ragged_columns(tensor):
+    """[rows, columns] as (columns, BIG, MOST, MOST), for loads: `ragged` across, with the pointer where it was.
+
+    TMA loads want a mapped pointer, so the BIG rows are taken back by wrapping around the 64-bit address space: element
+    (c, BIG - left + i, BIG, end) is row end - left + i.
+    """
+    most, stride = Int32((1 << 31) - 1), Int64(tensor.stride[0])
+    layout = cute.make_layout(
+        (tensor.shape[1], Int32(BIG), most, most), stride=(1, stride, Int64(WRAP) - stride, stride)
+    )
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def ragged_columns_rows(tensor, first, end):
+    """The rows first .. end of a `ragged_columns` tensor (or its TMA view), as (columns, rows)."""
+    return cute.domain_offset((0, BIG - (end - first)), tensor[None, None, BIG, end])
+
+
+def partition(atom, smem, gmem):
+    """(shared [.., stage], global [.., box]) sides of a TMA copy; the first two modes of both are the box."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The barriers of the stages: full[s] is armed by the producer, empty[s] by the consumers' eight warps."""
+
+    full: cute.Pointer
+    stages: int
+
+    @property
+    def empty(self):
+        return self.full + self.stages
+
+    def initialise(self, producer_arrivals: int):
+        """By one thread of the block, before a barrier of all."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, producer_arrivals)
+            cute.arch.mbarrier_init(self.empty + stage, 8)
+
+
+@cute.jit
+def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
+    """The next stage of the ring; the phase flips when it wraps."""
+    stage += 1
+    if stage == stages:
+        stage = Int32(0)
+        phase ^= 1
+    return stage, phase
+
+
+@cute.jit
+def multiply(
+    tiled_mma, accumulator, fragment_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
+    stages: cutlass.Constexpr,
+):  # fmt: skip
+    """accumulator = sum over `depth_tiles` stages of A B^T; returns the ring's next stage and phase."""
+    accumulator.fill(0.0)
+    previous = stage
+    for tile in cutlass.range(depth_tiles, unroll=1):
+        cute.arch.mbarrier_wait(full + stage, phase)
+        warpgroup.fence()
+        for block in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
+            cute.gemm(
+                tiled_mma, accumulator, fragment_a[None, None, block, stage], fragment_b[None, None, block, stage],
+                accumulator,
+            )  # fmt: skip
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if tile > 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + previous)
+        previous = stage
+        stage, phase = advance(stage, phase, stages)
+    warpgroup.wait_group(0)
+    if depth_tiles > 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + previous)
+    return stage, phase
+
+
+def gather_atom(dtype):
+    """16 bytes by cp.async, past the L1 cache."""
+    return cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
+    )
+
+
+def gmem_piece(tensor, offset):
+    """The 8 elements at an element offset of a tensor."""
+    pointer = cute.make_ptr(
+        tensor.element_type, (tensor.iterator + offset).toint(), cute.AddressSpace.gmem, assumed_align=16
+    )
+    return cute.make_tensor(pointer, cute.make_layout(8))
+
+
+@dataclass(frozen=True)
+class PieceStore:
+    """Accumulator fragments to shared-memory pieces, and those to global memory by TMA; one per consumer warpgroup.
+
+    A round is: wait, write some of the `buffers` pieces, publish, and one warp sends them.
+    """
+
+    copy: cute.TiledCopy
+    smem: cute.Tensor
+    registers: cute.Tensor
+    buffers: int
+    group: Int32
+    issuer: Boolean
+
+    @property
+    def size(self) -> int:
+        """Values of a thread in a piece."""
+        return cute.size(self.registers)
+
+    def retile(self, accumulator):
+        """The accumulator in the order of pieces: entries i * size .. (i + 1) * size belong to columns i * PIECE .."""
+        return self.copy.retile(accumulator)
+
+    def buffer(self, piece: int):
+        """Where this warpgroup's `piece`-th piece lies among all."""
+        return self.group * self.buffers + piece
+
+    def wait(self):
+        """Until what was sent before has been read."""
+        _wait_for_sent(self.issuer, self.group)
+
+    def write(self, piece: int, values):
+        """`size` fp32 values, a function of the index, to a piece."""
+        for v in range(self.size):
+            self.registers[v] = values(v).to(self.registers.element_type)
+        cute.copy(self.copy, self.registers, self.smem[None, None, None, self.buffer(piece)])
+
+    def publish(self):
+        """The written pieces become visible to TMA."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=1 + self.group, number_of_threads=128)
+
+
+@cute.jit
+def _wait_for_sent(issuer, group: Int32):
+    if issuer:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+
+
+def piece_store(tiled_mma, smem, dtype, thread, group, buffers: int, across: bool = False) -> PieceStore:
+    """The store of one consumer warpgroup (`group` 0 or 1); `smem` is all warpgroups' pieces, `thread` 0 .. 127."""
+    op = cute.make_copy_atom(warp.StMatrix8x8x16bOp(across, 4), dtype)
+    copy = cute.make_tiled_copy_S(op, cute.make_tiled_copy_C_atom(op, tiled_mma))
+    thread_copy = copy.get_slice(thread)
+    registers = cute.make_rmem_tensor(cute.shape(thread_copy.partition_S(smem))[:3], dtype)
+    issuer = cute.arch.make_warp_uniform(thread // 32) == 0
+    return PieceStore(copy, thread_copy.partition_D(smem), registers, buffers, group, issuer)
+
+
+def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
+    """One warpgroup's product: HALF x columns of an instruction."""
+    return sm90.make_trivial_tiled_mma(
+        dtype, dtype, major_mode(k_major_a), major_mode(k_major_b), Float32, (1, 1, 1), tiler_mn=(HALF, columns)
+    )

@@ -1,0 +1,187 @@
+"""Weight gradients: out[e] = sum over e's rows r of gathered[token[r]]^T direct[r].
+
+The rows are the depth of the product, so both operands lie the other way round in shared memory (MN-major). The direct
+side is read through a ragged TMA view and is zero past the expert's end; the gathered side repeats the
+expert's last row there, so nothing of other experts, or of unwritten rows, gets in. An expert without rows gets zeros.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .core import (
+    DEPTH,
+    HALF,
+    PIECE,
+    ROWS,
+    THREADS,
+    Ring,
+    advance,
+    consumer_mma,
+    gather_atom,
+    gmem_piece,
+    load_atom,
+    multiply,
+    one_stage,
+    operand_layout,
+    partition,
+    piece_layout,
+    piece_store,
+    ragged_columns,
+    ragged_columns_rows,
+    store_atom,
+)
+
+
+class GradientKernel:
+    """gathered [T, M], direct [R, N] -> out [E, M, N], stored with N or with M contiguous.
+
+    The gathered side is the one of 128 columns: a copy of 16 bytes costs the producer as much as a TMA load of a box.
+    """
+
+    def __init__(self, dtype, columns: int, stages: int):
+        self.dtype = dtype
+        self.columns = columns
+        self.stages = stages
+
+    @cute.jit
+    def __call__(
+        self, gathered: cute.Tensor, direct: cute.Tensor, out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor,
+        blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        _, height, width = out.shape
+        self.across = out.stride[1] == 1
+        self.high, self.wide = math.ceil(height / ROWS), math.ceil(width / self.columns)
+        layout_a = operand_layout(self.dtype, ROWS, False, self.stages)
+        layout_b = operand_layout(self.dtype, self.columns, False, self.stages)
+        pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE), self.across)
+        atom, tensor = load_atom(ragged_columns(direct), one_stage(layout_b), (self.columns, DEPTH))
+        target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
+        atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(pieces)], 1024]
+
+        self.Storage = Storage
+        self.kernel(
+            atom, tensor, gathered, atom_out, tensor_out, token, offsets,
+            consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, atom: cute.CopyAtom, tensor: cute.Tensor, gathered: cute.Tensor, atom_out: cute.CopyAtom,
+        tensor_out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, tiled_mma: cute.TiledMma,
+        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, pieces: cute.ComposedLayout,
+    ):  # fmt: skip
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        shared = SmemAllocator().allocate(self.Storage)
+        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        shared_out = shared.out.get_tensor(pieces.outer, swizzle=pieces.inner)
+        ring = Ring(shared.barriers.data_ptr(), self.stages)
+        if warp_index == 0:
+            cpasync.prefetch_descriptor(atom)
+            cpasync.prefetch_descriptor(atom_out)
+            with cute.arch.elect_one():
+                ring.initialise(1 + 128)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        items = (offsets.shape[0] - 1) * (self.high * self.wide)
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(56)
+            self.produce(atom, tensor, shared_b, gathered, shared_a, ring.full, ring.empty, token, offsets, items)
+        else:
+            cute.arch.setmaxregister_increase(224)
+            half = group - 1
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            fragment_a = tiled_mma.make_fragment_A(
+                tiled_mma.get_slice(0).partition_A(cute.local_tile(shared_a, (HALF, DEPTH), (half, 0, None)))
+            )
+            fragment_b = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(shared_b))
+            accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, self.columns)), Float32)
+            store = piece_store(
+                tiled_mma, shared_out, self.dtype, thread % 128, half, self.columns // PIECE, self.across
+            )
+            values = store.retile(accumulator)
+            stage, phase = Int32(0), Int32(0)
+            item = cute.arch.block_idx()[0]
+            while item < items:
+                expert, high, wide = self.place(item)
+                length = offsets[expert + 1] - offsets[expert]
+                stage, phase = multiply(
+                    tiled_mma, accumulator, fragment_a, fragment_b, ring.full, ring.empty, stage, phase,
+                    (length + DEPTH - 1) // DEPTH, self.stages,
+                )  # fmt: skip
+                boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
+                from_out, to_out = partition(atom_out, shared_out, boxes)
+                store.wait()
+                for p in cutlass.range_constexpr(self.columns // PIECE):
+                    store.write(p, lambda v, start=p * store.size: values[start + v])
+                store.publish()
+                if store.issuer:
+                    for p in cutlass.range_constexpr(self.columns // PIECE):
+                        box = wide * (self.columns // PIECE) + p
+                        cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
+                    cute.arch.cp_async_bulk_commit_group()
+                item += cute.arch.grid_dim()[0]
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def place(self, item: Int32):
+        """(expert, row of tiles, column of tiles) of a work item: an expert's tiles run together."""
+        in_expert = item % (self.high * self.wide)
+        return item // (self.high * self.wide), in_expert % self.high, in_expert // self.high
+
+    @cute.jit
+    def produce(
+        self, atom, tensor, shared_direct, gathered: cute.Tensor, shared_gathered, full, empty, token: cute.Tensor,
+        offsets: cute.Tensor, items: Int32,
+    ):  # fmt: skip
+        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        chunks = ROWS // 8  # of a row
+        together = 128 // chunks  # rows copied at a time
+        passes = DEPTH // together
+        chunk, row_in_pass = thread % chunks, thread // chunks
+        copy_atom = gather_atom(self.dtype)
+        width = gathered.shape[1]
+        stage, phase = Int32(0), Int32(1)
+        item = cute.arch.block_idx()[0]
+        while item < items:
+            expert, high, wide = self.place(item)
+            start, end = offsets[expert], offsets[expert + 1]
+            # columns past the last are read twice instead, and clipped when stored
+            column = cutlass.min(high * ROWS + chunk * 8, width - 8)
+            of_expert = ragged_columns_rows(tensor, start, end)
+            boxes = cute.local_tile(of_expert, (self.columns, DEPTH), (wide, None))
+            to_direct, from_direct = partition(atom, shared_direct, boxes)
+            for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
+                places = cute.make_rmem_tensor(passes, Int32)
+                for i in cutlass.range_constexpr(passes):
+                    row = start + depth * DEPTH + row_in_pass + i * together
+                    places[i] = token[cutlass.min(row, end - 1)]
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp_index == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * DEPTH * 2)
+                    cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
+                for i in cutlass.range_constexpr(passes):
+                    target = cute.local_tile(shared_gathered[None, row_in_pass + i * together, stage], (8,), (chunk,))
+                    cute.copy(copy_atom, gmem_piece(gathered, places[i] * width + column), target)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = advance(stage, phase, self.stages)
+            item += cute.arch.grid_dim()[0]
