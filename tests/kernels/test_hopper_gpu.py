@@ -1,5 +1,5 @@
 """The Hopper kernels on a Hopper GPU, by the bar of test_triton_gpu.py. Sizes are chosen so that these kernels run, not
-the Triton kernels behind them: more than 192 rows per expert, concatenated weights, H and I multiples of 8 above 64."""
+the Triton kernels behind them: tiles of 128 rows, concatenated weights, H and I multiples of 8 above 64."""
 
 from unittest import mock
 
