@@ -1,8 +1,8 @@
 """The backend in the CuTe DSL: Hopper GPUs (sm_90a), bf16 and fp16; the signatures are in ../interface.py.
 
-What these kernels do not take (tiles of fewer than 128 rows, which dispatch cuts where experts have very few; interleaved
-weights; sizes up to 64 or no multiple of 8) runs on the Triton kernels, which also dispatch, combine and sum bias gradients
-for this backend.
+What these kernels do not take (tiles of fewer than 128 rows, which dispatch cuts where experts have very few;
+interleaved weights; sizes up to 64 or no multiple of 8) runs on the Triton kernels, which also dispatch, combine and sum
+bias gradients for this backend.
 """
 
 import functools
