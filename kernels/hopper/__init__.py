@@ -53,6 +53,12 @@ def _tables(rows, tensor):
     return rows.token, rows.tiles[:num_tiles], _blocks(tensor.device)
 
 
+def _launch(kernel, tensor, *arguments):
+    """Launch on the tensor's GPU, which need not be the current one."""
+    with torch.cuda.device_of(tensor):
+        kernel(tensor, *arguments)
+
+
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
     from . import compiled
 
@@ -67,7 +73,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
         x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h, want_a, activation,
         COLUMNS, STAGES,
     )  # fmt: skip
-    kernel(x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, *_tables(rows, x_TH))
+    _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, *_tables(rows, x_TH))
     return h_R2I, a_RI
 
 
@@ -81,7 +87,7 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     kernel = compiled.product(
         source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, COLUMNS, STAGES
     )
-    kernel(source_RK, weight_ENK, bias_EN, out_RN, *_tables(rows, source_RK))
+    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, *_tables(rows, source_RK))
     return out_RN
 
 
@@ -121,7 +127,10 @@ def down_backward(
         STAGES,
         SLOTS,
     )
-    kernel(dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, *_tables(rows, dout_TH))
+    _launch(
+        kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair,
+        *_tables(rows, dout_TH),
+    )  # fmt: skip
     return dh_R2I, a_RI, _routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 
 
@@ -146,7 +155,7 @@ def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
     kernel = compiled.gradient(gathered_TM.dtype, *gradient.shape[1:], gradient.stride(2) == 1, COLUMNS, STAGES)
-    kernel(gathered_TM, direct_RN, gradient, rows.token, rows.offsets, _blocks(gathered_TM.device))
+    _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, _blocks(gathered_TM.device))
     return gradient
 
 
