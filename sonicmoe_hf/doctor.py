@@ -15,16 +15,12 @@ from transformers.utils import logging
 
 from . import backends
 from .config import TokenRounding
-from .support import LayerSupport, find_layers, supports
+from .support import REMEDIES, LayerSupport, find_layers, supports
 
 PACKAGES = (
     "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
-    "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True)",
-    "fp8": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
-}
 NO_REMEDY = "use a checkpoint that is not quantised"
 
 

@@ -14,9 +14,13 @@ from .config import TokenRounding
 from .experts import UnsupportedExpertsError, check_weights, experts_facts, is_expert_parallel, is_tensor_parallel
 from .model_patches import FAMILIES, Family
 
+REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
+    "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True)",
+    "fp8": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+}
 QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones
-    "Mxfp4GptOssExperts": "load it with quantization_config=Mxfp4Config(dequantize=True)",
-    "FP8Experts": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
+    "FP8Experts": REMEDIES["fp8"],
 }
 
 
