@@ -16,7 +16,6 @@ from ..triton import down_bias_gradient as down_bias_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import max_row_tiles, tile_rows
-from ..triton.rows import routing_gradient_kernel
 
 COLUMNS = 256
 STAGES = 3
@@ -115,36 +114,14 @@ def down_backward(
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     parts = weight_P.new_empty(-(-inner // COLUMNS), num_pairs) if want_dw else None
     kernel = compiled.down_backward(
-        dout_TH.dtype,
-        hidden,
-        inner,
-        down_EHI.stride(1) == 1,
-        want_dh,
-        want_a,
-        want_dw,
-        activation,
-        COLUMNS,
-        STAGES,
-        SLOTS,
-    )
+        dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
+        COLUMNS, STAGES, SLOTS,
+    )  # fmt: skip
     _launch(
         kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair,
         *_tables(rows, dout_TH),
     )  # fmt: skip
-    return dh_R2I, a_RI, _routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
-
-
-def _routing_gradient(parts, dout_TH, bias_EH, rows):
-    """dw [P]: the column tiles' parts summed in their order, + <dout, bias>; zero for dropped pairs."""
-    num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-    dw_P = parts.new_zeros(num_pairs)
-    strides = (0, 0) if bias_EH is None else bias_EH.stride()
-    with torch.cuda.device_of(parts):
-        routing_gradient_kernel[(max_row_tiles(num_pairs, num_experts),)](
-            parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles, num_pairs, dout_TH.shape[1], *strides,
-            len(parts), 128, DEPTH=64, num_warps=4,
-        )  # fmt: skip
-    return dw_P
+    return dh_R2I, a_RI, portable.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 
 
 def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):

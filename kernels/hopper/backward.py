@@ -11,26 +11,26 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
-from cutlass.memory import SmemAllocator
+from cutlass.cute.nvgpu import warp
 
 from .activations import activate
 from .core import (
-    BIG,
-    DEPTH,
     HALF,
     PIECE,
-    Ring,
+    consumer_fragments,
+    enter,
     load_atom,
     multiply,
     one_stage,
     partition,
     piece_layout,
     ragged,
-    ragged_rows,
+    ragged_halves,
+    ragged_pieces,
+    storage,
     store_atom,
 )
-from .rows import RowsKernel, ragged_halves
+from .rows import RowsKernel
 
 THREADS = 512  # a producer, two multiplying and one finishing warpgroup
 REGISTERS = (56, 176, 104)  # of each; four warpgroups start with 128
@@ -64,7 +64,10 @@ class DownBackwardKernel(RowsKernel):
             atom_dh, tensor_dh = store_atom(ragged_halves(dh), one_stage(layout), (HALF, PIECE))
         if const_expr(a is not None):
             atom_a, tensor_a = store_atom(ragged(a), one_stage(layout), (HALF, PIECE))
-        self.Storage = self.storage(3 + self.slots, layout)
+        self.own_arrivals = (4, 4, 1) + (1,) * self.slots  # handed over of each half, taken, loaded of each slot
+        self.Storage = storage(
+            self.dtype, self.layout_a, self.layout_b, layout, 2 * self.stages + len(self.own_arrivals)
+        )
         self.kernel(
             tensor_dout, atom_w, tensor_w, atom_h, tensor_h, routing_weight, atom_dh, tensor_dh, atom_a, tensor_a,
             parts, token, pair, tiles, self.tiled_mma, self.layout_a, self.layout_b, layout,
@@ -77,63 +80,42 @@ class DownBackwardKernel(RowsKernel):
         token: cute.Tensor, pair: cute.Tensor, tiles: cute.Tensor, tiled_mma: cute.TiledMma,
         layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
     ):  # fmt: skip
-        thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // 128)
-        shared = SmemAllocator().allocate(self.Storage)
-        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        shared_pieces = shared.pieces.get_tensor(layout.outer, swizzle=layout.inner)
-        ring = Ring(shared.barriers.data_ptr(), self.stages)
-        handed_over = shared.barriers.data_ptr() + 2 * self.stages  # of each half of the tile
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        shared = enter(
+            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.own_arrivals,
+            (atom_w, atom_h),
+        )  # fmt: skip
+        handed_over = shared.ring.end  # of each half of the tile
         taken = handed_over + 2
         loaded = taken + 1
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(atom_w)
-            cpasync.prefetch_descriptor(atom_h)
-            with cute.arch.elect_one():
-                ring.initialise(self.producer_arrivals())
-                for half in range(2):
-                    cute.arch.mbarrier_init(handed_over + half, 4)
-                cute.arch.mbarrier_init(taken, 1)
-                for slot in range(self.slots):
-                    cute.arch.mbarrier_init(loaded + slot, 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
-            self.produce(None, tensor_dout, atom_w, tensor_w, shared_a, shared_b, ring.full, ring.empty, token, tiles)
+            self.produce(
+                None, tensor_dout, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                tiles,
+            )  # fmt: skip
         elif group < 3:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(
-                tiled_mma, shared_a, shared_b, shared_pieces, ring.full, ring.empty, handed_over, taken, tiles
-            )
+            self.multiply_tiles(tiled_mma, shared, handed_over, taken, tiles)
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[2])
             self.finish_tiles(
-                tiled_mma, shared_pieces, handed_over, taken, loaded, atom_h, tensor_h, routing_weight, atom_dh,
+                tiled_mma, shared.pieces, handed_over, taken, loaded, atom_h, tensor_h, routing_weight, atom_dh,
                 tensor_dh, atom_a, tensor_a, parts, pair, tiles,
             )  # fmt: skip
 
     @cute.jit
-    def multiply_tiles(
-        self, tiled_mma, shared_a, shared_b, shared_pieces, full, empty, handed_over, taken, tiles: cute.Tensor
-    ):
+    def multiply_tiles(self, tiled_mma, shared: cutlass.Constexpr, handed_over, taken, tiles: cute.Tensor):
         """A multiplying warpgroup's part: da' of its half of every tile, handed over in shared memory."""
         thread = cute.arch.thread_idx()[0]
         half = cute.arch.make_warp_uniform(thread // 128) - 1
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        fragment_a = tiled_mma.make_fragment_A(
-            tiled_mma.get_slice(0).partition_A(cute.local_tile(shared_a, (HALF, DEPTH), (half, 0, None)))
-        )
-        fragment_b = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(shared_b))
-        accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, self.columns)), Float32)
+        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
         op = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         store = cute.make_tiled_copy_S(op, cute.make_tiled_copy_C_atom(op, tiled_mma))
-        store_to = store.get_slice(thread % 128).partition_D(shared_pieces)
+        store_to = store.get_slice(thread % 128).partition_D(shared.pieces)
         da = cute.make_rmem_tensor(
-            cute.shape(store.get_slice(thread % 128).partition_S(shared_pieces))[:3], self.dtype
+            cute.shape(store.get_slice(thread % 128).partition_S(shared.pieces))[:3], self.dtype
         )
         size = cute.size(da)
         values = store.retile(accumulator)
@@ -143,8 +125,8 @@ class DownBackwardKernel(RowsKernel):
             row_tile, _ = self.place(item)
             if self.expert_of(tiles, row_tile) >= 0:
                 stage, phase = multiply(
-                    tiled_mma, accumulator, fragment_a, fragment_b, full, empty, stage, phase, Int32(self.depth_tiles),
-                    self.stages,
+                    tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
+                    Int32(self.depth_tiles), self.stages,
                 )  # fmt: skip
                 cute.arch.mbarrier_wait(taken, taken_phase)
                 taken_phase ^= 1
@@ -220,15 +202,11 @@ class DownBackwardKernel(RowsKernel):
                         box = column_tile * self.pieces + p
                         if const_expr(atom_dh is not None):
                             for side in cutlass.range_constexpr(2):
-                                rows = cute.local_tile(
-                                    cute.domain_offset((BIG - (end - top), 0), tensor_dh[None, None, side, end]),
-                                    (HALF, PIECE), (0, None),
-                                )  # fmt: skip
+                                rows = ragged_pieces(tensor_dh, top, end, side)
                                 from_dh, to_dh = partition(atom_dh, shared_pieces, rows)
                                 cute.copy(atom_dh, from_dh[None, gate_piece + side], to_dh[None, box])
                         if const_expr(atom_a is not None):
-                            rows = cute.local_tile(ragged_rows(tensor_a, top, end), (HALF, PIECE), (0, None))
-                            from_a, to_a = partition(atom_a, shared_pieces, rows)
+                            from_a, to_a = partition(atom_a, shared_pieces, ragged_pieces(tensor_a, top, end))
                             cute.copy(atom_a, from_a[None, q], to_a[None, box])
                         cute.arch.cp_async_bulk_commit_group()
                         if q + self.slots < 2 * self.pieces:

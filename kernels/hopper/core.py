@@ -12,6 +12,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 ROWS = 128  # of a tile
@@ -21,7 +22,7 @@ PIECE = 64  # columns stored at a time
 BIG = 1 << 30  # more rows than any tensor has
 WRAP = 1 << 34  # elements; BIG * WRAP is 2 ** 64, where addresses begin again
 THREADS = 384
-SHARED_BYTES = 227 * 1024
+CONSUMER_WARPS = 8
 
 
 def major_mode(k_major: bool):
@@ -69,9 +70,21 @@ def ragged(tensor):
     return cute.make_tensor(pointer, cute.make_layout((Int32(BIG), columns, Int32(BIG)), stride=(stride, 1, stride)))
 
 
-def ragged_rows(tensor, first, end):
-    """The rows first .. end of a `ragged` tensor (or its TMA view), as (rows, columns)."""
-    return cute.domain_offset((BIG - (end - first), 0), tensor[None, None, end])
+def ragged_halves(tensor):
+    """[rows, 2I] as (BIG, I, 2, BIG): ragged rows of the gate half and of the up half."""
+    whole = ragged(tensor)
+    rows, columns, ends = whole.shape
+    stride = whole.stride[0]
+    return cute.make_tensor(
+        whole.iterator, cute.make_layout((rows, columns // 2, 2, ends), stride=(stride, 1, columns // 2, stride))
+    )
+
+
+def ragged_pieces(tensor, first, end, *side):
+    """The rows first .. first + HALF, up to `end`, of a `ragged` tensor's TMA view (or of one `side` of `ragged_halves`),
+    as (HALF, PIECE, number of pieces)."""
+    rows = cute.domain_offset((BIG - (end - first), 0), tensor[(None, None, *side, end)])
+    return cute.local_tile(rows, (HALF, PIECE), (0, None))
 
 
 def ragged_columns(tensor):
@@ -101,7 +114,7 @@ def partition(atom, smem, gmem):
 
 @dataclass(frozen=True)
 class Ring:
-    """The barriers of the stages: full[s] is armed by the producer, empty[s] by the consumers' eight warps."""
+    """The barriers of the stages: full[s] is armed by the producer, empty[s] by the consumers' warps."""
 
     full: cute.Pointer
     stages: int
@@ -110,11 +123,73 @@ class Ring:
     def empty(self):
         return self.full + self.stages
 
-    def initialise(self, producer_arrivals: int):
-        """By one thread of the block, before a barrier of all."""
-        for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, producer_arrivals)
-            cute.arch.mbarrier_init(self.empty + stage, 8)
+    @property
+    def end(self):
+        """Where the barriers of the kernel's own begin."""
+        return self.full + 2 * self.stages
+
+
+def storage(dtype, layout_a, layout_b, layout_pieces, barriers: int):
+    """Shared memory: barriers, the ring of operands, pieces of output."""
+
+    @cute.struct
+    class Storage:
+        barriers_: cute.struct.MemRange[cutlass.Int64, barriers]
+        a: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_a)], 1024]
+        b: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_b)], 1024]
+        pieces: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_pieces)], 1024]
+
+    return Storage
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A block's shared memory: operands (extent, DEPTH, stages), pieces (HALF, PIECE, buffers), barriers."""
+
+    a: cute.Tensor
+    b: cute.Tensor
+    pieces: cute.Tensor
+    ring: Ring
+
+
+def enter(
+    Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms
+) -> Shared:
+    """Lay out shared memory and initialise barriers, those of the ring and then the kernel's own; by every thread."""
+    memory = SmemAllocator().allocate(Storage)
+    a, b, pieces = (
+        part.get_tensor(layout.outer, swizzle=layout.inner)
+        for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.pieces, layout_pieces))
+    )
+    ring = Ring(memory.barriers_.data_ptr(), stages)
+    arrivals = [pair for s in range(stages) for pair in ((s, producer_arrivals), (stages + s, CONSUMER_WARPS))]
+    arrivals += [(2 * stages + i, count) for i, count in enumerate(own_arrivals)]
+    _initialise(ring.full, arrivals, atoms)
+    return Shared(a, b, pieces, ring)
+
+
+@cute.jit
+def _initialise(barriers, arrivals: cutlass.Constexpr, atoms):
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        for atom in atoms:
+            cpasync.prefetch_descriptor(atom)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(arrivals)):
+                cute.arch.mbarrier_init(barriers + arrivals[i][0], arrivals[i][1])
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
+    """A consumer warpgroup's operands, and its accumulator; the product adds to it."""
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    of_thread = tiled_mma.get_slice(0)
+    fragment_a = tiled_mma.make_fragment_A(
+        of_thread.partition_A(cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)))
+    )
+    fragment_b = tiled_mma.make_fragment_B(of_thread.partition_B(shared.b))
+    accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, columns)), Float32)
+    return fragment_a, fragment_b, accumulator
 
 
 @cute.jit

@@ -10,9 +10,7 @@ import math
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
+from cutlass import Int32
 
 from .core import (
     DEPTH,
@@ -20,9 +18,10 @@ from .core import (
     PIECE,
     ROWS,
     THREADS,
-    Ring,
     advance,
+    consumer_fragments,
     consumer_mma,
+    enter,
     gather_atom,
     gmem_piece,
     load_atom,
@@ -34,6 +33,7 @@ from .core import (
     piece_store,
     ragged_columns,
     ragged_columns_rows,
+    storage,
     store_atom,
 )
 
@@ -64,14 +64,7 @@ class GradientKernel:
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
 
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(pieces)], 1024]
-
-        self.Storage = Storage
+        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, 2 * self.stages)
         self.kernel(
             atom, tensor, gathered, atom_out, tensor_out, token, offsets,
             consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
@@ -84,36 +77,21 @@ class GradientKernel:
         layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, pieces: cute.ComposedLayout,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
-        shared = SmemAllocator().allocate(self.Storage)
-        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        shared_out = shared.out.get_tensor(pieces.outer, swizzle=pieces.inner)
-        ring = Ring(shared.barriers.data_ptr(), self.stages)
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(atom)
-            cpasync.prefetch_descriptor(atom_out)
-            with cute.arch.elect_one():
-                ring.initialise(1 + 128)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        shared = enter(self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (), (atom, atom_out))
         items = (offsets.shape[0] - 1) * (self.high * self.wide)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(56)
-            self.produce(atom, tensor, shared_b, gathered, shared_a, ring.full, ring.empty, token, offsets, items)
+            self.produce(
+                atom, tensor, shared.b, gathered, shared.a, shared.ring.full, shared.ring.empty, token, offsets, items
+            )
         else:
             cute.arch.setmaxregister_increase(224)
             half = group - 1
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            fragment_a = tiled_mma.make_fragment_A(
-                tiled_mma.get_slice(0).partition_A(cute.local_tile(shared_a, (HALF, DEPTH), (half, 0, None)))
-            )
-            fragment_b = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(shared_b))
-            accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, self.columns)), Float32)
+            fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
             store = piece_store(
-                tiled_mma, shared_out, self.dtype, thread % 128, half, self.columns // PIECE, self.across
+                tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.columns // PIECE, self.across
             )
             values = store.retile(accumulator)
             stage, phase = Int32(0), Int32(0)
@@ -122,11 +100,11 @@ class GradientKernel:
                 expert, high, wide = self.place(item)
                 length = offsets[expert + 1] - offsets[expert]
                 stage, phase = multiply(
-                    tiled_mma, accumulator, fragment_a, fragment_b, ring.full, ring.empty, stage, phase,
+                    tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
                     (length + DEPTH - 1) // DEPTH, self.stages,
                 )  # fmt: skip
                 boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
-                from_out, to_out = partition(atom_out, shared_out, boxes)
+                from_out, to_out = partition(atom_out, shared.pieces, boxes)
                 store.wait()
                 for p in cutlass.range_constexpr(self.columns // PIECE):
                     store.write(p, lambda v, start=p * store.size: values[start + v])

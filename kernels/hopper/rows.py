@@ -1,4 +1,4 @@
-"""Grouped GEMMs whose rows are sorted by expert: up, down, down_backward, input_rows.
+"""Grouped GEMMs whose rows are sorted by expert: what they share; up, down and input_rows.
 
 One work item is a tile of 128 rows of one expert times a tile of columns; GROUP row tiles pass over all columns together,
 so that both operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever lies there
@@ -11,20 +11,18 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 
 from .activations import activate
 from .core import (
-    BIG,
     DEPTH,
     HALF,
     PIECE,
     ROWS,
     THREADS,
-    Ring,
     advance,
+    consumer_fragments,
     consumer_mma,
+    enter,
     gather_atom,
     gmem_piece,
     load_atom,
@@ -35,7 +33,9 @@ from .core import (
     piece_layout,
     piece_store,
     ragged,
-    ragged_rows,
+    ragged_halves,
+    ragged_pieces,
+    storage,
     store_atom,
 )
 
@@ -58,7 +58,6 @@ class RowsKernel:
         self.columns = columns
         self.stages = stages
         self.gather = gather
-        self.gated = gated
         self.halves = 2 if gated else 1
 
     def set_up(self, source, weight):
@@ -85,18 +84,6 @@ class RowsKernel:
             atom_a, tensor_a = load_atom(source, one_stage(self.layout_a), (ROWS, DEPTH))
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
-
-    def storage(self, extra_barriers: int, layout_out):
-        """Shared memory: barriers, the ring of operands, pieces of output."""
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages + extra_barriers]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.layout_a)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(self.layout_b)], 1024]
-            pieces: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_out)], 1024]
-
-        return Storage
 
     @cute.jit
     def place(self, item: Int32):
@@ -205,7 +192,7 @@ class ProductKernel(RowsKernel):
         atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
         pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE))
         atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
-        self.Storage = self.storage(0, pieces)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, 2 * self.stages)
         self.kernel(
             atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, tiles, self.tiled_mma,
             self.layout_a, self.layout_b, pieces,
@@ -220,35 +207,30 @@ class ProductKernel(RowsKernel):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
-        shared = SmemAllocator().allocate(self.Storage)
-        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        shared_out = shared.pieces.get_tensor(pieces.outer, swizzle=pieces.inner)
-        ring = Ring(shared.barriers.data_ptr(), self.stages)
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(atom_b)
-            cpasync.prefetch_descriptor(atom_out)
-            with cute.arch.elect_one():
-                ring.initialise(self.producer_arrivals())
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        shared = enter(
+            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (), (atom_b, atom_out)
+        )
 
         if group == 0:
             cute.arch.setmaxregister_decrease(self.producer_registers())
             if self.is_producer(warp_index):
                 self.produce(
-                    atom_a, tensor_a, atom_b, tensor_b, shared_a, shared_b, ring.full, ring.empty, token, tiles
+                    atom_a,
+                    tensor_a,
+                    atom_b,
+                    tensor_b,
+                    shared.a,
+                    shared.b,
+                    shared.ring.full,
+                    shared.ring.empty,
+                    token,
+                    tiles,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers())
             half = group - 1
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            fragment_a = tiled_mma.make_fragment_A(
-                tiled_mma.get_slice(0).partition_A(cute.local_tile(shared_a, (HALF, DEPTH), (half, 0, None)))
-            )
-            fragment_b = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(shared_b))
-            accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, self.columns)), Float32)
-            store = piece_store(tiled_mma, shared_out, self.dtype, thread % 128, half, self.columns // PIECE)
+            fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
+            store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.columns // PIECE)
             values = store.retile(accumulator)
             places = store.retile(
                 tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
@@ -261,11 +243,11 @@ class ProductKernel(RowsKernel):
                 if expert >= 0:
                     first, end = tiles[row_tile, 1], tiles[row_tile, 2]
                     stage, phase = multiply(
-                        tiled_mma, accumulator, fragment_a, fragment_b, ring.full, ring.empty, stage, phase,
+                        tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
                         Int32(self.depth_tiles), self.stages,
                     )  # fmt: skip
-                    rows = cute.local_tile(ragged_rows(tensor_out, first + HALF * half, end), (HALF, PIECE), (0, None))
-                    from_out, to_out = partition(atom_out, shared_out, rows)
+                    rows = ragged_pieces(tensor_out, first + HALF * half, end)
+                    from_out, to_out = partition(atom_out, shared.pieces, rows)
                     if const_expr(bias is not None):
                         for v in cutlass.range_constexpr(store.size * (self.columns // PIECE)):
                             column = column_tile * self.columns + places[v][1]
@@ -311,7 +293,7 @@ class UpKernel(RowsKernel):
             atom_h, tensor_h = store_atom(ragged_halves(h), one_stage(pieces), (HALF, PIECE))
         if const_expr(a is not None):
             atom_a, tensor_a = store_atom(ragged(a), one_stage(pieces), (HALF, PIECE))
-        self.Storage = self.storage(0, pieces)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, 2 * self.stages)
         self.kernel(
             tensor_x, atom_w, tensor_w, atom_h, tensor_h, atom_a, tensor_a, bias, token, tiles, self.tiled_mma,
             self.layout_a, self.layout_b, pieces,
@@ -324,34 +306,20 @@ class UpKernel(RowsKernel):
         layout_b: cute.ComposedLayout, pieces: cute.ComposedLayout,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
-        shared = SmemAllocator().allocate(self.Storage)
-        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        shared_out = shared.pieces.get_tensor(pieces.outer, swizzle=pieces.inner)
-        ring = Ring(shared.barriers.data_ptr(), self.stages)
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(atom_w)
-            with cute.arch.elect_one():
-                ring.initialise(self.producer_arrivals())
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        shared = enter(self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (), (atom_w,))
 
         if group == 0:
             cute.arch.setmaxregister_decrease(self.producer_registers())
-            self.produce(None, tensor_x, atom_w, tensor_w, shared_a, shared_b, ring.full, ring.empty, token, tiles)
+            self.produce(
+                None, tensor_x, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token, tiles
+            )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers())
             half = group - 1
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             inner = self.columns // 2  # columns of a in a tile
-            fragment_a = tiled_mma.make_fragment_A(
-                tiled_mma.get_slice(0).partition_A(cute.local_tile(shared_a, (HALF, DEPTH), (half, 0, None)))
-            )
-            fragment_b = tiled_mma.make_fragment_B(tiled_mma.get_slice(0).partition_B(shared_b))
-            accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, self.columns)), Float32)
-            store = piece_store(tiled_mma, shared_out, self.dtype, thread % 128, half, UP_PIECES)
+            fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
+            store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, UP_PIECES)
             values = store.retile(accumulator)
             places = store.retile(
                 tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
@@ -364,7 +332,7 @@ class UpKernel(RowsKernel):
                 if expert >= 0:
                     first, end = tiles[row_tile, 1] + HALF * half, tiles[row_tile, 2]
                     stage, phase = multiply(
-                        tiled_mma, accumulator, fragment_a, fragment_b, ring.full, ring.empty, stage, phase,
+                        tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
                         Int32(self.depth_tiles), self.stages,
                     )  # fmt: skip
                     if const_expr(bias is not None):
@@ -388,26 +356,12 @@ class UpKernel(RowsKernel):
                         if store.issuer:
                             if const_expr(atom_h is not None):
                                 for side in cutlass.range_constexpr(2):
-                                    rows = cute.local_tile(
-                                        cute.domain_offset((BIG - (end - first), 0), tensor_h[None, None, side, end]),
-                                        (HALF, PIECE), (0, None),
-                                    )  # fmt: skip
-                                    from_h, to_h = partition(atom_h, shared_out, rows)
+                                    rows = ragged_pieces(tensor_h, first, end, side)
+                                    from_h, to_h = partition(atom_h, shared.pieces, rows)
                                     cute.copy(atom_h, from_h[None, store.buffer(side)], to_h[None, box])
                             if const_expr(atom_a is not None):
-                                rows = cute.local_tile(ragged_rows(tensor_a, first, end), (HALF, PIECE), (0, None))
-                                from_a, to_a = partition(atom_a, shared_out, rows)
+                                from_a, to_a = partition(atom_a, shared.pieces, ragged_pieces(tensor_a, first, end))
                                 cute.copy(atom_a, from_a[None, store.buffer(2)], to_a[None, box])
                             cute.arch.cp_async_bulk_commit_group()
                 item += cute.arch.grid_dim()[0]
             cute.arch.cp_async_bulk_wait_group(0)
-
-
-def ragged_halves(tensor):
-    """[rows, 2I] as (BIG, I, 2, BIG): ragged rows of the gate half and of the up half."""
-    whole = ragged(tensor)
-    rows, columns, ends = whole.shape
-    stride = whole.stride[0]
-    return cute.make_tensor(
-        whole.iterator, cute.make_layout((rows, columns // 2, 2, ends), stride=(stride, 1, columns // 2, stride))
-    )

@@ -17,6 +17,7 @@ from .gradients import gate_up_gradient as _gate_up_gradient
 from .rows import down as _down
 from .rows import down_backward as _down_backward
 from .rows import input_rows as _input_rows
+from .rows import routing_gradient as _routing_gradient
 from .rows import up as _up
 from .sort_pairs import dispatch as _dispatch
 from .sort_pairs import tile_table_length as tile_table_length
@@ -40,6 +41,7 @@ down = _on_its_device(_down)
 combine = _on_its_device(_combine)
 down_backward = _on_its_device(_down_backward)
 input_rows = _on_its_device(_input_rows)
+routing_gradient = _on_its_device(_routing_gradient)
 gate_up_gradient = _on_its_device(_gate_up_gradient)
 down_gradient = _on_its_device(_down_gradient)
 gate_up_bias_gradient = _on_its_device(_gate_up_bias_gradient)

@@ -322,7 +322,7 @@ def down_backward(
     num_rows, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     dh_R2I = dout_TH.new_empty(num_rows, 2 * inner) if want_dh else None
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
-    dw_P = weight_P.new_zeros(num_rows) if want_dw else None  # dropped pairs stay zero
+    parts = None
     if num_rows:
         launch = _Launch("down_backward", dout_TH, rows, inner)
         parts = weight_P.new_empty(launch.column_tiles, num_rows) if want_dw else None
@@ -331,9 +331,17 @@ def down_backward(
             launch.row_tiles, num_rows, hidden, inner, *down_EHI.stride(), interleaved, *activation,
             PIECE=launch.piece // 2 if interleaved else launch.piece, **launch.options,
         )  # fmt: skip
-        if want_dw:
-            routing_gradient_kernel[(launch.row_tiles,)](
-                parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles, num_rows,
-                hidden, *_bias_strides(bias_EH), launch.column_tiles, launch.options["ROWS"], DEPTH=64, num_warps=4,
-            )  # fmt: skip
-    return dh_R2I, a_RI, dw_P
+    if not want_dw:
+        return dh_R2I, a_RI, None
+    return dh_R2I, a_RI, weight_P.new_zeros(0) if parts is None else routing_gradient(parts, dout_TH, bias_EH, rows)
+
+
+def routing_gradient(parts, dout_TH, bias_EH, rows):
+    """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
+    (column_tiles, num_rows), num_experts = parts.shape, rows.offsets.numel() - 1
+    dw_P = parts.new_zeros(num_rows)
+    routing_gradient_kernel[(max_row_tiles(num_rows, num_experts),)](
+        parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles, num_rows, dout_TH.shape[1],
+        *_bias_strides(bias_EH), column_tiles, tile_rows(num_rows, num_experts), DEPTH=64, num_warps=4,
+    )  # fmt: skip
+    return dw_P
