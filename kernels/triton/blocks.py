@@ -11,7 +11,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
+
+from .launch import cdiv
 
 # Mean rows per expert. Up to FEW a row tile has 64 rows; at 128 rows, 128-row tiles are already faster although every
 # second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
@@ -102,7 +103,7 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
     """The most row tiles there can be: every expert may have one that is not full. What kernels are launched over."""
-    return min(triton.cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
+    return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
 
 
 def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .blocks import blocks_for
 from .common import swizzle
+from .launch import cdiv, launch, next_power_of_2
 from .rows import precision
 
 PROGRAMS_WANTED = 1024  # enough small programs to fill any GPU several times over
@@ -108,9 +109,11 @@ def _weight_gradient(direct_RM, gathered_TN, rows, like_EMN):
     if gather_left:
         sides, view, height, width = sides[::-1], gradient.transpose(1, 2), width, height
     blocks = blocks_for("gradient", direct_RM, rows.token.numel(), num_experts)
-    weight_gradient_kernel[(num_experts * triton.cdiv(height, blocks.height) * triton.cdiv(width, blocks.width),)](
-        *sides, view, rows.token, rows.offsets, height, width, *view.stride(), gather_left,
-        blocks.height, blocks.width, blocks.depth, blocks.group, blocks.peel, precision(direct_RM),
+    launch(
+        weight_gradient_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
+        (*sides, view, rows.token, rows.offsets), (),
+        (height, width, *view.stride(), gather_left, blocks.height, blocks.width, blocks.depth, blocks.group,
+         blocks.peel, precision(direct_RM)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return gradient
@@ -126,12 +129,13 @@ def down_gradient(dout_TH, a_RI, rows, like_EHI):
 
 def _bias_gradient(source, weight_P, rows, like_EN):
     num_experts, columns = like_EN.shape
-    column_tiles = triton.cdiv(columns, 128)
-    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS_WANTED, max(num_experts * column_tiles, 1))), 64)
+    column_tiles = cdiv(columns, 128)
+    splits = min(next_power_of_2(cdiv(PROGRAMS_WANTED, max(num_experts * column_tiles, 1))), 64)
     sums = torch.empty(splits, num_experts, columns, dtype=torch.float32, device=source.device)
-    bias_gradient_kernel[(num_experts, column_tiles, splits)](
-        source, weight_P, sums, rows.token, rows.pair, rows.offsets, columns, splits, ROWS=16, COLUMNS=128, num_warps=4
-    )
+    launch(
+        bias_gradient_kernel, (num_experts, column_tiles, splits),
+        (source, weight_P, sums, rows.token, rows.pair, rows.offsets), (), (columns, splits, 16, 128), num_warps=4,
+    )  # fmt: skip
     return torch.empty_like(like_EN).copy_(sums.sum(0))
 
 

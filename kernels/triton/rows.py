@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .blocks import blocks_for, max_row_tiles, tile_rows
 from .common import activate, swizzle
+from .launch import cdiv, launch
 
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
 
@@ -268,13 +269,10 @@ class _Launch:
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
         blocks = blocks_for(kernel, tensor, num_pairs, num_experts)
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
-        self.column_tiles = triton.cdiv(num_columns, blocks.columns)
+        self.column_tiles = cdiv(num_columns, blocks.columns)
         self.grid = (self.row_tiles * self.column_tiles,)
-        self.options = {
-            "ROWS": tile_rows(num_pairs, num_experts), "COLUMNS": blocks.columns, "DEPTH": blocks.depth,
-            "GROUP": blocks.group, "PRECISION": precision(tensor),
-            "num_warps": blocks.warps, "num_stages": blocks.stages,
-        }  # fmt: skip
+        self.tile = (tile_rows(num_pairs, num_experts), blocks.columns, blocks.depth, blocks.group)
+        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
         self.piece = blocks.piece
 
 
@@ -287,11 +285,12 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
     if num_rows:
-        launch = _Launch("up", x_TH, rows, width // 2)
-        up_kernel[launch.grid](
-            x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, rows.tiles, launch.row_tiles,
-            hidden, width // 2, *gate_up_E2IH.stride(), *_bias_strides(bias_E2I), interleaved, *activation,
-            **launch.options,
+        how = _Launch("up", x_TH, rows, width // 2)
+        launch(
+            up_kernel, how.grid, (x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, rows.tiles), (how.row_tiles,),
+            (hidden, width // 2, *gate_up_E2IH.stride(), *_bias_strides(bias_E2I), interleaved, *activation, *how.tile,
+             precision(x_TH)),
+            **how.options,
         )  # fmt: skip
     return h_R2I, a_RI
 
@@ -300,10 +299,11 @@ def _rows_product(kernel, source_RK, weight_ENK, bias_EN, rows):
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     if num_rows:
-        launch = _Launch(kernel, source_RK, rows, columns)
-        rows_kernel[launch.grid](
-            source_RK, weight_ENK, bias_EN, out_RN, rows.tiles, launch.row_tiles,
-            columns, length, *weight_ENK.stride(), *_bias_strides(bias_EN), **launch.options,
+        how = _Launch(kernel, source_RK, rows, columns)
+        launch(
+            rows_kernel, how.grid, (source_RK, weight_ENK, bias_EN, out_RN, rows.tiles), (how.row_tiles,),
+            (columns, length, *weight_ENK.stride(), *_bias_strides(bias_EN), *how.tile, precision(source_RK)),
+            **how.options,
         )  # fmt: skip
     return out_RN
 
@@ -324,12 +324,15 @@ def down_backward(
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
     parts = None
     if num_rows:
-        launch = _Launch("down_backward", dout_TH, rows, inner)
-        parts = weight_P.new_empty(launch.column_tiles, num_rows) if want_dw else None
-        down_backward_kernel[launch.grid](
-            dout_TH, down_EHI, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token, rows.pair, rows.tiles,
-            launch.row_tiles, num_rows, hidden, inner, *down_EHI.stride(), interleaved, *activation,
-            PIECE=launch.piece // 2 if interleaved else launch.piece, **launch.options,
+        how = _Launch("down_backward", dout_TH, rows, inner)
+        parts = weight_P.new_empty(how.column_tiles, num_rows) if want_dw else None
+        launch(
+            down_backward_kernel, how.grid,
+            (dout_TH, down_EHI, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token, rows.pair, rows.tiles),
+            (how.row_tiles, num_rows),
+            (hidden, inner, *down_EHI.stride(), interleaved, *activation, *how.tile,
+             how.piece // 2 if interleaved else how.piece, precision(dout_TH)),
+            **how.options,
         )  # fmt: skip
     if not want_dw:
         return dh_R2I, a_RI, None
@@ -340,8 +343,9 @@ def routing_gradient(parts, dout_TH, bias_EH, rows):
     """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
     (column_tiles, num_rows), num_experts = parts.shape, rows.offsets.numel() - 1
     dw_P = parts.new_zeros(num_rows)
-    routing_gradient_kernel[(max_row_tiles(num_rows, num_experts),)](
-        parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles, num_rows, dout_TH.shape[1],
-        *_bias_strides(bias_EH), column_tiles, tile_rows(num_rows, num_experts), DEPTH=64, num_warps=4,
+    launch(
+        routing_gradient_kernel, (max_row_tiles(num_rows, num_experts),),
+        (parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles), (num_rows,),
+        (dout_TH.shape[1], *_bias_strides(bias_EH), column_tiles, tile_rows(num_rows, num_experts), 64), num_warps=4,
     )  # fmt: skip
     return dw_P

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..interface import Rows
 from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
+from .launch import cdiv, launch, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
@@ -181,7 +182,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
 
     rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
-    num_blocks, bins = triton.cdiv(num_pairs, BLOCK), triton.next_power_of_2(num_experts + 1)
+    num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
     keys, counts = new(num_blocks * BLOCK), new(num_experts + 1, num_blocks)
     totals, ticket = new(num_experts + 1), new(1)
     token_counts = cursors = row_of_slot = None
@@ -189,25 +190,25 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         token_P = token_P.reshape(-1).contiguous()
         token_counts = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
-    count_kernel[(num_blocks,)](
-        expert_P, token_P, keys, counts, token_counts, ticket, num_pairs, num_blocks, num_tokens,
-        NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
+    launch(
+        count_kernel, (num_blocks,), (expert_P, token_P, keys, counts, token_counts, ticket),
+        (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK), num_warps=4,
     )  # fmt: skip
-    token_blocks = 0 if token_P is None else triton.cdiv(num_tokens + 1, SCAN)
+    token_blocks = 0 if token_P is None else cdiv(num_tokens + 1, SCAN)
     # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
-    scan_kernel[(num_experts + 1 + token_blocks,)](
-        counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket, num_blocks, num_tokens,
-        NUM_EXPERTS=num_experts, BINS=bins, SCAN=SCAN, WIDE=WIDE, CHECKED=not sentinels,
-        num_warps=8, debug=not sentinels, sanitize_overflow=False,
+    launch(
+        scan_kernel, (num_experts + 1 + token_blocks,),
+        (counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket), (num_blocks, num_tokens),
+        (num_experts, bins, SCAN, WIDE, not sentinels), num_warps=8, debug=not sentinels, sanitize_overflow=False,
     )  # fmt: skip
-    place_kernel[(num_blocks + num_experts + 1,)](
-        keys, token_P, counts, cursors, row_of_slot, *rows,
-        num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1),
-        NUM_EXPERTS=num_experts, BINS=bins, BLOCK=BLOCK, CHUNK=CHUNK, TILE_ROWS=tile_rows(num_pairs, num_experts),
-        num_warps=4,
+    launch(
+        place_kernel, (num_blocks + num_experts + 1,), (keys, token_P, counts, cursors, row_of_slot, *rows),
+        (num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1)),
+        (num_experts, bins, BLOCK, CHUNK, tile_rows(num_pairs, num_experts)), num_warps=4,
     )  # fmt: skip
     if token_P is not None:
-        order_kernel[(triton.cdiv(num_tokens, 16),)](
-            row_of_slot, rows.token_offsets, rows.token_rows, num_tokens, TOKENS=16, BLOCK=16, num_warps=4
-        )
+        launch(
+            order_kernel, (cdiv(num_tokens, 16),), (row_of_slot, rows.token_offsets, rows.token_rows), (num_tokens,),
+            (16, 16), num_warps=4,
+        )  # fmt: skip
     return rows

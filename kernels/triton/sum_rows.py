@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import cdiv, launch, next_power_of_2
+
 MOST_ROWS_AT_ONCE = 8
 COLUMNS = 512
 
@@ -41,11 +43,12 @@ def combine(y_RH, weight_P, rows, num_tokens):
     if not num_rows:
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
-    at_once = min(triton.next_power_of_2(triton.cdiv(num_rows, num_tokens)), MOST_ROWS_AT_ONCE)
-    columns = min(triton.next_power_of_2(hidden), COLUMNS)
+    at_once = min(next_power_of_2(cdiv(num_rows, num_tokens)), MOST_ROWS_AT_ONCE)
+    columns = min(next_power_of_2(hidden), COLUMNS)
     warps = max(columns * y_RH.element_size() // (32 * 16), 1)  # 16 bytes a thread: no two threads share a column
-    combine_kernel[(num_tokens, triton.cdiv(hidden, columns))](
-        y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair,
-        hidden, rows.offsets.numel() - 1, at_once, columns, num_warps=warps,
+    launch(
+        combine_kernel, (num_tokens, cdiv(hidden, columns)),
+        (y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair), (),
+        (hidden, rows.offsets.numel() - 1, at_once, columns), num_warps=warps,
     )  # fmt: skip
     return out_TH

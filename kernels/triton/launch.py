@@ -1,0 +1,56 @@
+"""Launches in little host time, and the host's arithmetic.
+
+Triton's own `kernel[grid](...)` inspects every argument and prints its options at each launch: about 20 us. Here only a
+kernel's first launch of a kind goes through it, to be compiled; the next ones hand raw pointers to the compiled kernel.
+"""
+
+from __future__ import annotations
+
+from triton.runtime import JITFunction, driver
+
+# (kernel, device, dtypes, constants, options) -> compiled kernel: as many entries as Triton compiles variants
+_COMPILED = {}
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. triton.cdiv is for use inside kernels too, and slow on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
+    """kernel[grid](*tensors, *numbers, *constants, **options), on the current device, which is the tensors'.
+
+    Args:
+        kernel: a triton.jit function whose parameters come in this order. Triton compiles it for its tensors' dtypes and
+            alignment, for which of them are None, and for constants and options: all of that is looked at here too.
+        grid: up to three numbers of programs.
+        tensors: tensors or None, the first a tensor; numbers: ints that the kernel names in `do_not_specialize`.
+        constants: its tl.constexpr parameters; options: num_warps and the like.
+    Raises:
+        ValueError: Triton would compile the kernel for a number's value.
+    """
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer or 0
+    # Pointers off the multiples of 16 and 64-bit numbers are compiled for on their own; and the interpreter has no key.
+    if bits % 16 or max(numbers, default=0) >> 31 or type(kernel) is not JITFunction:
+        kernel[grid](*tensors, *numbers, *constants, **options)
+        return
+    device = tensors[0].get_device()
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    key = (id(kernel), device, *dtypes, *constants, *options.items())
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        at = len(tensors)
+        if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
+            raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
+        _COMPILED[key] = kernel[grid](*tensors, *numbers, *constants, **options)
+        return
+    stream = driver.active.get_current_stream(device)
+    compiled[(*grid, 1, 1)](*pointers, *numbers, *constants, stream=stream)
