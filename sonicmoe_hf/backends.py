@@ -90,6 +90,7 @@ def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None)
     return Choice("triton", f"portable Triton kernels: {without_hopper}")
 
 
+@functools.cache
 def load(name: str):
     """The module of a backend, imported when first used; its functions are listed in kernels/interface.py."""
     return importlib.import_module(f"sonicmoe_hf.kernels.{name}")

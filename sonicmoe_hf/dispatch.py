@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from . import backends
+from . import backends, ops
 from .kernels.interface import Rows
 
 
-@torch.library.custom_op("sonicmoe_hf::dispatch", mutates_args=())
 def _dispatch(
     expert_P: torch.Tensor,
     token_P: torch.Tensor | None,
@@ -20,12 +19,14 @@ def _dispatch(
     return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
 
 
-@_dispatch.register_fake
-def _(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
     num_pairs = expert_P.numel()
     num_tiles = backends.load(backend).tile_table_length(num_pairs, num_experts)
     sizes = ((num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3))
     return [expert_P.new_empty(size, dtype=torch.int32) for size in sizes]
+
+
+_DISPATCH = ops.define(_dispatch, _fake_dispatch)
 
 
 def dispatch(
@@ -65,4 +66,5 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    return Rows(*_dispatch(expert_index, token_index, num_tokens, num_experts, sentinels, backend))
+    run = _DISPATCH if ops.traced(expert_index, token_index) else _dispatch
+    return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

@@ -1,15 +1,18 @@
 """moe_experts: the one differentiable function, written once over the backends' functions.
 
-Forward and backward are torch.library custom ops, so that torch.compile sees two opaque calls. What is saved for
-backward is x, h and the routing (`save="preactivation"`), or x and the routing (`save="input"`, h is computed again);
-never the activations a, the rows y, or gathered rows. Formulas: paper, section 3.
+Forward and backward are torch ops, so that torch.compile sees two opaque calls; where nothing traces, the ops' functions
+are called without the dispatcher. What is saved for backward is x, h and the routing (`save="preactivation"`), or x and
+the routing (`save="input"`, h is computed again); never the activations a, the rows y, or gathered rows. Formulas:
+paper, section 3.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from . import backends
+from . import backends, ops
 from .config import LAYOUTS, SAVE_POLICIES, check_choice
 from .dispatch import dispatch
 from .kernels.interface import ACTIVATIONS, Activation, Rows, accumulation_dtype
@@ -21,10 +24,10 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _without_autocast(device: torch.device):
-    return torch.autocast(device.type, enabled=False)
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 
-@torch.library.custom_op("sonicmoe_hf::experts_forward", mutates_args=())
 def _experts_forward(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -50,8 +53,7 @@ def _experts_forward(
     return [out, h] if keep_h else [out]
 
 
-@_experts_forward.register_fake
-def _(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
+def _fake_forward(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
     *_, keep_h, _ = options
     out = x.new_empty(x.shape)
     return [out, x.new_empty(rows[1].shape[0], gate_up.shape[1])] if keep_h else [out]
@@ -60,7 +62,6 @@ def _(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
 NEEDS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")  # the order of `needs` and of the gradients
 
 
-@torch.library.custom_op("sonicmoe_hf::experts_backward", mutates_args=())
 def _experts_backward(
     dout: torch.Tensor,
     x: torch.Tensor | None,
@@ -108,11 +109,14 @@ def _experts_backward(
     return [gradients[name] for name in NEEDS if need[name]]
 
 
-@_experts_backward.register_fake
-def _(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
+def _fake_backward(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
     *_, needs = options
     likes = (dout.new_empty(dout.shape), gate_up, down, weight, gate_up_bias, down_bias)
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
+
+
+_FORWARD = ops.define(_experts_forward, _fake_forward)
+_BACKWARD = ops.define(_experts_backward, _fake_backward)
 
 
 def _setup_context(ctx, inputs, output):
@@ -126,48 +130,71 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x if keep_x else None, h, gate_up, down, weight, gate_up_bias, down_bias, *rows)
 
 
-def _backward(ctx, gradients):
-    dout = gradients[0]
-    rest = ([None] * len(Rows._fields),) + (None,) * 7
+def _gradients(ctx, dout):
+    """The gradients of NEEDS, None where nobody needs one."""
     if dout is None:
-        return (None,) * len(NEEDS) + rest
+        return (None,) * len(NEEDS)
     x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
-    found = iter(
-        _experts_backward(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs)
-    )
-    return tuple(next(found) if need else None for need in ctx.needs) + rest
+    run = _BACKWARD if torch.is_grad_enabled() or ops.traced(dout) else _experts_backward
+    if torch.is_grad_enabled():  # create_graph=True: whatever is derived from these gradients meets the op's refusal
+        dout = dout if dout.requires_grad else dout.detach().requires_grad_()
+    found = iter(run(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs))
+    return tuple(next(found) if need else None for need in ctx.needs)
 
 
-_experts_forward.register_autograd(_backward, setup_context=_setup_context)
+def _backward_of_op(ctx, gradients):
+    return *_gradients(ctx, gradients[0]), [None] * len(Rows._fields), *(None,) * 7
+
+
+def _no_second_derivative(ctx, gradients):
+    raise RuntimeError("moe_experts has no second derivatives: its gradients cannot be differentiated again")
+
+
+ops.differentiate(_FORWARD, _backward_of_op, _setup_context)
+ops.differentiate(_BACKWARD, _no_second_derivative)
+
+
+class _Experts(torch.autograd.Function):
+    """The op `_FORWARD` without the dispatcher, for where nothing traces."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _experts_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx, dout, *dh):
+        return *_gradients(ctx, dout), *(None,) * 8
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
     """Raise what a user can act on; `gate_up` and `down` are the logical views [E, 2I, H] and [E, H, I]."""
-    tensors = {"x": x, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"x has dtype {x.dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
-    for name, tensor in tensors.items():
-        if tensor.dtype != x.dtype:
+    dtype, device = x.dtype, x.device
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
+    tensors = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
+    for name, tensor in tensors:
+        if tensor is not None and tensor.dtype != dtype:
             raise ValueError(
-                f"{name} has dtype {tensor.dtype} but x has {x.dtype}; cast one of them, or run under torch.autocast"
+                f"{name} has dtype {tensor.dtype} but x has {dtype}; cast one of them, or run under torch.autocast"
             )
-    for name, tensor in {**tensors, "the routing": routing.expert_index, "its weights": routing.weights}.items():
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
+    for name, tensor in (*tensors, ("the routing", routing.expert_index), ("its weights", routing.weights)):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} but x is on {device}; move them to one device")
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(
             f"x, gate_up, down have {x.dim()}, {gate_up.dim()}, {down.dim()} dimensions; they need 2 (tokens, hidden), "
             "3 and 3 (experts first)"
         )
     num_experts, width, hidden = gate_up.shape
-    if x.shape[1] != hidden or width % 2 or tuple(down.shape) != (num_experts, hidden, width // 2):
+    if x.shape[1] != hidden or width % 2 or down.shape != (num_experts, hidden, width // 2):
         raise ValueError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}, read as [T, H], "
             f"[E, 2I, H] and [E, H, I] by layout={layout!r}, disagree; is the layout right?"
         )
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
-        if bias is not None and tuple(bias.shape) != (num_experts, size):
+        if bias is not None and bias.shape != (num_experts, size):
             raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {(num_experts, size)}")
 
 
@@ -227,8 +254,8 @@ def moe_experts(
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep_h = differentiable and save == "preactivation"
-    out = _experts_forward(
-        x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, list(rows),
-        act.name, act.alpha, act.limit, interleaved, backend, keep_h, save,
-    )[0]  # fmt: skip
+    run = _FORWARD if ops.traced(*inputs) else _Experts.apply if differentiable else _experts_forward
+    out = run(
+        x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, interleaved, backend, keep_h, save
+    )[0]
     return out.to(dtype_out)

@@ -5,6 +5,9 @@ import itertools
 import pytest
 import torch
 from models import assert_all_close, relative_error
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe_hf import functional
 from sonicmoe_hf.config import LAYOUTS
@@ -259,6 +262,52 @@ def test_it_compiles_whole_and_gives_the_same_bits(save):
     assert_all_close(actual, output_and_gradients(run, inputs, index), 0.0, "the same kernels on the same inputs")
 
 
+class Watching(TorchDispatchMode):
+    """Notes the names of our ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sonicmoe_hf":
+            self.seen.append(func.name().removeprefix("sonicmoe_hf::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+def test_a_dispatch_mode_sees_the_ops_and_gets_the_same_bits(save):
+    inputs, index = problem(dtype=torch.float32)
+    plain = output_and_gradients(run, inputs, index, save=save)
+    with Watching() as watching:
+        seen = output_and_gradients(run, inputs, index, save=save)
+    assert watching.seen == ["dispatch", "experts_forward", "experts_backward"]
+    assert_all_close(seen, plain, 0.0, "the same functions on the same inputs")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_tracers_and_tensor_subclasses_get_the_ops():
+    inputs, index = problem(grad=False, dtype=torch.float32)
+    graph = make_fx(lambda x: run({**inputs, "x": x}, index))(inputs["x"])
+    assert "sonicmoe_hf.experts_forward" in graph.code and "sonicmoe_hf.dispatch" in graph.code
+    assert torch.equal(graph(2 * inputs["x"]), run({**inputs, "x": 2 * inputs["x"]}, index))
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
+        fake_index = mode.from_tensor(index)
+    assert run(fakes, fake_index).shape == inputs["x"].shape
+    traced = torch.jit.trace(lambda x: run({**inputs, "x": x}, index), (inputs["x"],))
+    assert torch.equal(traced(2 * inputs["x"]), run({**inputs, "x": 2 * inputs["x"]}, index))
+
+
+@pytest.mark.parametrize("needed", [("x",), ("x", "gate_up", "weights")])
+def test_second_derivatives_are_refused_not_left_out(needed):
+    inputs, index = problem(grad=False)
+    wanted = [inputs[name].requires_grad_() for name in needed]
+    gradients = torch.autograd.grad(run(inputs, index).sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        (gradients[0].square().sum() + wanted[0].sum()).backward()
+
+
 def test_the_custom_ops_pass_torchs_own_checks():
     inputs, index = problem(T=5, dtype=torch.float32)
     rows = functional.dispatch(index, 5, 4)
@@ -267,6 +316,10 @@ def test_the_custom_ops_pass_torchs_own_checks():
     torch.library.opcheck(torch.ops.sonicmoe_hf.experts_forward.default, (*args, True, "preactivation"))
     torch.library.opcheck(torch.ops.sonicmoe_hf.experts_forward.default, (*args, False, "input"))
     torch.library.opcheck(torch.ops.sonicmoe_hf.dispatch.default, (index, None, 5, 4, False, "eager"))
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
+    out, h = torch.ops.sonicmoe_hf.experts_forward(*detached, True, "preactivation")
+    backward = (torch.ones_like(out), detached[0], h, *detached[1:], [True] * 6)
+    torch.library.opcheck(torch.ops.sonicmoe_hf.experts_backward.default, backward)
 
 
 @pytest.mark.parametrize("combination", itertools.product(("concatenated", "transposed_interleaved"), (False, True)))

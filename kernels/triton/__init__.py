@@ -29,7 +29,10 @@ def _on_its_device(function):
 
     @functools.wraps(function)
     def launch(tensor, *args, **kwargs):
-        with torch.cuda.device_of(tensor):
+        device = tensor.get_device()
+        if device < 0 or device == torch.cuda.current_device():
+            return function(tensor, *args, **kwargs)
+        with torch.cuda.device(device):
             return function(tensor, *args, **kwargs)
 
     return launch

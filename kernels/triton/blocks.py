@@ -106,14 +106,18 @@ def max_row_tiles(num_pairs: int, num_experts: int) -> int:
     return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
 
 
-def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
-    """The table's entry for a kernel whose operands are like `tensor`."""
-    kind, size = gpu_kind(tensor.device), tensor.element_size()
+@functools.cache
+def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
+    kind = gpu_kind(device)
     if kind == "interpreter":
         size = 0
     elif size == 4:
         kind = "any"
     entries = TABLE[kind, size][kernel]
     buckets = ("few", "some", "many")
-    larger = buckets[buckets.index(bucket(num_pairs, num_experts)) :]
-    return next(entries[name] for name in larger if name in entries)
+    return next(entries[name] for name in buckets[buckets.index(rows_per_expert) :] if name in entries)
+
+
+def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
+    """The table's entry for a kernel whose operands are like `tensor`."""
+    return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
