@@ -6,6 +6,7 @@ kernel's first launch of a kind goes through it, to be compiled; the next ones h
 
 from __future__ import annotations
 
+from triton import knobs
 from triton.runtime import JITFunction, driver
 
 # (kernel, device, dtypes, constants, options) -> compiled kernel: as many entries as Triton compiles variants
@@ -45,12 +46,18 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
     device = tensors[0].get_device()
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
     key = (id(kernel), device, *dtypes, *constants, *options.items())
-    compiled = _COMPILED.get(key)
-    if compiled is None:
+    found = _COMPILED.get(key)
+    if found is None:
         at = len(tensors)
         if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
             raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
-        _COMPILED[key] = kernel[grid](*tensors, *numbers, *constants, **options)
+        compiled = kernel[grid](*tensors, *numbers, *constants, **options)
+        _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
         return
+    compiled, run, function, metadata = found
     stream = driver.active.get_current_stream(device)
-    compiled[(*grid, 1, 1)](*pointers, *numbers, *constants, stream=stream)
+    x, y, z = (*grid, 1, 1)[:3]
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler listens
+        compiled[x, y, z](*pointers, *numbers, *constants, stream=stream)
+    else:
+        run(x, y, z, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
