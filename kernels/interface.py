@@ -54,7 +54,7 @@ class Rows(NamedTuple):
     token_offsets [T+1]: token t's entries in token_rows are token_offsets[t] .. token_offsets[t+1].
     token_rows [P]: rows of each token, in the routing's order; an entry >= R is a dropped pair. The dropped pairs of a
         general list (token_P given) belong to no token: they come last, past token_offsets[T].
-    tiles [L, 3]: for a backend that cuts rows into tiles, (expert, first row, end of the expert's rows) of every tile,
+    tiles [L, 3]: for a backend that cuts rows into tiles, (expert, first row, end of its rows) of every tile,
         then expert -1; how many tiles there can be, and L, are the backend's affair.
     """
 

@@ -1,8 +1,7 @@
 """The backend in the CuTe DSL: Hopper GPUs (sm_90a), bf16 and fp16; the signatures are in ../interface.py.
 
-What these kernels do not take (tiles of fewer than 128 rows, which dispatch cuts where experts have very few;
-interleaved weights; sizes up to 64 or no multiple of 8) runs on the Triton kernels, which also dispatch, combine and sum
-bias gradients for this backend.
+What these kernels do not take (sizes up to 64 or no multiple of 8, weights with gaps) runs on the Triton kernels, which
+also dispatch, combine and sum bias gradients for this backend.
 """
 
 import functools
@@ -15,12 +14,9 @@ from ..triton import dispatch as dispatch
 from ..triton import down_bias_gradient as down_bias_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import tile_table_length as tile_table_length
-from ..triton.blocks import max_row_tiles, tile_rows
+from ..triton.blocks import max_row_tiles
+from .configs import takes, tile
 
-COLUMNS = 256
-STAGES = 3
-SLOTS = 1  # of down_backward, for h beside the stages
-SMALLEST = 64  # sizes above the width of a stored piece
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
 
 
@@ -31,10 +27,9 @@ def _blocks(device: torch.device) -> int:
 
 def _fits(rows, sizes, *tensors) -> bool:
     """Whether the Hopper kernels take these operands, of these sizes H, I or 2I."""
-    num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-    if not num_pairs or tile_rows(num_pairs, num_experts) != 128:
+    if not rows.token.numel() or not takes(*sizes):
         return False
-    return all(size % 8 == 0 and size > SMALLEST for size in sizes) and all(
+    return all(
         tensor.dtype in (torch.bfloat16, torch.float16)
         and tensor.data_ptr() % 16 == 0
         and (tensor.dim() == 3 or tensor.numel() < MOST_ELEMENTS)
@@ -63,14 +58,14 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
 
     _, width, hidden = gate_up_E2IH.shape
     sizes = (hidden, width // 2)
-    if interleaved or not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
+    if not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
         return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
     kernel = compiled.up(
         x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h, want_a, activation,
-        COLUMNS, STAGES,
+        interleaved, tile("up", width),
     )  # fmt: skip
     _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, *_tables(rows, x_TH))
     return h_R2I, a_RI
@@ -84,7 +79,7 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     _, columns, depth = weight_ENK.shape
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
     kernel = compiled.product(
-        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, COLUMNS, STAGES
+        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, tile("product", columns)
     )
     _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, *_tables(rows, source_RK))
     return out_RN
@@ -105,17 +100,18 @@ def down_backward(
 ):
     from . import compiled
 
-    if interleaved or not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
+    if not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
         return portable.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
         )
     num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
-    parts = weight_P.new_empty(-(-inner // COLUMNS), num_pairs) if want_dw else None
+    chosen = tile("down_backward", inner)
+    parts = weight_P.new_empty(-(-inner // chosen.columns), num_pairs) if want_dw else None
     kernel = compiled.down_backward(
         dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
-        COLUMNS, STAGES, SLOTS,
+        interleaved, chosen,
     )  # fmt: skip
     _launch(
         kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair,
@@ -131,7 +127,8 @@ def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
     if not _fits(rows, like_EMN.shape[1:], gathered_TM, direct_RN) or not _dense(like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
-    kernel = compiled.gradient(gathered_TM.dtype, *gradient.shape[1:], gradient.stride(2) == 1, COLUMNS, STAGES)
+    _, height, width = gradient.shape
+    kernel = compiled.gradient(gathered_TM.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
     _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, _blocks(gathered_TM.device))
     return gradient
 

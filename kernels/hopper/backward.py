@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from .activations import activate
+from .configs import Tile
 from .core import (
     HALF,
     PIECE,
@@ -25,29 +26,29 @@ from .core import (
     partition,
     piece_layout,
     ragged,
-    ragged_halves,
     ragged_pieces,
     storage,
     store_atom,
 )
-from .rows import RowsKernel
+from .rows import RowsKernel, halves, piece_of_h, ragged_h
 
 THREADS = 512  # a producer, two multiplying and one finishing warpgroup
 REGISTERS = (56, 176, 104)  # of each; four warpgroups start with 128
 PIECE_BYTES = HALF * PIECE * 2
+CHUNK = 8  # columns of a row that a thread of it takes at a time
 FINISHER = 1  # the named barrier of the finishing warpgroup
 
 
 class DownBackwardKernel(RowsKernel):
-    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] concatenated."""
+    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I]."""
 
-    def __init__(self, dtype, columns: int, stages: int, slots: int, activation):
-        super().__init__(dtype, columns, stages, gather=True)
+    def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
+        super().__init__(dtype, tile, gather=True)
         self.activation = activation
+        self.interleaved = interleaved
         # wider instructions want more registers than four warpgroups start with
-        self.instruction_columns = columns if columns <= 192 else 128
-        self.pieces = columns // PIECE
-        self.slots = slots
+        self.instruction_columns = self.columns if self.columns <= 192 else 128
+        self.pieces = self.columns // PIECE
 
     @cute.jit
     def __call__(
@@ -56,12 +57,10 @@ class DownBackwardKernel(RowsKernel):
     ):  # fmt: skip
         _, tensor_dout, atom_w, tensor_w = self.set_up(dout, weight)
         layout = piece_layout(self.dtype, 2 * self.pieces + 2 * self.slots)  # da' of both halves, then h's slots
-        inner = h.shape[1] // 2
-        halves = cute.make_tensor(h.iterator, cute.make_layout((h.shape[0], inner, 2), stride=(h.stride[0], 1, inner)))
-        atom_h, tensor_h = load_atom(halves, one_stage(layout), (HALF, PIECE))
+        atom_h, tensor_h = load_atom(h if self.interleaved else halves(h), one_stage(layout), (HALF, PIECE))
         atom_dh, tensor_dh, atom_a, tensor_a = None, None, None, None
         if const_expr(dh is not None):
-            atom_dh, tensor_dh = store_atom(ragged_halves(dh), one_stage(layout), (HALF, PIECE))
+            atom_dh, tensor_dh = store_atom(ragged_h(dh, self.interleaved), one_stage(layout), (HALF, PIECE))
         if const_expr(a is not None):
             atom_a, tensor_a = store_atom(ragged(a), one_stage(layout), (HALF, PIECE))
         self.own_arrivals = (4, 4, 1) + (1,) * self.slots  # handed over of each half, taken, loaded of each slot
@@ -147,18 +146,11 @@ class DownBackwardKernel(RowsKernel):
         """The finishing warpgroup's part: h in, dh, a' and dw out, piece by piece, one half of the tile first."""
         me = cute.arch.thread_idx()[0] % 128
         issuer = cute.arch.make_warp_uniform(me // 32) == 0
-        load_op = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        store_op = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        fragments = cute.make_tiled_copy_C_atom(store_op, tiled_mma)
-        store, load = cute.make_tiled_copy_S(store_op, fragments), cute.make_tiled_copy_S(load_op, fragments)
-        store_to = store.get_slice(me).partition_D(shared_pieces)
-        load_from = load.get_slice(me).partition_S(shared_pieces)
-        shape = cute.shape(store.get_slice(me).partition_S(shared_pieces))[:3]
-        gate, up = cute.make_rmem_tensor(shape, self.dtype), cute.make_rmem_tensor(shape, self.dtype)
-        da = cute.make_rmem_tensor(shape, self.dtype)
-        size = cute.size(gate)
-        my_row = me // 32 * 16 + me % 32 // 4  # of a half; and my_row + 8
-        routed, partial = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        # two threads share a row, so that 16 bytes of eight rows are read at a time without bank conflicts
+        my_row, side = me // 32 * 16 + me % 16, me % 32 // 16
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
+        left, right, da = (cute.make_rmem_tensor(CHUNK, self.dtype) for _ in range(3))
+        routed, partial = Float32(0.0), Float32(0.0)
         used, tile_phase = Int32(0), Int32(0)  # slots filled so far, over all tiles
         item, items = cute.arch.block_idx()[0], self.num_items(tiles)
         while item < items:
@@ -172,39 +164,44 @@ class DownBackwardKernel(RowsKernel):
                     half, p = q // self.pieces, q % self.pieces
                     top = first + HALF * half
                     if p == 0:
-                        for r in cutlass.range_constexpr(2):
-                            partial[r] = Float32(0.0)
-                            routed[r] = routed_weight(routing_weight, pair, top + my_row + 8 * r, end)
+                        partial = Float32(0.0)
+                        routed = routed_weight(routing_weight, pair, top + my_row, end)
                         cute.arch.mbarrier_wait(handed_over + half, tile_phase)
                     slot = (used + q) % self.slots
-                    gate_piece = 2 * self.pieces + 2 * slot
+                    h_piece = 2 * self.pieces + 2 * slot
                     cute.arch.mbarrier_wait(loaded + slot, (used + q) // self.slots & 1)
-                    cute.copy(load, load_from[None, None, None, gate_piece], load.retile(gate))
-                    cute.copy(load, load_from[None, None, None, gate_piece + 1], load.retile(up))
-                    cute.copy(load, load_from[None, None, None, q], load.retile(da))
-                    for v in cutlass.range_constexpr(size):
-                        r = v // 2 % 2
-                        slope = da[v].to(Float32)
-                        act, slope_gate, slope_up = activate(gate[v].to(Float32), up[v].to(Float32), *self.activation)
-                        partial[r] += slope * act
-                        slope = routed[r] * slope
-                        gate[v] = (slope * slope_gate).to(self.dtype)
-                        up[v] = (slope * slope_up).to(self.dtype)
-                        da[v] = (routed[r] * act).to(self.dtype)
-                    if const_expr(atom_dh is not None):
-                        cute.copy(store, gate, store_to[None, None, None, gate_piece])
-                        cute.copy(store, up, store_to[None, None, None, gate_piece + 1])
-                    if const_expr(atom_a is not None):
-                        cute.copy(store, da, store_to[None, None, None, q])
+                    for i in cutlass.range_constexpr(PIECE // 2 // CHUNK):
+                        of_da = row_chunk(shared_pieces, my_row, q, PIECE // 2 // CHUNK * side + i)
+                        of_left, of_right = self.chunks_of_h(shared_pieces, my_row, h_piece, side, i)
+                        cute.copy(copy, of_left, left)
+                        cute.copy(copy, of_right, right)
+                        cute.copy(copy, of_da, da)
+                        for v in cutlass.range_constexpr(CHUNK):
+                            (gate, g), (up, u) = self.gate_and_up(left, right, v)
+                            slope = da[v].to(Float32)
+                            act, slope_gate, slope_up = activate(
+                                gate[g].to(Float32), up[u].to(Float32), *self.activation
+                            )
+                            partial += slope * act
+                            slope = routed * slope
+                            gate[g] = (slope * slope_gate).to(self.dtype)
+                            up[u] = (slope * slope_up).to(self.dtype)
+                            da[v] = (routed * act).to(self.dtype)
+                        if const_expr(atom_dh is not None):
+                            cute.copy(copy, left, of_left)
+                            cute.copy(copy, right, of_right)
+                        if const_expr(atom_a is not None):
+                            cute.copy(copy, da, of_da)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=FINISHER, number_of_threads=128)
                     if issuer:
                         box = column_tile * self.pieces + p
                         if const_expr(atom_dh is not None):
-                            for side in cutlass.range_constexpr(2):
-                                rows = ragged_pieces(tensor_dh, top, end, side)
+                            for i in cutlass.range_constexpr(2):
+                                of_dh, box_dh = piece_of_h(self.interleaved, i, box)
+                                rows = ragged_pieces(tensor_dh, top, end, *of_dh)
                                 from_dh, to_dh = partition(atom_dh, shared_pieces, rows)
-                                cute.copy(atom_dh, from_dh[None, gate_piece + side], to_dh[None, box])
+                                cute.copy(atom_dh, from_dh[None, h_piece + i], to_dh[None, box_dh])
                         if const_expr(atom_a is not None):
                             from_a, to_a = partition(atom_a, shared_pieces, ragged_pieces(tensor_a, top, end))
                             cute.copy(atom_a, from_a[None, q], to_a[None, box])
@@ -216,12 +213,9 @@ class DownBackwardKernel(RowsKernel):
                             )
                     if const_expr(parts is not None):  # noqa: SIM102  (decided while compiling)
                         if p == self.pieces - 1:
-                            for r in cutlass.range_constexpr(2):
-                                total = partial[r] + cute.arch.shuffle_sync_bfly(partial[r], 1)
-                                total += cute.arch.shuffle_sync_bfly(total, 2)
-                                row = top + my_row + 8 * r
-                                if me % 4 == 0 and row < end:
-                                    parts[column_tile, row] = total
+                            total = partial + cute.arch.shuffle_sync_bfly(partial, 16)
+                            if side == 0 and top + my_row < end:
+                                parts[column_tile, top + my_row] = total
                 if issuer:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     with cute.arch.elect_one():
@@ -237,15 +231,33 @@ class DownBackwardKernel(RowsKernel):
         slot = (used + q) % self.slots
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(loaded + slot, 2 * PIECE_BYTES)
-        for side in range(2):
+        for i in range(2):
+            of_h, box = piece_of_h(self.interleaved, i, column_tile * self.pieces + p)
             rows = cute.local_tile(
-                cute.domain_offset((first + HALF * half, 0), tensor_h[None, None, side]), (HALF, PIECE), (0, None)
+                cute.domain_offset((first + HALF * half, 0), tensor_h[(None, None, *of_h)]), (HALF, PIECE), (0, None)
             )
             to_h, from_h = partition(atom_h, shared_pieces, rows)
-            cute.copy(
-                atom_h, from_h[None, column_tile * self.pieces + p],
-                to_h[None, 2 * self.pieces + 2 * slot + side], tma_bar_ptr=loaded + slot,
-            )  # fmt: skip
+            to_slot = to_h[None, 2 * self.pieces + 2 * slot + i]
+            cute.copy(atom_h, from_h[None, box], to_slot, tma_bar_ptr=loaded + slot)
+
+    def chunks_of_h(self, shared_pieces, row, h_piece, side, i):
+        """Where the h of the i-th chunk of a thread's da lies in shared memory: two chunks."""
+        per_side = PIECE // 2 // CHUNK
+        if self.interleaved:  # gate and up of half a piece of da fill one piece
+            return tuple(row_chunk(shared_pieces, row, h_piece + side, 2 * i + c) for c in range(2))
+        return tuple(row_chunk(shared_pieces, row, h_piece + c, per_side * side + i) for c in range(2))
+
+    def gate_and_up(self, left, right, v: int):
+        """(registers, index) of the gate and of the up that belong to the v-th value of da's chunk."""
+        if self.interleaved:
+            pair = (left, right)[2 * v // CHUNK], 2 * v % CHUNK
+            return pair, (pair[0], pair[1] + 1)
+        return (left, v), (right, v)
+
+
+def row_chunk(shared_pieces, row, piece, chunk):
+    """CHUNK columns of a row of a piece in shared memory: 16 bytes."""
+    return cute.local_tile(shared_pieces[row, None, piece], (CHUNK,), (chunk,))
 
 
 @cute.jit

@@ -10,11 +10,12 @@ from cutlass import Int32
 
 from .backward import DownBackwardKernel
 from .cache import cached
+from .configs import Tile
 from .gradients import GradientKernel
 from .rows import ProductKernel, UpKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-OPTIONS = "--enable-tvm-ffi"
+OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has
 
 
 def _tensor(dtype, shape, order=None, align=16):
@@ -35,11 +36,11 @@ def _stream():
 
 
 @cached
-def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, columns: int, stages: int):
+def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, tile: Tile):
     """ProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        ProductKernel(kind, columns, stages, gather=False),
+        ProductKernel(kind, tile, gather=False),
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
@@ -50,11 +51,11 @@ def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias
 
 @cached
 def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
-       columns: int, stages: int):  # fmt: skip
-    """UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden] concatenated."""
+       interleaved: bool, tile: Tile):  # fmt: skip
+    """UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        UpKernel(kind, columns, stages, activation),
+        UpKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, 2 * inner, hidden, hidden_contiguous),
         _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
@@ -66,11 +67,11 @@ def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want
 
 @cached
 def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
-                  activation, columns: int, stages: int, slots: int):  # fmt: skip
-    """DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner] concatenated."""
+                  activation, interleaved: bool, tile: Tile):  # fmt: skip
+    """DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        DownBackwardKernel(kind, columns, stages, slots, activation),
+        DownBackwardKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, inner, hidden, hidden_contiguous),
         _tensor(kind, (pairs, 2 * inner)),
@@ -83,11 +84,11 @@ def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_
 
 
 @cached
-def gradient(dtype, height: int, width: int, width_contiguous: bool, columns: int, stages: int):
+def gradient(dtype, height: int, width: int, width_contiguous: bool, tile: Tile):
     """GradientKernel: gathered [T, height], direct [R, width] -> [E, height, width]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        GradientKernel(kind, columns, stages),
+        GradientKernel(kind, tile),
         _tensor(kind, (cute.sym_int(), height)),
         _tensor(kind, (pairs, width)),
         _weight(kind, height, width, width_contiguous),

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .configs import Tile
 from .core import (
     DEPTH,
     HALF,
@@ -44,10 +45,9 @@ class GradientKernel:
     The gathered side is the one of 128 columns: a copy of 16 bytes costs the producer as much as a TMA load of a box.
     """
 
-    def __init__(self, dtype, columns: int, stages: int):
+    def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
-        self.columns = columns
-        self.stages = stages
+        self.columns, self.stages, _ = tile
 
     @cute.jit
     def __call__(

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .activations import activate
+from .configs import Tile
 from .core import (
     DEPTH,
     HALF,
@@ -53,10 +54,9 @@ class RowsKernel:
 
     instruction_columns = 256
 
-    def __init__(self, dtype, columns: int, stages: int, gather: bool, gated: bool = False):
+    def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
-        self.columns = columns
-        self.stages = stages
+        self.columns, self.stages, self.slots = tile
         self.gather = gather
         self.halves = 2 if gated else 1
 
@@ -134,10 +134,9 @@ class RowsKernel:
                 offsets = cute.make_rmem_tensor(GATHER_PASSES, Int32)
                 if const_expr(self.gather):
                     for i in cutlass.range_constexpr(GATHER_PASSES):
-                        row = first + thread // 8 + 16 * i
-                        offsets[i] = chunk * 8
-                        if row < end:
-                            offsets[i] = token[row] * tensor_a.shape[1] + chunk * 8
+                        # past the end the last row again, and not one row for all tiles: every SM would wait for it
+                        row = cutlass.min(first + thread // 8 + 16 * i, end - 1)
+                        offsets[i] = token[row] * tensor_a.shape[1] + chunk * 8
                 else:
                     global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
                     to_a, from_a = partition(atom_a, shared_a, global_a)
@@ -249,9 +248,8 @@ class ProductKernel(RowsKernel):
                     rows = ragged_pieces(tensor_out, first + HALF * half, end)
                     from_out, to_out = partition(atom_out, shared.pieces, rows)
                     if const_expr(bias is not None):
-                        for v in cutlass.range_constexpr(store.size * (self.columns // PIECE)):
-                            column = column_tile * self.columns + places[v][1]
-                            values[v] += bias_of(bias, expert, column, bias.shape[1])
+                        first_column = column_tile * self.columns
+                        add_bias(values, places, 0, cute.size(values), bias, expert, first_column, bias.shape[1])
                     store.wait()
                     for p in cutlass.range_constexpr(self.columns // PIECE):
                         store.write(p, lambda v, start=p * store.size: values[start + v])
@@ -266,20 +264,43 @@ class ProductKernel(RowsKernel):
 
 
 @cute.jit
-def bias_of(bias: cute.Tensor, expert: Int32, column: Int32, columns: Int32):
-    """bias[expert, column] in fp32, 0 past the last column."""
-    value = Float32(0.0)
-    if column < columns:
-        value = bias[expert, column].to(Float32)
-    return value
+def add_bias(
+    values, places, start: cutlass.Constexpr, count: cutlass.Constexpr, bias: cute.Tensor, expert: Int32, first: Int32,
+    end: Int32,
+):  # fmt: skip
+    """values[start .. start + count] += bias[expert, first + column], nothing past column `end` of the bias."""
+    for v in cutlass.range_constexpr(start, start + count):
+        if const_expr(v // 2 % 2 == 0):  # the next two are of the same columns, eight rows below
+            column = first + places[v][1]
+            if column < end:
+                value = bias[expert, column].to(Float32)
+                values[v] += value
+                values[v + 2] += value
+
+
+def halves(h):
+    """[R, 2I] as (R, I, 2): the gate half and the up half."""
+    inner = h.shape[1] // 2
+    return cute.make_tensor(h.iterator, cute.make_layout((h.shape[0], inner, 2), stride=(h.stride[0], 1, inner)))
+
+
+def ragged_h(h, interleaved: bool):
+    """h for stores by `piece_of_h`."""
+    return ragged(h) if interleaved else ragged_halves(h)
+
+
+def piece_of_h(interleaved: bool, i: int, piece):
+    """Where the i-th of the two pieces of h lies that a's `piece` comes from: (its half, if h has halves), piece."""
+    return ((), 2 * piece + i) if interleaved else ((i,), piece)
 
 
 class UpKernel(RowsKernel):
-    """h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]); gate_up concatenated."""
+    """h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]); h in the order of gate_up."""
 
-    def __init__(self, dtype, columns: int, stages: int, activation):
-        super().__init__(dtype, columns, stages, gather=True, gated=True)
+    def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
+        super().__init__(dtype, tile, gather=True, gated=not interleaved)
         self.activation = activation
+        self.interleaved = interleaved
 
     @cute.jit
     def __call__(
@@ -290,7 +311,7 @@ class UpKernel(RowsKernel):
         pieces = piece_layout(self.dtype, 2 * UP_PIECES)
         atom_h, tensor_h, atom_a, tensor_a = None, None, None, None
         if const_expr(h is not None):
-            atom_h, tensor_h = store_atom(ragged_halves(h), one_stage(pieces), (HALF, PIECE))
+            atom_h, tensor_h = store_atom(ragged_h(h, self.interleaved), one_stage(pieces), (HALF, PIECE))
         if const_expr(a is not None):
             atom_a, tensor_a = store_atom(ragged(a), one_stage(pieces), (HALF, PIECE))
         self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, 2 * self.stages)
@@ -335,33 +356,53 @@ class UpKernel(RowsKernel):
                         tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
                         Int32(self.depth_tiles), self.stages,
                     )  # fmt: skip
-                    if const_expr(bias is not None):
-                        for v in cutlass.range_constexpr(store.size * (inner // PIECE)):
-                            column = column_tile * inner + places[v][1]
-                            up = v + store.size * (inner // PIECE)
-                            values[v] += bias_of(bias, expert, column, bias.shape[1] // 2)
-                            values[up] += bias_of(bias, expert, column + bias.shape[1] // 2, bias.shape[1])
                     for p in cutlass.range_constexpr(inner // PIECE):
-                        gate, up = p * store.size, (p + inner // PIECE) * store.size
-                        box = column_tile * (inner // PIECE) + p
+                        # values of the two pieces of h that piece p of a comes from
+                        starts = [store.size * i for i in self.pieces_in_tile(p)]
+                        if const_expr(bias is not None):
+                            for i in cutlass.range_constexpr(2):
+                                self.add_bias_of_h(bias, expert, column_tile, values, places, starts, store.size, i)
                         store.wait()
                         if const_expr(atom_h is not None):
-                            store.write(0, lambda v, s=gate: values[s + v])
-                            store.write(1, lambda v, s=up: values[s + v])
+                            for i in cutlass.range_constexpr(2):
+                                store.write(i, lambda v, start=starts[i]: values[start + v])
                         if const_expr(atom_a is not None):
-                            store.write(
-                                2, lambda v, g=gate, u=up: activate(values[g + v], values[u + v], *self.activation)[0]
-                            )
+                            self.write_a(store, shared.pieces, values, places, starts)
                         store.publish()
                         if store.issuer:
+                            box = column_tile * (inner // PIECE) + p
                             if const_expr(atom_h is not None):
-                                for side in cutlass.range_constexpr(2):
-                                    rows = ragged_pieces(tensor_h, first, end, side)
+                                for i in cutlass.range_constexpr(2):
+                                    of_h, box_h = piece_of_h(self.interleaved, i, box)
+                                    rows = ragged_pieces(tensor_h, first, end, *of_h)
                                     from_h, to_h = partition(atom_h, shared.pieces, rows)
-                                    cute.copy(atom_h, from_h[None, store.buffer(side)], to_h[None, box])
+                                    cute.copy(atom_h, from_h[None, store.buffer(i)], to_h[None, box_h])
                             if const_expr(atom_a is not None):
                                 from_a, to_a = partition(atom_a, shared.pieces, ragged_pieces(tensor_a, first, end))
                                 cute.copy(atom_a, from_a[None, store.buffer(2)], to_a[None, box])
                             cute.arch.cp_async_bulk_commit_group()
                 item += cute.arch.grid_dim()[0]
             cute.arch.cp_async_bulk_wait_group(0)
+
+    def pieces_in_tile(self, p: int):
+        """Which two pieces of the tile's accumulators piece p of a comes from."""
+        return (2 * p, 2 * p + 1) if self.interleaved else (p, p + self.columns // 2 // PIECE)
+
+    def add_bias_of_h(self, bias, expert, column_tile, values, places, starts, count, i):
+        """Bias for the i-th of two pieces of h, whose values begin at `starts`."""
+        half = 0 if self.interleaved else i
+        width, limit = self.columns // self.halves, bias.shape[1] // self.halves  # a tile's columns of a half, and all
+        first = column_tile * width + half * (limit - width)
+        add_bias(values, places, starts[i], count, bias, expert, first, (half + 1) * limit)
+
+    def write_a(self, store, pieces, values, places, starts):
+        """A piece of a, from the values of two pieces of h that begin at `starts`."""
+        if not self.interleaved:
+            gate, up = starts
+            store.write(2, lambda v: activate(values[gate + v], values[up + v], *self.activation)[0])
+            return
+        start = starts[0]  # the second follows; a thread holds gate and up of every fourth column of a
+        for v in range(start, start + 2 * store.size, 2):
+            row, column = places[v]
+            value = activate(values[v], values[v + 1], *self.activation)[0]
+            pieces[row, column // 2 % PIECE, store.buffer(2)] = value.to(self.dtype)

@@ -127,7 +127,7 @@ def place_kernel(
             for row in range(tl.load(offsets + which), last, TILE_ROWS):
                 tl.store(tiles + tile * 3, which)
                 tl.store(tiles + tile * 3 + 1, row)
-                tl.store(tiles + tile * 3 + 2, last)
+                tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, last))
                 tile += 1
         else:
             for start in range(tl.sum(num_tiles), num_row_tiles, BINS):

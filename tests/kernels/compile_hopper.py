@@ -1,6 +1,7 @@
-"""Compiles every Hopper kernel for sm_90a and prints "name|stack N|local N|wgmma N" a line; needs no GPU.
+"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|steps N" a line; needs no GPU.
 
-Run with CUTE_DSL_ARCH=sm_90a CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
+Every entry of the table in kernels/hopper/configs.py in bf16 with swiglu, and every other option once. steps: how many
+wgmma instructions a stage of the operands' ring takes. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
 """
 
 import os
@@ -11,64 +12,85 @@ from pathlib import Path
 import torch
 import triton
 
-from sonicmoe_hf.kernels.hopper import COLUMNS, SLOTS, STAGES, compiled
+from sonicmoe_hf.kernels.hopper import compiled
+from sonicmoe_hf.kernels.hopper.configs import TABLE, tile
+from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-BF16, TILE = torch.bfloat16, (COLUMNS, STAGES)
-BACKWARD = (*TILE, SLOTS)
-SWIGLU = ("swiglu", 1.702, 7.0)
-OTHERS = [("geglu", 1.702, 7.0), ("geglu_tanh", 1.702, 7.0), ("reglu", 1.702, 7.0), ("clamped_swiglu", 1.702, 7.0)]
-KERNELS = {
-    "product": (compiled.product, (BF16, 2048, 768, True, False, *TILE)),
-    "product, bias": (compiled.product, (BF16, 2048, 768, True, True, *TILE)),
-    "product, transposed weight": (compiled.product, (BF16, 2048, 1536, False, False, *TILE)),
-    "product, fp16, odd sizes": (compiled.product, (torch.float16, 264, 200, True, False, *TILE)),
-    "up": (compiled.up, (BF16, 2048, 768, True, False, True, True, SWIGLU, *TILE)),
-    "up, bias, transposed weight": (compiled.up, (BF16, 2880, 2880, False, True, True, True, SWIGLU, *TILE)),
-    "up, without h": (compiled.up, (BF16, 2048, 768, True, False, False, True, SWIGLU, *TILE)),
-    "up, without a": (compiled.up, (BF16, 2048, 768, True, False, True, False, SWIGLU, *TILE)),
-    "up, fp16, odd sizes": (compiled.up, (torch.float16, 264, 200, True, False, True, True, SWIGLU, *TILE)),
-    "down_backward": (compiled.down_backward, (BF16, 2048, 768, False, True, True, True, SWIGLU, *BACKWARD)),
-    "down_backward, transposed": (
-        compiled.down_backward,
-        (BF16, 2880, 2880, True, True, True, True, SWIGLU, *BACKWARD),
+BF16, FP16 = torch.bfloat16, torch.float16
+SWIGLU = Activation()
+WIDEST = {"up": 256, "product": 256, "gradient": 256, "down_backward": 192}  # columns of an instruction; above, 128
+
+
+def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SWIGLU, interleaved=False, dtype=BF16):
+    return "up", (dtype, H, I, not transposed, bias, *want, act, interleaved, tile("up", 2 * I))
+
+
+def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
+    return "product", (dtype, N, K, contiguous, bias, tile("product", N))
+
+
+def down_backward(
+    H=2048, I=768, *, transposed=False, want=(True, True, True), act=SWIGLU, interleaved=False, dtype=BF16
+):
+    return "down_backward", (dtype, H, I, transposed, *want, act, interleaved, tile("down_backward", I))
+
+
+def gradient(M=2048, N=768, *, contiguous=True, dtype=BF16):
+    return "gradient", (dtype, M, N, contiguous, tile("gradient", N))
+
+
+CASES = {
+    "product, bias": product(bias=True),
+    "product, transposed weight": product(K=1536, contiguous=False),
+    "product, fp16, odd sizes": product(264, 200, dtype=FP16),
+    "up, bias, transposed": up(2880, 2880, transposed=True, bias=True),
+    "up, without h": up(want=(False, True)),
+    "up, without a": up(want=(True, False)),
+    "up, fp16, odd sizes": up(264, 200, dtype=FP16),
+    "up, interleaved": up(interleaved=True),
+    "up, interleaved, bias, transposed": up(
+        2880, 2880, transposed=True, bias=True, act=Activation("clamped_swiglu"), interleaved=True
     ),
-    "down_backward, frozen": (compiled.down_backward, (BF16, 2048, 768, False, True, False, True, SWIGLU, *BACKWARD)),
-    "down_backward, no router": (
-        compiled.down_backward,
-        (BF16, 2048, 768, False, True, True, False, SWIGLU, *BACKWARD),
+    "down_backward, transposed": down_backward(2880, 2880, transposed=True),
+    "down_backward, frozen experts": down_backward(want=(True, False, True)),
+    "down_backward, frozen router": down_backward(want=(True, True, False)),
+    "down_backward, fp16, odd sizes": down_backward(264, 200, dtype=FP16),
+    "down_backward, interleaved": down_backward(interleaved=True),
+    "down_backward, interleaved, transposed": down_backward(
+        2880, 2880, transposed=True, act=Activation("clamped_swiglu"), interleaved=True
     ),
-    "down_backward, fp16": (
-        compiled.down_backward,
-        (torch.float16, 264, 200, False, True, True, True, SWIGLU, *BACKWARD),
-    ),
-    "down_backward, narrow experts": (
-        compiled.down_backward,
-        (BF16, 1536, 256, False, True, True, True, SWIGLU, *BACKWARD),
-    ),
-    "gradient": (compiled.gradient, (BF16, 2048, 768, True, *TILE)),
-    "gradient, stored across": (compiled.gradient, (BF16, 2048, 1536, False, *TILE)),
-    "gradient, fp16, odd sizes": (compiled.gradient, (torch.float16, 264, 200, True, *TILE)),
+    "gradient, stored across": gradient(2048, 1536, contiguous=False),
+    "gradient, fp16, odd sizes": gradient(264, 200, dtype=FP16),
 }
-for other in OTHERS:
-    KERNELS[f"up, {other[0]}"] = (compiled.up, (BF16, 2048, 768, True, False, True, True, other, *TILE))
-    KERNELS[f"down_backward, {other[0]}"] = (
-        compiled.down_backward,
-        (BF16, 2048, 768, False, True, True, True, other, *BACKWARD),
-    )
+for name in ACTIVATIONS[1:]:
+    CASES[f"up, {name}"] = up(act=Activation(name))
+    CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
+for kernel, entries in TABLE.items():
+    width = 0
+    for most, chosen in entries:
+        # the first width that the entry serves, at least one that the kernels take
+        width = max(width + 8, 256)
+        of_width = {"up": lambda n: up(I=n // 2), "product": product, "down_backward": lambda n: down_backward(I=n),
+                    "gradient": lambda n: gradient(N=n)}  # fmt: skip
+        CASES[f"{kernel}, {chosen}"] = of_width[kernel](width)
+        assert CASES[f"{kernel}, {chosen}"][1][-1] == chosen
+        width = most
 
 
 def main():
     dump = Path(os.environ["CUTE_DSL_DUMP_DIR"])
-    for name, (cached, parameters) in KERNELS.items():
-        cached.__wrapped__.__wrapped__(*parameters)  # past both caches
+    for name, (kernel, parameters) in CASES.items():
+        getattr(compiled, kernel).__wrapped__.__wrapped__(*parameters)  # past both caches
         (cubin,) = dump.glob("*.cubin")
         usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         local, wgmma = len(re.findall(r"\b(LDL|STL)\b", sass)), len(re.findall(r"\bHGMMA\b", sass))
+        columns = parameters[-1].columns
+        steps = 4 * (1 if columns <= WIDEST[kernel] else columns // 128)  # 64 of depth are four steps of 16
         cubin.unlink()
-        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}", flush=True)
+        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
 
 
 if __name__ == "__main__":
