@@ -117,9 +117,10 @@ class SonicMoEExperts(nn.Module):
 
 
 def sizes_of(experts: nn.Module) -> Sizes:
-    """E, H, I of a family's own experts, whatever their layout."""
+    """E, H, I and biases of experts, whatever their layout."""
     facts = experts_facts(experts)
-    num_experts, hidden, intermediate = experts.down_proj.shape
+    _, down = getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+    num_experts, hidden, intermediate = getattr(experts, down).shape
     if facts.layout.startswith("transposed"):
         hidden, intermediate = intermediate, hidden
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)

@@ -15,6 +15,11 @@ from .config import check_choice
 BACKENDS = ("hopper", "triton", "eager")
 VARIABLE = "SONICMOE_HF_BACKEND"
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
+HOPPER_PACKAGES = (  # module, how to install it
+    ("triton", "triton is not installed (pip install triton)"),
+    ("cutlass", "nvidia-cutlass-dsl is not installed (pip install 'sonicmoe-hf[hopper]')"),
+    ("tvm_ffi", "apache-tvm-ffi is not installed (pip install 'sonicmoe-hf[hopper]')"),
+)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -23,6 +28,11 @@ class Choice(NamedTuple):
 
     name: str
     reason: str
+
+
+def missing_for_hopper() -> str | None:
+    """Which package the Hopper kernels lack here, in words, or None."""
+    return next((words for module, words in HOPPER_PACKAGES if importlib.util.find_spec(module) is None), None)
 
 
 @functools.cache
@@ -46,10 +56,7 @@ def _without_hopper(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"the GPU is sm_{major}{minor}; the Hopper kernels need sm_90"
-    for package, distribution in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
-        if importlib.util.find_spec(package) is None:
-            return f"{distribution} is not installed (pip install 'sonicmoe-hf[hopper]')"
-    return None
+    return missing_for_hopper()
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

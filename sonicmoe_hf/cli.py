@@ -1,4 +1,4 @@
-"""The `sonicmoe-hf` command: demo, doctor; convert and inspect are in cli_checkpoint.py."""
+"""The `sonicmoe-hf` command: demo, doctor, warmup; convert and inspect are in cli_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 
 from .cli_checkpoint import add_commands
-from .config import ROUNDINGS
+from .config import LAYOUTS, ROUNDINGS
+from .kernels.interface import ACTIVATIONS
 
 DEMO_PACKAGES = ("accelerate", "matplotlib")
 
@@ -43,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands)
     _add_demo(commands)
+    _add_warmup(commands)
     add_commands(commands)
     return parser
 
@@ -78,6 +81,34 @@ def _add_demo(commands) -> None:
     demo.add_argument("--tile", type=_at_least(1), default=64, help="tile in rows (default %(default)s)")
     demo.add_argument("--seed", type=_at_least(0), default=0, help="(default %(default)s)")
     demo.set_defaults(run=_run_demo)
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _add_warmup(commands) -> None:
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile a model's Hopper kernels ahead of the first step",
+        description="Compiles every Hopper kernel that the layers of a model (hub id or local folder; only its config is "
+        "read) or of given sizes need, forward, backward and with frozen parts, into the cache on disk "
+        "(SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf). Needs no GPU. Exit code: 0 if all are there, 1 if a layer's sizes "
+        "are not for these kernels, 2 if nothing could be compiled.",
+    )
+    warmup.add_argument("model", nargs="?", help="hub id or local folder")
+    warmup.add_argument("--shape", type=_sizes, action="append", metavar="H,I", default=[],
+                        help="hidden and intermediate size of a layer; may be given several times")  # fmt: skip
+    warmup.add_argument("--layout", choices=sorted(LAYOUTS), default="concatenated",
+                        help="of --shape's weights (default %(default)s, the hub's)")  # fmt: skip
+    warmup.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="of --shape (default %(default)s)")
+    warmup.add_argument("--bias", action="store_true", help="--shape's experts have biases")
+    warmup.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default %(default)s)")
+    warmup.add_argument("--processes", type=_at_least(1), help="that compile at a time (default: one for each CPU)")
+    warmup.set_defaults(run=_run_warmup)
 
 
 def _run_doctor(arguments) -> int:
@@ -124,6 +155,48 @@ def _run_demo(arguments) -> int:
     except ValueError as error:
         return _fail(str(error))
     return run(settings)
+
+
+def _run_warmup(arguments) -> int:
+    import torch
+
+    from . import doctor, warmup
+
+    if (arguments.model is None) == (not arguments.shape):
+        return _fail("give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768")
+    dtype = getattr(torch, arguments.dtype)
+    try:
+        if arguments.model is None:
+            activation = warmup.Activation(arguments.activation)
+            facts = dtype, activation, arguments.layout, arguments.bias
+            kinds = [warmup.LayerKind(*shape, *facts) for shape in arguments.shape]
+        else:
+            kinds = warmup.kinds_of_model(doctor.build_on_meta(arguments.model), dtype)
+            if not kinds:
+                return _fail(f"{arguments.model} has no layer that is accelerated; sonicmoe-hf doctor says why")
+        return _print_warmup(kinds, arguments.processes)
+    except (doctor.DoctorError, warmup.WarmupError) as error:
+        return _fail(str(error))
+
+
+def _print_warmup(kinds, processes) -> int:
+    from . import warmup
+
+    began = time.perf_counter()
+    total, outcomes = warmup.warm_up(kinds, processes)
+    for kind in kinds:
+        print(kind)
+    compiled = 0
+    for number, outcome in enumerate(outcomes, 1):
+        compiled += outcome.seconds is not None
+        what = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
+        print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
+    seconds = time.perf_counter() - began
+    print(f"{total} kernels in {warmup.cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
+    refused = [kind for kind in kinds if warmup.on_triton(kind.hidden, kind.inner)]
+    for kind in refused:
+        print(warmup.placement(kind.hidden, kind.inner))
+    return 1 if refused else 0
 
 
 def _fail(message: str) -> int:

@@ -131,9 +131,8 @@ def examine(
     Raises:
         DoctorError: no such folder, the hub cannot be reached, or Transformers cannot build the model.
     """
-    config = _load_config(name)
-    quantisation = _quantisation(config)
-    model = _build_on_meta(config, name)
+    model = build_on_meta(name)
+    quantisation = _quantisation(model.config)
     found = supports(model)
     if quantisation is not None:
         reason = (
@@ -181,8 +180,13 @@ def _quantisation(config) -> str | None:
     return None
 
 
-def _build_on_meta(config, name: str) -> PreTrainedModel:
-    """The model's modules with weights that take no memory."""
+def build_on_meta(name: str) -> PreTrainedModel:
+    """The modules of a hub model or a local folder, with weights that take no memory. Only its config is read.
+
+    Raises:
+        DoctorError: no such folder, the hub cannot be reached, or Transformers cannot build the model.
+    """
+    config = _load_config(name)
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
         if type(config) in auto_class._model_mapping:
             verbosity = logging.get_verbosity()

@@ -28,11 +28,37 @@ def folder() -> Path:
     return Path(root) / "hopper"
 
 
-def _version(distribution: str) -> str:
+def path_of(name: str, parameters: tuple) -> Path:
+    """The file of a kernel: a function of compiled.py and its parameters."""
+    key = hashlib.sha256(_environment() + repr((name, parameters)).encode()).hexdigest()[:32]
+    return folder() / f"{name}-{key}.o"
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the file is there, and is the one that was written."""
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+        found = path.read_bytes()
+        checksum = path.with_suffix(".sha256").read_text()
+    except OSError:
+        return False
+    return hashlib.sha256(found).hexdigest() == checksum
+
+
+def cached(compile_kernel):
+    """Compile once for given (static, printable) parameters: once in a process, and once on a machine."""
+
+    @functools.cache
+    @functools.wraps(compile_kernel)
+    def get(*parameters):
+        path = path_of(compile_kernel.__name__, parameters)
+        if is_intact(path):
+            return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["kernel"]
+        kernel = compile_kernel(*parameters)
+        with contextlib.suppress(OSError):  # an unwritable cache costs the next process a compilation, no more
+            _save(kernel, path)
+        return kernel
+
+    return get
 
 
 @functools.cache
@@ -42,26 +68,15 @@ def _environment() -> bytes:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + source.read_bytes())
     versions = [f"{name}=={_version(name)}" for name in DISTRIBUTIONS]
-    digest.update("\n".join([*versions, sys.version, os.environ.get("CUTE_DSL_ARCH", "")]).encode())
+    digest.update("\n".join([*versions, sys.version]).encode())
     return digest.digest()
 
 
-def _load(path: Path):
-    """The kernel in a file, or None where there is none, or not the one that was written."""
+def _version(distribution: str) -> str:
     try:
-        found = path.read_bytes()
-        checksum = path.with_suffix(".sha256").read_text()
-    except OSError:
-        return None
-    if hashlib.sha256(found).hexdigest() != checksum:
-        return None
-    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["kernel"]
-
-
-def _write(path: Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _save(kernel, path: Path) -> None:
@@ -74,19 +89,7 @@ def _save(kernel, path: Path) -> None:
     _write(path.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
 
 
-def cached(compile_kernel):
-    """Compile once for given (static, printable) parameters: once in a process, and once on a machine."""
-
-    @functools.cache
-    @functools.wraps(compile_kernel)
-    def get(*parameters):
-        key = hashlib.sha256(_environment() + repr((compile_kernel.__name__, parameters)).encode()).hexdigest()[:32]
-        path = folder() / f"{compile_kernel.__name__}-{key}.o"
-        kernel = _load(path)
-        if kernel is None:
-            kernel = compile_kernel(*parameters)
-            with contextlib.suppress(OSError):  # an unwritable cache costs the next process a compilation, no more
-                _save(kernel, path)
-        return kernel
-
-    return get
+def _write(path: Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)

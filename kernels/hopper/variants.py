@@ -1,0 +1,45 @@
+"""Which compiled kernels a layer asks for, and which of its functions run on Triton; by sizes and layout alone."""
+
+from __future__ import annotations
+
+import torch
+
+from ..interface import Activation
+from .configs import takes, tile
+
+# (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
+UP = ((True, True), (False, True), (True, False))
+# (dh, a, dw) of a full backward, with frozen experts, with a frozen router, and with both
+DOWN_BACKWARD = ((True, True, True), (True, False, True), (True, True, False), (True, False, False))
+
+
+def on_triton(hidden: int, inner: int) -> list[str]:
+    """The functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
+    small, large = takes(hidden, inner), takes(hidden, 2 * inner)
+    needs = {
+        "up": small, "down": small, "down_backward": small, "input_rows": large, "gate_up_gradient": large,
+        "down_gradient": small,
+    }  # fmt: skip
+    return [name for name, taken in needs.items() if not taken]
+
+
+def variants(
+    hidden: int, inner: int, dtype: torch.dtype, activation: Activation, transposed: bool, interleaved: bool, bias: bool
+) -> list[tuple[str, tuple]]:  # fmt: skip
+    """(function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden and
+    I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without; any T, E and K."""
+    width = 2 * inner
+    found = []
+    if takes(hidden, inner):
+        gated = activation, interleaved
+        for want in UP:
+            found.append(("up", (dtype, hidden, inner, not transposed, bias, *want, *gated, tile("up", width))))
+        for want in DOWN_BACKWARD:
+            chosen = tile("down_backward", inner)
+            found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
+        found.append(("product", (dtype, hidden, inner, not transposed, bias, tile("product", hidden))))
+        found.append(("gradient", (dtype, hidden, inner, not transposed, tile("gradient", inner))))
+    if takes(hidden, width):
+        found.append(("product", (dtype, hidden, width, transposed, False, tile("product", hidden))))
+        found.append(("gradient", (dtype, hidden, width, transposed, tile("gradient", width))))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,171 @@
+"""The Hopper kernels' cache on disk, and `sonicmoe-hf warmup` that fills it: no GPU is needed for either."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sonicmoe_hf import doctor, warmup
+from sonicmoe_hf.cli import main
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.kernels.interface import Activation, Rows
+
+pytest.importorskip("cutlass")
+pytest.importorskip("triton")
+
+from sonicmoe_hf.kernels import hopper
+from sonicmoe_hf.kernels.hopper import cache, compiled
+from sonicmoe_hf.kernels.hopper.variants import on_triton, variants
+
+GET_ONE = (
+    "import torch; from sonicmoe_hf.kernels.hopper import cache, compiled;"
+    "from sonicmoe_hf.kernels.hopper.configs import tile;"
+    "made = []; original = cache._save; cache._save = lambda k, p: (made.append(p), original(k, p));"
+    "compiled.gradient(torch.bfloat16, 128, 128, True, tile('gradient', 128)); print('compiled' if made else 'found')"
+)
+
+
+def start(folder, *command):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, *command], env={**environment, cache.VARIABLE: str(folder)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def last_word(process):
+    out, error = process.communicate()
+    assert process.returncode == 0, error[-3000:]
+    return out.split()[-1]
+
+
+@pytest.mark.slow
+def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path):
+    def run():
+        return last_word(start(tmp_path, "-c", GET_ONE))
+
+    assert run() == "compiled" and run() == "found"
+    (kernel,) = tmp_path.glob("hopper/*.o")
+    kernel.write_bytes(kernel.read_bytes()[:-100])
+    assert run() == "compiled" and run() == "found"
+    assert len(list(tmp_path.glob("hopper/*"))) == 2, "no temporary file is left"
+
+
+@pytest.mark.slow
+def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path):
+    together = [start(tmp_path, "-c", GET_ONE) for _ in range(3)]
+    assert {last_word(process) for process in together} <= {"compiled", "found"}
+    assert last_word(start(tmp_path, "-c", GET_ONE)) == "found"
+    assert len(list(tmp_path.glob("hopper/*"))) == 2, "one kernel and its checksum"
+
+
+def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
+    """The kernels that the backend's functions ask for, on a CPU with nothing compiled nor launched."""
+    found = []
+
+    def note(name):
+        return lambda *parameters: found.append((name, parameters))
+
+    for name in ("up", "product", "down_backward", "gradient"):
+        monkeypatch.setattr(compiled, name, note(name))
+    monkeypatch.setattr(hopper, "_launch", lambda *_: None)
+    monkeypatch.setattr(hopper, "_blocks", lambda _: 1)
+    monkeypatch.setattr(hopper, "portable", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
+    T, E, K = 4, 2, 2
+    transposed, interleaved = LAYOUTS[layout]
+
+    def of(*size):
+        return torch.empty(size, dtype=dtype)
+
+    def weight(rows, columns):
+        return of(E, columns, rows).transpose(1, 2) if transposed else of(E, rows, columns)
+
+    gate_up, down, h, a, x = weight(2 * I, H), weight(H, I), of(T * K, 2 * I), of(T * K, I), of(T, H)
+    gate_up_bias, down_bias = (of(E, 2 * I), of(E, H)) if bias else (None, None)
+    index = torch.zeros(T * K, dtype=torch.int32)
+    rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
+    for want in ((True, True), (False, True), (True, False)):
+        hopper.up(x, gate_up, gate_up_bias, rows, activation, interleaved, *want)
+    hopper.down(a, down, down_bias, rows)
+    for want in ((True, True, True), (True, False, True), (True, True, False), (True, False, False)):
+        hopper.down_backward(x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want)
+    hopper.input_rows(h, gate_up, rows)
+    hopper.gate_up_gradient(h, x, rows, gate_up)
+    hopper.down_gradient(x, a, rows, down)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", (False, True))
+def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layout, bias):
+    act, H, I = Activation("clamped_swiglu"), 256, 192
+    found = asked_for(monkeypatch, layout, act, bias, torch.bfloat16, H, I)
+    expected = variants(H, I, torch.bfloat16, act, *LAYOUTS[layout], bias)
+    assert {repr(kernel) for kernel in found} == {repr(kernel) for kernel in expected}  # the file is found by its repr
+
+
+@pytest.mark.parametrize(
+    ("H", "I", "refused"), [(256, 192, 0), (256, 40, 4), (256, 36, 4), (250, 192, 6), (64, 192, 6), (256, 20, 6)]
+)
+def test_sizes_decide_what_runs_on_triton(H, I, refused):
+    assert len(on_triton(H, I)) == refused
+    words = warmup.placement(H, I)
+    assert ("every product runs on the Hopper kernels" in words) == (refused == 0)
+    assert refused == 0 or "multiples of 8" in words
+
+
+@pytest.mark.slow
+def test_the_command_fills_the_cache_and_finds_it_filled(tmp_path):
+    command = ("-m", "sonicmoe_hf", "warmup", "--shape", "128,40", "--processes", "2")
+    first, error = (process := start(tmp_path, *command)).communicate()
+    assert process.returncode == 1, error  # down and others run on Triton at I = 40
+    assert "2 kernels" in first and "2 compiled now" in first and "down_backward" in first
+    again, error = (process := start(tmp_path, *command)).communicate()
+    assert "0 compiled now" in again, error
+
+
+def test_the_command_names_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(warmup.backends, "missing_for_hopper", lambda: "nvidia-cutlass-dsl is not installed (pip ...)")
+    assert main(["warmup", "--shape", "2048,768"]) == 2
+    assert "nvidia-cutlass-dsl is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ([], ["model", "--shape", "2048,768"]))
+def test_the_command_wants_a_model_or_a_shape(capsys, arguments):
+    assert main(["warmup", *arguments]) == 2
+    assert "--shape H,I" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ("2048", "2048,many", "0,768"))
+def test_the_command_refuses_other_shapes(capsys, shape):
+    with pytest.raises(SystemExit) as exit, contextlib.redirect_stdout(None):
+        main(["warmup", "--shape", shape])
+    assert exit.value.code == 2 and "whole numbers" in capsys.readouterr().err
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+
+
+def test_a_model_is_taken_apart_into_the_kinds_of_its_layers(tmp_path):
+    config = transformers.GptOssConfig(**SMALL, hidden_size=96, intermediate_size=72, num_local_experts=4)
+    config.save_pretrained(tmp_path)
+    (kind,) = warmup.kinds_of_model(doctor.build_on_meta(str(tmp_path)), torch.float16)
+    assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "transposed_interleaved", True)
+    assert (kind.activation.name, kind.activation.limit, kind.dtype) == ("clamped_swiglu", 7.0, torch.float16)
+    assert "H=96 I=72" in str(kind) and "biases" in str(kind)
+
+
+def test_native_experts_have_the_native_layout():
+    config = AutoConfig.for_model(
+        "sonicmoe_qwen3_moe", **SMALL, hidden_size=96, moe_intermediate_size=72, num_experts=4, head_dim=16
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    (kind,) = warmup.kinds_of_model(model, torch.bfloat16)
+    assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "interleaved", False)
