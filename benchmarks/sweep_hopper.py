@@ -1,0 +1,151 @@
+"""Times candidate tiles of the Hopper kernels, kernel by kernel: where the table in kernels/hopper/configs.py comes from.
+
+    python benchmarks/sweep_hopper.py [--out benchmarks/results] [--shape T,H,I,E,K ...] [--kernel up ...]
+
+bf16, swiglu, random data and routing; weights concatenated, and for `up` and `down_backward` interleaved too. Compiles in
+processes of their own first. Every result is compared with the first candidate's, and the Triton kernel is timed beside.
+Writes sweep_hopper.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import datetime
+import os
+from pathlib import Path
+from unittest import mock
+
+import torch
+from shapes import Shape, problem
+from sweep_triton import as_tensors, milliseconds
+
+from sonicmoe_hf import warmup
+from sonicmoe_hf.kernels import hopper, triton
+from sonicmoe_hf.kernels.hopper import compiled
+from sonicmoe_hf.kernels.hopper.configs import Tile
+from sonicmoe_hf.kernels.interface import Activation
+
+PRODUCTS = [Tile(256, 3), Tile(192, 4), Tile(128, 6)]
+GATED = [Tile(256, 3), Tile(128, 5)]
+BACKWARD = [Tile(256, 3, 1), Tile(192, 4, 1), Tile(192, 3, 3), Tile(128, 4, 4)]
+CANDIDATES = {
+    "up": GATED,
+    "up, interleaved": GATED,
+    "down": PRODUCTS,
+    "down_backward": BACKWARD,
+    "down_backward, interleaved": BACKWARD,
+    "input_rows": PRODUCTS,
+    "gate_up_gradient": PRODUCTS,
+    "down_gradient": PRODUCTS,
+}
+SHAPES = ("24576,1536,256,128,8", "16384,2048,768,128,8", "16384,2880,2880,32,4", "2048,2048,768,128,8",
+          "512,2048,768,128,8")  # fmt: skip
+FIELDS = ("shape", "kernel", "tile", "us", "TFLOP/s", "difference", "gpu", "date")
+
+
+def calls(shape: Shape, inputs):
+    """kernel -> (FLOP, call of a backend's function)."""
+    x, gate_up, down, expert, weight, dout = inputs
+    T, H, I, E, K = shape
+    R, act = T * K, Activation()
+    weight = weight.float().reshape(-1)
+    h, a = torch.randn(R, 2 * I, device=x.device, dtype=x.dtype), torch.randn(R, I, device=x.device, dtype=x.dtype)
+    rows = triton.dispatch(expert, None, T, E, True)
+    wide, narrow = 2 * R * H * 2 * I, 2 * R * H * I
+
+    def up(interleaved):
+        return lambda backend: backend.up(x, gate_up, None, rows, act, interleaved, True, True)
+
+    def down_backward(interleaved):
+        return lambda backend: backend.down_backward(
+            dout, down, None, h, weight, rows, act, interleaved, True, True, True
+        )
+
+    return {
+        "up": (wide, up(False)),
+        "up, interleaved": (wide, up(True)),
+        "down": (narrow, lambda backend: backend.down(a, down, None, rows)),
+        "down_backward": (narrow, down_backward(False)),
+        "down_backward, interleaved": (narrow, down_backward(True)),
+        "input_rows": (wide, lambda backend: backend.input_rows(h, gate_up, rows)),
+        "gate_up_gradient": (wide, lambda backend: backend.gate_up_gradient(h, x, rows, gate_up)),
+        "down_gradient": (narrow, lambda backend: backend.down_gradient(dout, a, rows, down)),
+    }
+
+
+@contextlib.contextmanager
+def using(tile: Tile):
+    """The table answers `tile`."""
+    with mock.patch.object(hopper, "tile", lambda kernel, width: tile):
+        yield
+
+
+def asked_for(call, tile: Tile):
+    """The kernel that a call asks for, compiling and launching nothing."""
+    found = []
+    kernels = ("up", "product", "down_backward", "gradient")
+    notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
+    with using(tile), mock.patch.multiple(compiled, **notes), mock.patch.object(hopper, "_launch", lambda *_: None):
+        call(hopper)
+    return found
+
+
+def compile_all(shapes, wanted):
+    kernels = {}
+    for shape in shapes:
+        of_shape = calls(shape, problem(shape))
+        for name in wanted:
+            for tile in CANDIDATES[name]:
+                kernels |= dict.fromkeys(asked_for(of_shape[name][1], tile))
+    for _ in warmup.compile_kernels(list(kernels), os.cpu_count()):
+        pass
+    print(f"{len(kernels)} kernels compiled", flush=True)
+
+
+def time_kernel(call, flop, candidates):
+    """(name of the tile, microseconds, TFLOP/s, relative difference from the first) of each candidate, and of Triton."""
+    first = None
+    for tile in [*candidates, None]:
+        with using(tile):
+            step = lambda tile=tile: call(triton if tile is None else hopper)  # noqa: E731
+            results = as_tensors(step())
+            first = first or results
+            us = 1e3 * milliseconds(step, repeats=20)
+        difference = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first))
+        name = "triton" if tile is None else "x".join(map(str, tile))
+        yield name, us, flop / us / 1e6, difference
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    parser.add_argument("--kernel", action="append", choices=CANDIDATES)
+    options = parser.parse_args()
+    shapes = [Shape(*map(int, text.split(","))) for text in options.shape or SHAPES]
+    wanted = options.kernel or list(CANDIDATES)
+    compile_all(shapes, wanted)
+    common = (torch.cuda.get_device_name(), datetime.date.today().isoformat())
+    with open(options.out / "sweep_hopper.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(FIELDS)
+        for shape in shapes:
+            of_shape = calls(shape, problem(shape))
+            for name in wanted:
+                flop, call = of_shape[name]
+                found = list(time_kernel(call, flop, CANDIDATES[name]))
+                for tile, us, tflops, difference in found:
+                    table.writerow([shape, name, tile, f"{us:.1f}", f"{tflops:.0f}", f"{difference:.1e}", *common])
+                file.flush()
+                words = [
+                    f"{tile} {us:.0f} us ({tflops:.0f})" + (f" DIFFERS {difference:.0e}" if difference > 1e-2 else "")
+                    for tile, us, tflops, difference in found
+                ]
+                print(shape, name, " | ".join(words), flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
