@@ -11,7 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .interface import Activation, Rows, accumulation_dtype
+from .interface import Activation, Rounded, Rows, accumulation_dtype
+from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
 
 
 def tile_table_length(num_pairs, num_experts):
@@ -54,6 +55,35 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         tiles=offsets.new_empty(0, 3),
     )
     return Rows(*(t.to(torch.int32) for t in rows))
+
+
+def round_rows(
+    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs, weighting, dtype
+):
+    num_tokens, num_experts = scores_TE.shape
+    top_k_TE = top_k_mask(scores_TE, top_k_index_TK)
+    mask_TE = rounded_mask(ranking_TE, top_k_TE, valid_T, uniform_E, rounding, tile)
+    fell_back = None
+    if valid_T is not None:
+        fell_back = valid_T.sum() * top_k_index_TK.shape[1] < least_pairs
+        mask_TE = torch.where(fell_back, top_k_TE, mask_TE)
+    expert_P, token_P = pairs_of_mask(mask_TE, num_pairs)
+    weights_TE = set_weights(scores_TE, mask_TE, *weighting).to(dtype)
+    # a sentinel, expert E of token T, reads the zeros past the end
+    weight_P = F.pad(weights_TE, (0, 1, 0, 1))[token_P, expert_P]
+    rows = dispatch(expert_P, token_P, num_tokens, num_experts, True)
+    return Rounded(weight_P, expert_P.to(torch.int32), rows, fell_back)
+
+
+def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):
+    num_tokens, num_experts = scores_TE.shape
+    pairs = rows.token.long(), expert_P.long()
+    gradient = scores_TE.new_zeros(num_tokens + 1, num_experts + 1)
+    gradient[pairs] = dweight_P.to(scores_TE.dtype)
+    mask = torch.zeros_like(gradient, dtype=torch.bool)
+    mask[pairs] = True
+    gradient_TE, mask_TE = gradient[:num_tokens, :num_experts], mask[:num_tokens, :num_experts]
+    return set_weights_gradient(gradient_TE, scores_TE, mask_TE, *weighting)
 
 
 def _spans(rows: Rows):

@@ -7,6 +7,9 @@ A backend is a module with these functions (`kernels/eager.py` is the plainest o
 
     dispatch(expert_P, token_P, num_tokens, num_experts, sentinels) -> Rows
     tile_table_length(num_pairs, num_experts) -> length of Rows.tiles
+    round_rows(scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs,
+               weighting, dtype) -> Rounded
+    round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting) -> dscores_TE
     up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a) -> h_R2I, a_RI
     down(a_RI, down_EHI, bias_EH, rows) -> y_RH
     combine(y_RH, weight_P, rows, num_tokens) -> out_TH
@@ -64,6 +67,31 @@ class Rows(NamedTuple):
     token_offsets: torch.Tensor
     token_rows: torch.Tensor
     tiles: torch.Tensor
+
+
+class Weighting(NamedTuple):
+    """How a token's experts are weighted: S, over its sum on the token's experts (+ epsilon) if `normalised`, * scale."""
+
+    normalised: bool
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+
+class Rounded(NamedTuple):
+    """Token rounding's rows, with P = `num_pairs` at least their number: what `round_rows` gives.
+
+    It takes S, what to rank by (fp32), top-k's choice, which tokens are no padding (bool, or None) and, for stochastic
+    rounding, a number from [0, 1) for every expert; with padding and fewer than `least_pairs` pairs left, top-k stands.
+    Rows and pairs are one: expert by expert, by rising token.
+
+    weight_P: in `dtype`; 0 past R. expert_P: int32; E past R. fell_back: bool, no dimensions: whether top-k stands; None
+        without valid_T.
+    """
+
+    weight_P: torch.Tensor
+    expert_P: torch.Tensor
+    rows: Rows
+    fell_back: torch.Tensor | None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

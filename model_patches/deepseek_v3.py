@@ -2,7 +2,7 @@
 
 import torch
 
-from .family import Family, sum_normalised
+from .family import Family, Weighting
 
 
 def _scores(router, logits_TE):
@@ -17,10 +17,8 @@ def _scores(router, logits_TE):
     return scores_TE, scores_TE.masked_fill(outside_TE, float("-inf"))
 
 
-def _weights(router, scores_TE, mask_TE):
-    if router.norm_topk_prob:
-        return sum_normalised(scores_TE, mask_TE, epsilon=1e-20) * router.routed_scaling_factor
-    return torch.where(mask_TE, scores_TE, 0.0) * router.routed_scaling_factor
+def _weighting(router):
+    return Weighting(bool(router.norm_topk_prob), 1e-20, float(router.routed_scaling_factor))
 
 
 FAMILY = Family(
@@ -36,5 +34,5 @@ FAMILY = Family(
     hub_layout="per_expert",
     router_attribute="gate",
     scores=_scores,
-    weights=_weights,
+    weighting=_weighting,
 )

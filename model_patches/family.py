@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sonicmoe_hf.kernels.interface import Weighting
+from sonicmoe_hf.kernels.rounding import set_weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -22,7 +25,7 @@ class Family:
     router_attribute: what the block calls its router.
     scores(router, logits_TE) -> (scores_TE, ranking_TE): S of every expert for every token, fp32, differentiable; and
         what token rounding ranks by, -inf where an expert must never be added to the token.
-    weights(router, scores_TE, mask_TE) -> weights_TE: the family's weighting formula on each token's final set.
+    weighting(router) -> Weighting: the family's formula for the weights of a token's experts.
     """
 
     name: str
@@ -37,7 +40,11 @@ class Family:
     hub_layout: str
     router_attribute: str
     scores: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    weights: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+    weighting: Callable[[nn.Module], Weighting]
+
+    def weights(self, router: nn.Module, scores_TE: torch.Tensor, mask_TE: torch.Tensor) -> torch.Tensor:
+        """weights_TE: the family's formula on each token's set, a mask; zeros elsewhere. Differentiable."""
+        return set_weights(scores_TE, mask_TE, *self.weighting(router))
 
 
 def softmax_scores(router: nn.Module, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,15 +53,6 @@ def softmax_scores(router: nn.Module, logits_TE: torch.Tensor) -> tuple[torch.Te
     return scores_TE, scores_TE
 
 
-def sum_normalised(scores_TE: torch.Tensor, mask_TE: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
-    """S on the chosen set divided by its sum (+ epsilon); zeros, with finite gradients, where the set is empty."""
-    chosen_TE = torch.where(mask_TE, scores_TE, 0.0)
-    total_T1 = chosen_TE.sum(-1, keepdim=True)
-    return chosen_TE / (torch.where(total_T1 > 0, total_T1, 1.0) + epsilon)
-
-
-def norm_topk_prob_weights(router: nn.Module, scores_TE: torch.Tensor, mask_TE: torch.Tensor) -> torch.Tensor:
-    """S on the chosen set, divided by its sum where the router says norm_topk_prob."""
-    if router.norm_topk_prob:
-        return sum_normalised(scores_TE, mask_TE)
-    return torch.where(mask_TE, scores_TE, 0.0)
+def norm_topk_prob_weighting(router: nn.Module) -> Weighting:
+    """S, divided by its sum where the router says norm_topk_prob."""
+    return Weighting(normalised=bool(router.norm_topk_prob))

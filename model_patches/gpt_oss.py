@@ -1,11 +1,11 @@
 """gpt-oss (20b, 120b). Its experts' clamped gate is told from the module by sonicmoe_hf/experts.py."""
 
-from .family import Family, softmax_scores, sum_normalised
+from .family import Family, Weighting, softmax_scores
 
 
-def _weights(router, scores_TE, mask_TE):
+def _weighting(router):
     # softmax over the chosen logits equals S / sum over the chosen set
-    return sum_normalised(scores_TE, mask_TE)
+    return Weighting(normalised=True)
 
 
 FAMILY = Family(
@@ -21,5 +21,5 @@ FAMILY = Family(
     hub_layout="gpt_oss",
     router_attribute="router",
     scores=softmax_scores,  # raw logits are not comparable between tokens
-    weights=_weights,
+    weighting=_weighting,
 )

@@ -1,6 +1,6 @@
 """OLMoE (allenai/OLMoE-1B-7B and its kin)."""
 
-from .family import Family, norm_topk_prob_weights, softmax_scores
+from .family import Family, norm_topk_prob_weighting, softmax_scores
 
 FAMILY = Family(
     name="olmoe",
@@ -15,5 +15,5 @@ FAMILY = Family(
     hub_layout="per_expert",
     router_attribute="gate",
     scores=softmax_scores,
-    weights=norm_topk_prob_weights,
+    weighting=norm_topk_prob_weighting,
 )

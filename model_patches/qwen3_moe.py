@@ -1,6 +1,6 @@
 """Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B and their kin)."""
 
-from .family import Family, norm_topk_prob_weights, softmax_scores
+from .family import Family, norm_topk_prob_weighting, softmax_scores
 
 FAMILY = Family(
     name="qwen3_moe",
@@ -15,5 +15,5 @@ FAMILY = Family(
     hub_layout="per_expert",
     router_attribute="gate",
     scores=softmax_scores,
-    weights=norm_topk_prob_weights,
+    weighting=norm_topk_prob_weighting,
 )

@@ -19,11 +19,16 @@ def _dispatch(
     return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
 
 
-def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+def fake_rows(expert_P, num_tokens, num_experts, backend):
+    """The shapes of the Rows of these pairs, as empty tensors."""
     num_pairs = expert_P.numel()
     num_tiles = backends.load(backend).tile_table_length(num_pairs, num_experts)
     sizes = ((num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3))
     return [expert_P.new_empty(size, dtype=torch.int32) for size in sizes]
+
+
+def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+    return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
 _DISPATCH = ops.define(_dispatch, _fake_dispatch)

@@ -246,10 +246,12 @@ def moe_experts(
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
 
     backend = backends.choose(x.device, x.dtype, backend).name
-    rows = dispatch(
-        routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
-        sentinels=routing.sentinels, backend=backend,
-    )  # fmt: skip
+    rows = routing.rows_for(backend, x.shape[0], gate_up.shape[0])
+    if rows is None:
+        rows = dispatch(
+            routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
+            sentinels=routing.sentinels, backend=backend,
+        )  # fmt: skip
     weight = routing.weights.reshape(-1).to(accumulation_dtype(x.dtype))
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)

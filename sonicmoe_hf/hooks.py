@@ -90,22 +90,21 @@ class RouterHook:
         logits_TE, weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
-        policy, rounded, mask_TE, fell_back = call.policy, None, None, False
+        policy, rounded, fell_back = call.policy, None, False
         if policy is not None:
             fell_back = not policy.applies(num_tokens, index_TK.shape[1], num_experts)
             if fell_back:
                 self._say_top_k(policy, num_tokens, index_TK.shape[1], num_experts)
             else:
                 self._check_implementation()
-                rounded, mask_TE, fell_back = rounded_routing(
+                rounded, fell_back = rounded_routing(
                     FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T
                 )
         if state.counting and not recomputing:
             tile = 1 if policy is None else policy.tile_rows
+            rows_E = None if rounded is None else rounded.rows.offsets.diff()
             with torch.no_grad():
-                self.load.record(
-                    index_TK, num_experts, mask_TE=mask_TE, fell_back=fell_back, tile=tile, valid_T=valid_T
-                )
+                self.load.record(index_TK, num_experts, rows_E=rows_E, fell_back=fell_back, tile=tile, valid_T=valid_T)
         return None if rounded is None else (logits_TE, weights_TK, rounded)
 
     def _check_implementation(self):

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from . import backends, ops
 from .config import ROUNDINGS, TokenRounding, check_choice
+from .dispatch import fake_rows
+from .kernels.interface import Rows, Weighting
+from .kernels.rounding import rounded_mask, top_k_mask
 
 __all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
 
@@ -26,9 +30,12 @@ class Routing:
         weights: the same shape; any float dtype, computed with in fp32.
         token_index: the token of each pair, [P], int; None for [T, K].
         sentinels: ids outside 0..E-1 mean "no expert" (zero output, zero gradient) instead of an error.
+        rows: the pairs as `dispatch` would sort them, where they are known already; rows_backend: whose rows those are.
     """
 
-    def __init__(self, expert_index, weights, token_index=None, *, sentinels: bool = False):
+    def __init__(
+        self, expert_index, weights, token_index=None, *, sentinels: bool = False, rows=None, rows_backend=None
+    ):
         if weights.shape != expert_index.shape:
             raise ValueError(
                 f"routing weights have shape {tuple(weights.shape)}, expert indices {tuple(expert_index.shape)}; "
@@ -38,6 +45,24 @@ class Routing:
         self.weights = weights
         self.token_index = token_index
         self.sentinels = sentinels
+        self.rows = rows
+        self.rows_backend = rows_backend
+
+    def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
+        """The rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve all.
+
+        Raises:
+            ValueError: they are those of another number of tokens or experts.
+        """
+        if self.rows is None or (self.rows_backend == "eager" and backend != "eager"):
+            return None
+        found = self.rows.token_offsets.numel() - 1, self.rows.offsets.numel() - 1
+        if found != (num_tokens, num_experts):
+            raise ValueError(
+                f"the routing is of {found[0]} tokens and {found[1]} experts, but there are {num_tokens} tokens and "
+                f"{num_experts} experts"
+            )
+        return self.rows
 
     def __repr__(self):
         return f"Routing(expert_index={tuple(self.expert_index.shape)}, sentinels={self.sentinels})"
@@ -51,47 +76,6 @@ class Routing:
 
     def __floordiv__(self, other):
         raise TypeError(MISPLACED)
-
-
-def _order_keys(scores_TE: torch.Tensor) -> torch.Tensor:
-    """int64 keys, all different within an expert: a higher fp32 score first, then the lower token index."""
-    bits = (scores_TE.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 tie
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    token_T1 = torch.arange(scores_TE.shape[0], device=scores_TE.device).unsqueeze(1)
-    return (ordered << 32) | (scores_TE.shape[0] - 1 - token_T1)
-
-
-def _take_best(keys_TE, eligible_TE, count):
-    """Per expert, the `count` eligible tokens with the highest keys, best first: tokens [E, count]."""
-    keys_ET = torch.where(eligible_TE, keys_TE, torch.iinfo(torch.int64).min).T.contiguous()
-    return keys_ET.topk(count, dim=1).indices
-
-
-def _score_mass(scores_TE, token_EN, count_E):
-    """Sum of S over the first `count_E` tokens of each expert's list."""
-    score_EN = scores_TE.T.gather(1, token_EN).double()
-    first = torch.arange(token_EN.shape[1], device=token_EN.device) < count_E.unsqueeze(1)
-    return torch.where(first, score_EN, 0.0).sum(1)
-
-
-def _rounded_counts(f_E, tile, rounding, gained_E=None, lost_E=None):
-    """n_E: f_E rounded to multiples of the tile, whether or not there are tokens enough."""
-    below_E = f_E // tile * tile
-    rest_E = f_E - below_E
-    if rounding == "balanced":
-        # the multiples nearest to the running sums (ties down): their differences are the greedy choice, expert by
-        # expert, that keeps |sum n - sum f| <= M/2
-        nearest = (2 * f_E.cumsum(0) + tile - 1) // (2 * tile) * tile
-        return nearest.diff(prepend=nearest.new_zeros(1))
-    if rounding == "nearest":
-        go_up = 2 * rest_E > tile
-    elif rounding == "stochastic":
-        go_up = torch.rand(f_E.shape, device=f_E.device) * tile < rest_E
-    elif rounding == "nearest_score":
-        go_up = (gained_E < lost_E) & (rest_E > 0)
-    else:
-        go_up = (rest_E > 0) & (rounding == "up")
-    return below_E + tile * go_up
 
 
 def round_tokens(
@@ -125,55 +109,105 @@ def round_tokens(
         raise ValueError(
             f"scores {tuple(scores_TE.shape)} and top_k_index {tuple(top_k_index_TK.shape)} must be [T, E] and [T, K]"
         )
-    num_tokens = scores_TE.shape[0]
+    (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
     if valid_T is not None and tuple(valid_T.shape) != (num_tokens,):
         raise ValueError(f"valid_T has shape {tuple(valid_T.shape)}; it must be ({num_tokens},), one per token")
     scores_TE = scores_TE.detach()
-    top_k_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, top_k_index_TK.long(), True)
-    other_TE = ~top_k_TE & (scores_TE > float("-inf"))
-    if valid_T is not None:
-        valid_T1 = valid_T.to(torch.bool).unsqueeze(1)
-        top_k_TE, other_TE = top_k_TE & valid_T1, other_TE & valid_T1
-
-    most = min(tile - 1, num_tokens)
-    keys_TE = _order_keys(scores_TE)
-    worst_EN = _take_best(~keys_TE, top_k_TE, most)  # ~ reverses the order of the keys
-    best_EN = _take_best(keys_TE, other_TE, most)
-    f_E, others_E = top_k_TE.sum(0), other_TE.sum(0)
-    below_E = f_E // tile * tile
-    gained_E = lost_E = None
-    if rounding == "nearest_score":
-        gained_E = _score_mass(scores_TE, best_EN, below_E + tile - f_E)
-        lost_E = _score_mass(scores_TE, worst_EN, f_E - below_E)
-    n_E = _rounded_counts(f_E, tile, rounding, gained_E, lost_E)
-    n_E = torch.where(n_E - f_E > others_E, below_E, n_E)
-
-    rank_N = torch.arange(most, device=scores_TE.device)
-    mask_ET = top_k_TE.T.contiguous()
-    drop_EN = rank_N < (f_E - n_E).unsqueeze(1)
-    mask_ET.scatter_(1, worst_EN, mask_ET.gather(1, worst_EN) & ~drop_EN)
-    add_EN = rank_N < (n_E - f_E).unsqueeze(1)
-    mask_ET.scatter_(1, best_EN, mask_ET.gather(1, best_EN) | add_EN)
-    return mask_ET.T.contiguous()
+    top_k_TE = top_k_mask(scores_TE, top_k_index_TK)
+    return rounded_mask(scores_TE, top_k_TE, valid_T, _uniform(rounding, num_experts, device), rounding, tile)
 
 
-def routing_from_mask(mask_TE: torch.Tensor, weights_TE: torch.Tensor, max_rows: int) -> Routing:
-    """The pairs of a mask, expert by expert and by rising token, in lists of `max_rows` entries (no host sync).
+def _uniform(rounding: str, num_experts: int, device: torch.device):
+    """What stochastic rounding draws: a number from [0, 1) for every expert; None for other roundings."""
+    return torch.rand(num_experts, device=device) if rounding == "stochastic" else None
 
-    `weights_TE` gets gradients where the mask is set. Entries past the mask's pairs name expert E: no expert.
-    """
-    num_tokens, num_experts = mask_TE.shape
-    mask_ET = mask_TE.T.reshape(-1)
-    place = torch.where(mask_ET, mask_ET.cumsum(0) - 1, max_rows)
-    flat = torch.arange(mask_ET.numel(), device=mask_TE.device)
-    # every unset entry writes to place max_rows, which is cut off
-    pair_P = flat.new_full((max_rows + 1,), mask_ET.numel()).scatter_(0, place, flat)[:max_rows]
-    is_pair_P = torch.arange(max_rows, device=mask_TE.device) < mask_ET.sum()
-    expert_P = torch.where(is_pair_P, pair_P // max(num_tokens, 1), num_experts)
-    token_P = torch.where(is_pair_P, pair_P % max(num_tokens, 1), 0)
-    source_P = torch.where(is_pair_P, token_P * num_experts + expert_P, 0)
-    weight_P = torch.where(is_pair_P, weights_TE.reshape(-1).gather(0, source_P), 0.0)
-    return Routing(expert_P, weight_P, token_P, sentinels=True)
+
+def _round_rows(
+    scores: torch.Tensor,
+    ranking: torch.Tensor,
+    top_k_index: torch.Tensor,
+    valid: torch.Tensor | None,
+    uniform: torch.Tensor | None,
+    rounding: str,
+    tile: int,
+    least_pairs: int,
+    num_pairs: int,
+    normalised: bool,
+    epsilon: float,
+    scale: float,
+    dtype: torch.dtype,
+    backend: str,
+) -> list[torch.Tensor]:
+    """[weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
+    result = backends.load(backend).round_rows(
+        scores, ranking, top_k_index, valid, uniform, rounding, tile, least_pairs, num_pairs,
+        Weighting(normalised, epsilon, scale), dtype,
+    )  # fmt: skip
+    found = [result.weight_P, result.expert_P, *result.rows]
+    return found if valid is None else [*found, result.fell_back]
+
+
+def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, rounding, tile, least_pairs, num_pairs, *options):
+    *_, dtype, backend = options
+    expert = scores.new_empty(num_pairs, dtype=torch.int32)
+    rows = fake_rows(expert, *scores.shape, backend)
+    found = [scores.new_empty(num_pairs, dtype=dtype), expert, *rows]
+    return found if valid is None else [*found, scores.new_empty((), dtype=torch.bool)]
+
+
+def _round_rows_backward(
+    dweight: torch.Tensor,
+    scores: torch.Tensor,
+    expert: torch.Tensor,
+    rows: list[torch.Tensor],
+    normalised: bool,
+    epsilon: float,
+    scale: float,
+    backend: str,
+) -> torch.Tensor:
+    weighting = Weighting(normalised, epsilon, scale)
+    return backends.load(backend).round_rows_backward(dweight, scores, expert, Rows(*rows), weighting)
+
+
+_FORWARD = ops.define(_round_rows, _fake_round_rows)
+_BACKWARD = ops.define(_round_rows_backward, lambda dweight, scores, *rest: scores.new_empty(scores.shape))
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    *ctx.weighting, _, ctx.backend = inputs[9:]
+    ctx.save_for_backward(inputs[0], *output[1 : 2 + len(Rows._fields)])
+
+
+def _gradients(ctx, dweight):
+    """The gradient of `scores`, and None for what else the op takes."""
+    if dweight is None:
+        return (None,) * 14
+    scores, expert, *rows = ctx.saved_tensors
+    run = _BACKWARD if torch.is_grad_enabled() or ops.traced(dweight) else _round_rows_backward
+    return run(dweight, scores, expert, rows, *ctx.weighting, ctx.backend), *(None,) * 13
+
+
+def _no_second_derivative(ctx, gradient):
+    raise RuntimeError("token rounding has no second derivatives: its gradients cannot be differentiated again")
+
+
+ops.differentiate(_FORWARD, lambda ctx, gradients: _gradients(ctx, gradients[0]), _setup_context)
+ops.differentiate(_BACKWARD, _no_second_derivative)
+
+
+class _RoundRows(torch.autograd.Function):
+    """The op `_FORWARD` without the dispatcher, for where nothing traces."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _round_rows(*inputs)
+        _setup_context(ctx, inputs, output)
+        return tuple(output)
+
+    @staticmethod
+    def backward(ctx, dweight, *others):
+        return _gradients(ctx, dweight)
 
 
 def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None):
@@ -183,23 +217,22 @@ def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRoun
         family: a model_patches.Family. router: the model's router module.
         logits_TE, top_k_index_TK: what the router returned. valid_T: bool, or None when every token counts.
     Returns:
-        (Routing, mask_TE, fell_back). The weights follow the family's formula on each token's final set, in the logits'
-        dtype as the family casts them, differentiable; a token without experts gets none. fell_back, a bool or a bool
-        tensor, says that padding left too few tokens and top-k stands.
+        (Routing, fell_back). The pairs are listed as rows are: expert by expert, by rising token; past them, up to the
+        policy's `max_rows`, the lists name expert E: no expert. The weights follow the family's formula on each token's
+        final set, in the logits' dtype as the family casts them, differentiable; a token without experts gets none.
+        fell_back, False or a bool tensor, says that padding left too few tokens and top-k stands.
     """
     num_tokens, num_experts = logits_TE.shape
-    top_k = top_k_index_TK.shape[1]
+    top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
-    fell_back = False
-    with torch.no_grad():
-        mask_TE = round_tokens(
-            ranking_TE, top_k_index_TK, tile=policy.tile_rows, rounding=policy.rounding, valid_T=valid_T
-        )
-        if valid_T is not None:
-            # padding can leave too few real tokens; only the device knows, so it chooses
-            fell_back = valid_T.sum() * top_k < policy.min_tiles_per_expert * policy.tile_rows * num_experts
-            top_k_TE = torch.zeros_like(mask_TE).scatter_(1, top_k_index_TK.long(), True)
-            mask_TE = torch.where(fell_back, top_k_TE, mask_TE)
-    weights_TE = family.weights(router, scores_TE, mask_TE).to(logits_TE.dtype)
-    routing = routing_from_mask(mask_TE, weights_TE, policy.max_rows(num_tokens, top_k, num_experts))
-    return routing, mask_TE, fell_back
+    backend = backends.choose(device, torch.float32).name
+    run = _FORWARD if ops.traced(scores_TE) else _RoundRows.apply if scores_TE.requires_grad else _round_rows
+    weight_P, expert_P, *rows = run(
+        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),
+        policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
+        policy.max_rows(num_tokens, top_k, num_experts), *family.weighting(router), logits_TE.dtype, backend,
+    )  # fmt: skip
+    fell_back = False if valid_T is None else rows.pop()
+    rows = Rows(*rows)
+    routing = Routing(expert_P, weight_P, rows.token, sentinels=True, rows=rows, rows_backend=backend)
+    return routing, fell_back

@@ -1,6 +1,7 @@
 """moe_experts: the values, every gradient, what is saved, what is not computed, and what is refused."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from sonicmoe_hf import functional
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import Activation, moe_experts
 from sonicmoe_hf.kernels import eager, reference
-from sonicmoe_hf.kernels.interface import ACTIVATIONS
-from sonicmoe_hf.routing import Routing, round_tokens, routing_from_mask
+from sonicmoe_hf.kernels.interface import ACTIVATIONS, Weighting
+from sonicmoe_hf.routing import Routing, TokenRounding, round_tokens, rounded_routing
 
 NAMES = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
 
@@ -87,18 +88,19 @@ def test_it_agrees_with_the_reference_and_its_gradients_with_finite_differences(
     assert torch.autograd.gradcheck(by_position, tuple(inputs.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("weighting", [Weighting(True, 1e-20, 2.5), Weighting(False)], ids=["normalised", "raw"])
 @pytest.mark.parametrize("save", ["preactivation", "input"])
-def test_gradcheck_with_token_rounded_routing(save):
+def test_gradcheck_with_token_rounded_routing(save, weighting):
     T, E, K, tile = 13, 4, 2, 4
     inputs, _ = problem(T=T, E=E)
     scores = torch.rand(T, E, dtype=torch.float64)
-    top_k = scores.topk(K).indices
+    ranking, top_k = scores.float(), scores.topk(K).indices
     mask = round_tokens(scores, top_k, tile=tile)
     assert (mask.sum(1) == 0).any() or (mask.sum(1) > K).any(), "rounding changed nothing: not a test"
+    family = SimpleNamespace(scores=lambda router, scores: (scores, ranking), weighting=lambda router: weighting)
 
     def by_position(x, gate_up, down, gate_up_bias, down_bias, scores):
-        weights = torch.where(mask, scores, 0.0)
-        routing = routing_from_mask(mask, weights, T * E)
+        routing, _ = rounded_routing(family, None, scores, top_k, TokenRounding(tile=tile))
         return moe_experts(x, gate_up, down, routing, gate_up_bias=gate_up_bias, down_bias=down_bias, save=save)
 
     tensors = [inputs[n] for n in ("x", "gate_up", "down", "gate_up_bias", "down_bias")]

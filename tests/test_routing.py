@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sonicmoe_hf.config import ROUNDINGS, TokenRounding, as_routing_policy
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.routing import Routing, round_tokens, rounded_routing, routing_from_mask
+from sonicmoe_hf.routing import Routing, round_tokens, rounded_routing
 
 
 @st.composite
@@ -124,19 +124,6 @@ def test_bf16_scores_rank_in_fp32_and_negative_zero_ties_with_zero():
     assert round_tokens(close, torch.zeros(2, 1, dtype=torch.long), tile=1)[:, 0].all()
 
 
-def test_a_mask_becomes_pairs_that_carry_gradients():
-    mask = torch.rand(9, 5) < 0.4
-    weights = torch.rand(9, 5, requires_grad=True)
-    routing = routing_from_mask(mask, weights, 30)
-    pairs = int(mask.sum())
-    expert, token = routing.expert_index[:pairs], routing.token_index[:pairs]
-    assert torch.equal(torch.stack([token, expert], 1), mask.T.nonzero().flip(1)), "expert by expert, rising tokens"
-    assert (routing.expert_index[pairs:] == 5).all() and routing.sentinels
-    assert torch.equal(routing.weights[:pairs], weights[token, expert]) and (routing.weights[pairs:] == 0).all()
-    (gradient,) = torch.autograd.grad(routing.weights.sum(), weights)
-    assert torch.equal(gradient, mask.float())
-
-
 def fake_router(**facts):
     return type("Router", (), facts)()
 
@@ -153,6 +140,50 @@ ROUTERS = {
         e_score_correction_bias=torch.zeros(8),
     ),
 }
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_routing_lists_the_masks_pairs_with_the_familys_weights_and_their_gradients(family, padding):
+    facts, router, policy = FAMILIES[family], ROUTERS[family], TokenRounding(tile=8, rounding="up")
+    logits = torch.randn(90, 8, requires_grad=True)
+    valid = torch.arange(90) < 80 if padding else None
+    scores, ranking = facts.scores(router, logits)
+    top_k = ranking.topk(2).indices
+    mask = round_tokens(ranking, top_k, tile=8, rounding="up", valid_T=valid)
+    routing, fell_back = rounded_routing(facts, router, logits, top_k, policy, valid)
+    pairs = int(mask.sum())
+    assert not fell_back and routing.sentinels and len(routing.expert_index) == policy.max_rows(90, 2, 8)
+    expert, token = routing.expert_index[:pairs], routing.token_index[:pairs]
+    assert torch.equal(torch.stack([token, expert], 1), mask.T.nonzero().flip(1)), "expert by expert, rising tokens"
+    assert (routing.expert_index[pairs:] == 8).all() and (routing.weights[pairs:] == 0).all()
+    assert torch.equal(routing.rows.offsets.diff(), mask.sum(0))
+    dense = facts.weights(router, scores, mask)
+    assert torch.equal(routing.weights[:pairs], dense[token, expert])
+    slope = torch.randn_like(dense)
+    (expected,) = torch.autograd.grad((dense * slope).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((routing.weights[:pairs] * slope[token, expert]).sum(), logits)
+    assert (found - expected).norm() <= 1e-6 * expected.norm(), "fp32, another order of operations"
+
+
+def test_the_ops_of_token_rounding_are_what_torch_expects_of_ops():
+    scores, weighting = torch.rand(20, 4, requires_grad=True), (True, 1e-20, 2.5)
+    ranking, top_k = scores.detach(), scores.topk(2).indices
+    options = (None, "nearest", 4, 32, 48, *weighting, torch.float32, "eager")
+    for valid in (None, torch.arange(20) < 17):
+        inputs = (scores, ranking, top_k, valid, *options)
+        torch.library.opcheck(torch.ops.sonicmoe_hf.round_rows.default, inputs)
+        _, expert, *rows = torch.ops.sonicmoe_hf.round_rows(*inputs)
+        backward = (torch.rand(48), ranking, expert, rows[:6], *weighting, "eager")
+        torch.library.opcheck(torch.ops.sonicmoe_hf.round_rows_backward.default, backward)
+
+
+def test_known_rows_of_other_sizes_are_refused():
+    logits, policy = torch.randn(64, 4), TokenRounding(tile=4)
+    routing, _ = rounded_routing(FAMILIES["olmoe"], ROUTERS["olmoe"], logits, logits.topk(2).indices, policy)
+    assert routing.rows_for("eager", 64, 4) is routing.rows and routing.rows_for("triton", 64, 4) is None
+    with pytest.raises(ValueError, match=r"the routing is of 64 tokens and 4 experts, but there are 60 tokens"):
+        routing.rows_for("eager", 60, 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -187,10 +218,11 @@ def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k():
     logits = torch.randn(64, 4)
     top_k = logits.topk(1).indices
     few = torch.arange(64) < 20  # 5 rows per expert, under 2 tiles of 4
-    _, mask, fell_back = rounded_routing(FAMILIES["qwen3_moe"], router, logits, top_k, policy, few)
-    assert fell_back and torch.equal(mask, top_k_mask(logits, top_k, None))
-    _, mask, fell_back = rounded_routing(FAMILIES["qwen3_moe"], router, logits, top_k, policy, torch.ones_like(few))
-    assert not fell_back and (mask.sum(0) % 4 == 0).all()
+    routing, fell_back = rounded_routing(FAMILIES["qwen3_moe"], router, logits, top_k, policy, few)
+    pairs = torch.stack([routing.token_index[:64], routing.expert_index[:64]], 1)
+    assert fell_back and torch.equal(pairs, top_k_mask(logits, top_k, None).T.nonzero().flip(1))
+    routing, fell_back = rounded_routing(FAMILIES["qwen3_moe"], router, logits, top_k, policy, torch.ones_like(few))
+    assert not fell_back and (routing.rows.offsets.diff() % 4 == 0).all()
 
 
 @settings(max_examples=100, deadline=None)

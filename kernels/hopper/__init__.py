@@ -13,6 +13,8 @@ from ..triton import combine as combine
 from ..triton import dispatch as dispatch
 from ..triton import down_bias_gradient as down_bias_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
+from ..triton import round_rows as round_rows
+from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import max_row_tiles
 from .configs import takes, tile

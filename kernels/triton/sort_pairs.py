@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..interface import Rows
 from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
+from .common import write_tiles
 from .launch import cdiv, launch, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
@@ -120,20 +121,9 @@ def place_kernel(
         bins = tl.arange(0, BINS)
         first = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
         end = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
-        num_tiles = (end - first + TILE_ROWS - 1) // TILE_ROWS
-        if which < NUM_EXPERTS:
-            tile = tl.sum(tl.where(bins < which, num_tiles, 0))
-            last = tl.load(offsets + which + 1)
-            for row in range(tl.load(offsets + which), last, TILE_ROWS):
-                tl.store(tiles + tile * 3, which)
-                tl.store(tiles + tile * 3 + 1, row)
-                tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, last))
-                tile += 1
-        else:
-            for start in range(tl.sum(num_tiles), num_row_tiles, BINS):
-                tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
-            if token is None:
-                tl.store(token_offsets + num_tokens, num_pairs)
+        write_tiles(tiles, first, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        if token is None and which == NUM_EXPERTS:
+            tl.store(token_offsets + num_tokens, num_pairs)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)

@@ -1,0 +1,68 @@
+"""Score matrices for token rounding, random and adversarial, and the comparison of a backend with the definition."""
+
+from __future__ import annotations
+
+import torch
+from moe_problems import poisoned
+
+from sonicmoe_hf.config import TokenRounding
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels.interface import Weighting
+
+KINDS = ("probabilities", "few levels", "all equal", "signed zeros", "wide", "forbidden", "few others", "one expert")
+EVERYTHING_COUNTS = 0  # of `least_pairs`: padding never makes it fall back
+
+
+def matrix(kind, num_tokens, num_experts, top_k):
+    """(S, what to rank by, top-k's choice), fp32 and int64."""
+    shape = num_tokens, num_experts
+    scores = torch.randn(shape).softmax(-1)
+    index = scores.topk(top_k, dim=1).indices
+    if kind == "few levels":
+        scores = torch.randint(0, 3, shape) / 4
+        index = torch.rand(shape).topk(top_k, dim=1).indices  # top-k's choice need not be the highest scores
+    elif kind == "all equal":
+        scores = torch.full(shape, 1 / num_experts)
+    elif kind == "signed zeros":
+        scores = torch.where(torch.rand(shape) < 0.5, 0.0, -0.0)
+        scores = torch.where(torch.rand(shape) < 0.1, torch.rand(shape) - 0.5, scores)
+    elif kind == "wide":  # subnormal numbers too
+        scores = torch.exp2(torch.randint(-149, 100, shape).float())
+    elif kind == "one expert":
+        index = torch.arange(top_k).expand(num_tokens, top_k)
+    ranking = scores
+    if kind == "forbidden":
+        columns = torch.rand(num_experts) < 0.3
+        ranking = scores.masked_fill(columns | (torch.rand(shape) < 0.5), float("-inf"))
+    elif kind == "few others":
+        ranking = scores.masked_fill(torch.rand(shape) < 0.97, float("-inf"))
+    return scores, ranking, index
+
+
+def check_against_definition(kernels, device, problem, rounding, tile, valid_T=None, least_pairs=EVERYTHING_COUNTS):
+    """round_rows and its backward equal the eager backend's on the CPU, poisoned buffers notwithstanding."""
+    scores, ranking, index = problem
+    (num_tokens, num_experts), top_k = scores.shape, index.shape[1]
+    num_pairs = TokenRounding(rounding=rounding, tile=tile).max_rows(num_tokens, top_k, num_experts)
+    weighting = Weighting(True, 1e-20, 2.5)
+    given = scores, ranking, index, valid_T, torch.rand(num_experts)
+    options = rounding, tile, least_pairs, num_pairs, weighting, torch.float32
+    expected = eager.round_rows(*given, *options)
+    on_device = [tensor if tensor is None else tensor.to(device) for tensor in given]
+    with poisoned():
+        found = kernels.round_rows(*on_device, *options)
+    for name in ("offsets", "token", "pair", "token_offsets", "token_rows"):
+        assert torch.equal(getattr(found.rows, name).cpu(), getattr(expected.rows, name)), name
+    assert torch.equal(found.expert_P.cpu(), expected.expert_P)
+    assert (found.fell_back is None and valid_T is None) or found.fell_back.item() == expected.fell_back.item()
+    torch.testing.assert_close(found.weight_P.cpu(), expected.weight_P)
+
+    dweight = torch.randn(num_pairs)
+    exact = eager.round_rows_backward(dweight.double(), scores.double(), expected.expert_P, expected.rows, weighting)
+    plain = eager.round_rows_backward(dweight, scores, expected.expert_P, expected.rows, weighting)
+    with poisoned():
+        gradient = kernels.round_rows_backward(dweight.to(device), on_device[0], found.expert_P, found.rows, weighting)
+    # differences of nearly equal fp32 numbers: as exact as PyTorch in fp32, give or take
+    allowed = 4 * (plain - exact).norm() + 1e-6 * exact.norm()
+    assert (gradient.cpu() - exact).norm() <= allowed, "gradient"
+    return found

@@ -1,0 +1,70 @@
+"""Token rounding in Triton, interpreted on a CPU (or run, where there is a GPU), against the eager backend's definition."""
+
+import pytest
+import torch
+from rounding_problems import KINDS, check_against_definition, matrix
+
+from sonicmoe_hf.config import ROUNDINGS
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.kernels.interface import Weighting
+from sonicmoe_hf.kernels.triton import rounding as rounding_kernels
+from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
+
+SIZES = {"odd": (70, 5, 2, 8), "one token": (1, 4, 2, 1), "every expert": (33, 3, 3, 4), "one expert": (40, 1, 1, 16)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_it_rounds_by_the_definition(device, rounding, size):
+    num_tokens, num_experts, top_k, tile = SIZES[size]
+    kind = KINDS[(ROUNDINGS.index(rounding) + list(SIZES).index(size)) % len(KINDS)]
+    problem = matrix(kind, num_tokens, num_experts, top_k)
+    check_against_definition(kernels, device, problem, rounding, tile)
+    valid = torch.rand(num_tokens) > 0.3
+    check_against_definition(kernels, device, problem, rounding, tile, valid)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ties_and_forbidden_tokens_are_no_matter(device, kind):
+    check_against_definition(kernels, device, matrix(kind, 50, 4, 2), "up", 16)
+    check_against_definition(kernels, device, matrix(kind, 50, 4, 2), "down", 16)
+
+
+def test_padding_that_leaves_too_few_tokens_keeps_top_k(device):
+    valid = torch.arange(60) < 20
+    problem = matrix("probabilities", 60, 4, 2)
+    assert check_against_definition(kernels, device, problem, "nearest", 8, valid, least_pairs=41).fell_back
+    assert not check_against_definition(kernels, device, problem, "nearest", 8, valid, least_pairs=40).fell_back
+
+
+def test_more_tokens_than_registers_hold(device, monkeypatch):
+    monkeypatch.setattr(rounding_kernels, "LEAST_HELD", 32)
+    monkeypatch.setattr(rounding_kernels, "MOST_HELD", 32)
+    for rounding in ("nearest", "nearest_score"):
+        check_against_definition(kernels, device, matrix("few levels", 70, 2, 1), rounding, 16)
+
+
+def test_no_tokens_leave_no_rows(device):
+    found = check_against_definition(kernels, device, matrix("probabilities", 0, 4, 2), "nearest", 8)
+    assert (found.rows.tiles == -1).all()
+
+
+def test_the_tiles_are_those_of_dispatch(device):
+    found = check_against_definition(kernels, device, matrix("probabilities", 400, 4, 2), "nearest", 128)
+    rows = kernels.dispatch(found.expert_P, found.rows.token, 400, 4, True)
+    used = max_row_tiles(found.expert_P.numel(), 4)
+    assert torch.equal(found.rows.tiles[:used, 0], rows.tiles[:used, 0])
+    real = found.rows.tiles[:used, 0] >= 0
+    assert real.any() and torch.equal(found.rows.tiles[:used][real], rows.tiles[:used][real])
+
+
+def test_weights_that_are_not_normalised_in_another_dtype(device):
+    scores, ranking, index = (t.to(device) for t in matrix("probabilities", 60, 4, 2))
+    weighting = Weighting(False, 0.0, 1.5)
+    given = scores, ranking, index, None, None, "nearest", 8, 0, 200, weighting, torch.float16
+    found, expected = kernels.round_rows(*given), eager.round_rows(*given)
+    assert torch.equal(found.weight_P, expected.weight_P)
+    dweight = torch.randn(200, device=device, dtype=torch.float16)
+    of_pairs = scores, expected.expert_P, expected.rows, weighting
+    assert torch.equal(kernels.round_rows_backward(dweight, *of_pairs), eager.round_rows_backward(dweight, *of_pairs))
