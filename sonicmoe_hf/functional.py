@@ -49,7 +49,7 @@ def _experts_forward(
     with _without_autocast(x.device):
         h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=keep_h, want_a=True)
         y = kernels.down(a, down, down_bias, rows)
-        out = kernels.combine(y, weight, rows, x.shape[0])
+        out = kernels.combine(y, weight.reshape(-1), rows, x.shape[0])
     return [out, h] if keep_h else [out]
 
 
@@ -82,23 +82,25 @@ def _experts_backward(
     """The gradients that `needs` asks for, in the order of NEEDS; h is computed again where it was not saved."""
     kernels, rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
     need = dict(zip(NEEDS, needs))
-    dout = dout.contiguous()
+    dout, weight_P = dout.contiguous(), weight.reshape(-1)
     gradients = {}
     with _without_autocast(dout.device):
         want_dh = need["x"] or need["gate_up"] or need["gate_up_bias"]
         if h is None and (want_dh or need["down"] or need["weight"]):
             h, _ = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=True, want_a=False)
         if want_dh or need["down"] or need["weight"]:
-            dh, a, gradients["weight"] = kernels.down_backward(
-                dout, down, down_bias, h, weight, rows, act, interleaved,
+            dh, a, dw_P = kernels.down_backward(
+                dout, down, down_bias, h, weight_P, rows, act, interleaved,
                 want_dh=want_dh, want_a=need["down"], want_dw=need["weight"],
             )  # fmt: skip
             del h
+        if need["weight"]:
+            gradients["weight"] = dw_P.view(weight.shape)
         if need["down"]:
             gradients["down"] = kernels.down_gradient(dout, a, rows, down)
             del a
         if need["down_bias"]:
-            gradients["down_bias"] = kernels.down_bias_gradient(dout, weight, rows, down_bias)
+            gradients["down_bias"] = kernels.down_bias_gradient(dout, weight_P, rows, down_bias)
         if need["gate_up"]:
             gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, gate_up)
         if need["gate_up_bias"]:
@@ -111,7 +113,7 @@ def _experts_backward(
 
 def _fake_backward(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
     *_, needs = options
-    likes = (dout.new_empty(dout.shape), gate_up, down, weight, gate_up_bias, down_bias)
+    likes = (dout.new_empty(dout.shape), gate_up, down, weight.new_empty(weight.shape), gate_up_bias, down_bias)
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
@@ -252,7 +254,7 @@ def moe_experts(
             routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
             sentinels=routing.sentinels, backend=backend,
         )  # fmt: skip
-    weight = routing.weights.reshape(-1).to(accumulation_dtype(x.dtype))
+    weight = routing.weights.to(accumulation_dtype(x.dtype))
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep_h = differentiable and save == "preactivation"

@@ -19,7 +19,16 @@ from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import max_row_tiles
 from .configs import takes, tile
 
+DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
+
+
+@functools.cache
+def _compiled():
+    """Imports the kernels when the first is launched, not before."""
+    from . import compiled
+
+    return compiled
 
 
 @functools.cache
@@ -31,17 +40,19 @@ def _fits(rows, sizes, *tensors) -> bool:
     """Whether the Hopper kernels take these operands, of these sizes H, I or 2I."""
     if not rows.token.numel() or not takes(*sizes):
         return False
-    return all(
-        tensor.dtype in (torch.bfloat16, torch.float16)
-        and tensor.data_ptr() % 16 == 0
-        and (tensor.dim() == 3 or tensor.numel() < MOST_ELEMENTS)
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES or tensor.data_ptr() % 16:
+            return False
+        if tensor.dim() == 2 and tensor.numel() >= MOST_ELEMENTS:
+            return False
+    return True
 
 
 def _dense(weight) -> bool:
     """Whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
-    return weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
+    _, height, width = weight.shape
+    strides = (height * width, width, 1), (height * width, 1, height)
+    return weight.stride() in strides or weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
 
 
 def _tables(rows, tensor):
@@ -51,13 +62,14 @@ def _tables(rows, tensor):
 
 def _launch(kernel, tensor, *arguments):
     """Launch on the tensor's GPU, which need not be the current one."""
-    with torch.cuda.device_of(tensor):
+    if tensor.get_device() == torch.cuda.current_device():
         kernel(tensor, *arguments)
+    else:
+        with torch.cuda.device_of(tensor):
+            kernel(tensor, *arguments)
 
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
-    from . import compiled
-
     _, width, hidden = gate_up_E2IH.shape
     sizes = (hidden, width // 2)
     if not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
@@ -65,7 +77,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
-    kernel = compiled.up(
+    kernel = _compiled().up(
         x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h, want_a, activation,
         interleaved, tile("up", width),
     )  # fmt: skip
@@ -74,13 +86,11 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
 
 
 def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
-    from . import compiled
-
     if not _fits(rows, weight_ENK.shape[1:], source_RK, weight_ENK) or not _dense(weight_ENK):
         return fallback()
     _, columns, depth = weight_ENK.shape
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
-    kernel = compiled.product(
+    kernel = _compiled().product(
         source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, tile("product", columns)
     )
     _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, *_tables(rows, source_RK))
@@ -100,8 +110,6 @@ def input_rows(dh_R2I, gate_up_E2IH, rows):
 def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
 ):
-    from . import compiled
-
     if not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
         return portable.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
@@ -111,7 +119,7 @@ def down_backward(
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     chosen = tile("down_backward", inner)
     parts = weight_P.new_empty(-(-inner // chosen.columns), num_pairs) if want_dw else None
-    kernel = compiled.down_backward(
+    kernel = _compiled().down_backward(
         dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
         interleaved, chosen,
     )  # fmt: skip
@@ -124,13 +132,11 @@ def down_backward(
 
 def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
     """sum over rows of gathered[token]^T direct, in the strides of `like_EMN`."""
-    from . import compiled
-
     if not _fits(rows, like_EMN.shape[1:], gathered_TM, direct_RN) or not _dense(like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
     _, height, width = gradient.shape
-    kernel = compiled.gradient(gathered_TM.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
+    kernel = _compiled().gradient(gathered_TM.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
     _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, _blocks(gathered_TM.device))
     return gradient
 

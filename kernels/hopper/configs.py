@@ -1,6 +1,7 @@
 """Tiles by kernel and size: a short table, measured on an H200 with benchmarks/sweep_hopper.py
 (benchmarks/results/sweep_hopper.csv). Nothing is tuned at run time, and a new number of tokens changes no entry."""
 
+import functools
 from typing import NamedTuple
 
 SMALLEST = 64  # columns of a stored piece; sizes are above it
@@ -25,11 +26,13 @@ TABLE: dict[str, list[tuple[float, Tile]]] = {
 }
 
 
+@functools.cache
 def tile(kernel: str, width: int) -> Tile:
     """The tile of a kernel whose product has `width` columns (2I for `up`)."""
     return next(found for most, found in TABLE[kernel] if width <= most)
 
 
+@functools.cache
 def takes(*sizes: int) -> bool:
     """Whether the Hopper kernels take operands of these sizes (H, I, 2I)."""
     return all(size % ALIGNMENT == 0 and size > SMALLEST for size in sizes)
