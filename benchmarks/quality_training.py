@@ -182,9 +182,9 @@ class RowCounter:
 
     def __call__(self, experts, args):
         if self.on:
-            index = args[1].expert_index if isinstance(args[1], Routing) else args[1]
-            rows_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=index.device)  # + 1: the sentinel
-            self.calls.append(rows_E.scatter_add_(0, index.reshape(-1), torch.ones_like(index.reshape(-1)))[:-1])
+            index_P = (args[1].expert_index if isinstance(args[1], Routing) else args[1]).reshape(-1).long()
+            rows_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=index_P.device)  # + 1: the sentinel
+            self.calls.append(rows_E.scatter_add_(0, index_P, torch.ones_like(index_P))[:-1])
 
 
 def count_rows(counters: list[RowCounter], on: bool) -> torch.Tensor | None:
