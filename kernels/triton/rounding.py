@@ -308,8 +308,8 @@ def weights_gradient_kernel(
     end = tl.load(token_offsets + token + 1, mask=token < num_tokens, other=0)
     longest = tl.max(end - start)
     line = token.to(tl.int64)[:, None] * NUM_EXPERTS
-    total = tl.zeros((TOKENS,), dscores.dtype.element_ty)
-    product = tl.zeros((TOKENS,), dscores.dtype.element_ty)
+    totals = tl.zeros((TOKENS, ENTRIES), dscores.dtype.element_ty)
+    products = tl.zeros((TOKENS, ENTRIES), dscores.dtype.element_ty)
     if NORMALISED:
         for first in range(0, longest, ENTRIES):
             entry = start[:, None] + first + tl.arange(0, ENTRIES)[None, :]
@@ -317,8 +317,9 @@ def weights_gradient_kernel(
             row = tl.load(token_rows + entry, mask=is_row, other=0)
             expert = tl.load(expert_of_row + row, mask=is_row, other=0)
             score = tl.load(scores + line + expert, mask=is_row, other=0.0)
-            total += tl.sum(score, axis=1)
-            product += tl.sum(tl.load(dweights + row, mask=is_row, other=0.0).to(score.dtype) * score, axis=1)
+            totals += score
+            products += tl.load(dweights + row, mask=is_row, other=0.0).to(score.dtype) * score
+    total, product = tl.sum(totals, axis=1), tl.sum(products, axis=1)
     divisor = tl.where(total > 0, total, 1.0) + EPSILON
     share = tl.where(total > 0, product / divisor, 0.0)
     for first in range(0, longest, ENTRIES):
