@@ -14,12 +14,13 @@ import contextlib
 import csv
 import datetime
 import os
+import statistics
 from pathlib import Path
 from unittest import mock
 
 import torch
 from shapes import Shape, problem
-from sweep_triton import as_tensors, milliseconds
+from sweep_triton import as_tensors
 
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
@@ -78,7 +79,7 @@ def calls(shape: Shape, inputs):
 @contextlib.contextmanager
 def using(tile: Tile):
     """The table answers `tile`."""
-    with mock.patch.object(hopper, "tile", lambda kernel, width: tile):
+    with mock.patch.object(hopper, "tile", lambda *_: tile):
         yield
 
 
@@ -104,17 +105,44 @@ def compile_all(shapes, wanted):
     print(f"{len(kernels)} kernels compiled", flush=True)
 
 
+def captured(call):
+    """The call as a CUDA graph: the device's time without the host's."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def microseconds(graphs, rounds=5, repeats=4):
+    """The median time of each graph; they take turns, because the GPU's clock falls as it warms."""
+    times = [[] for _ in graphs]
+    for _ in range(rounds):
+        for graph, found in zip(graphs, times):
+            graph.replay()
+            for _ in range(repeats):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                found.append((start, end))
+        torch.cuda.synchronize()
+    return [1e3 * statistics.median(start.elapsed_time(end) for start, end in found) for found in times]
+
+
 def time_kernel(call, flop, candidates):
     """(name of the tile, microseconds, TFLOP/s, relative difference from the first) of each candidate, and of Triton."""
-    first = None
+    graphs, differences, first = [], [], None
     for tile in [*candidates, None]:
         with using(tile):
             step = lambda tile=tile: call(triton if tile is None else hopper)  # noqa: E731
             results = as_tensors(step())
-            first = first or results
-            us = 1e3 * milliseconds(step, repeats=20)
-        difference = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first))
-        name = "triton" if tile is None else "x".join(map(str, tile))
+            graphs.append(captured(step))
+        first = first or results
+        differences.append(
+            max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first))
+        )
+    names = ["x".join(map(str, tile)) for tile in candidates] + ["triton"]
+    for name, us, difference in zip(names, microseconds(graphs), differences):
         yield name, us, flop / us / 1e6, difference
 
 

@@ -66,16 +66,10 @@ CASES = {
 for name in ACTIVATIONS[1:]:
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
-for kernel, entries in TABLE.items():
-    width = 0
-    for most, chosen in entries:
-        # the first width that the entry serves, at least one that the kernels take
-        width = max(width + 8, 256)
-        of_width = {"up": lambda n: up(I=n // 2), "product": product, "down_backward": lambda n: down_backward(I=n),
-                    "gradient": lambda n: gradient(N=n)}  # fmt: skip
-        CASES[f"{kernel}, {chosen}"] = of_width[kernel](width)
-        assert CASES[f"{kernel}, {chosen}"][1][-1] == chosen
-        width = most
+for function in (up, product, down_backward, gradient):
+    kernel, parameters = function()
+    for chosen in TABLE[kernel]:
+        CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 
 
 def main():
