@@ -1,7 +1,8 @@
 """The backend in the CuTe DSL: Hopper GPUs (sm_90a), bf16 and fp16; the signatures are in ../interface.py.
 
-What these kernels do not take (sizes up to 64 or no multiple of 8, weights with gaps) runs on the Triton kernels, which
-also dispatch, combine and sum bias gradients for this backend.
+What these kernels do not take (sizes up to 64 or no multiple of 8, weights with gaps), or take more slowly (up and
+down_backward of few rows per expert), runs on the Triton kernels, which also dispatch, combine and sum bias gradients for
+this backend.
 """
 
 import functools
@@ -16,7 +17,7 @@ from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
-from ..triton.blocks import max_row_tiles
+from ..triton.blocks import TILE, max_row_tiles, tile_rows
 from .configs import takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -48,6 +49,11 @@ def _fits(rows, sizes, *tensors) -> bool:
     return True
 
 
+def _few(rows) -> bool:
+    """Whether experts have so few rows that dispatch cuts tiles of 64: gathering 128 costs more than it brings."""
+    return tile_rows(rows.token.numel(), rows.offsets.numel() - 1) < TILE
+
+
 def _dense(weight) -> bool:
     """Whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
     _, height, width = weight.shape
@@ -72,7 +78,7 @@ def _launch(kernel, tensor, *arguments):
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
     _, width, hidden = gate_up_E2IH.shape
     sizes = (hidden, width // 2)
-    if not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
+    if _few(rows) or not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
         return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
@@ -110,7 +116,7 @@ def input_rows(dh_R2I, gate_up_E2IH, rows):
 def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
 ):
-    if not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
+    if _few(rows) or not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
         return portable.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
         )

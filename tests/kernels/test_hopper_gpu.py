@@ -49,12 +49,12 @@ def test_sizes_and_layouts(on_hopper_alone, T, layout, bias):
 
 @pytest.mark.parametrize("T", (1, 63, 65, 190, 700))
 @pytest.mark.parametrize("layout", ORDERS)
-def test_few_rows(on_hopper_alone, T, layout):
-    """Up to 48 rows per expert, tiles have 64 rows."""
+def test_few_rows(T, layout):
+    """Up to 48 rows per expert, tiles have 64 rows, and up and down_backward run on Triton."""
     check(*problem(T, empty=(0, 7), bias=True), layout, backend="hopper")
 
 
-def test_few_rows_of_skewed_experts(on_hopper_alone):
+def test_few_rows_of_skewed_experts():
     """Tiles of 64 rows, several of one expert."""
     tensors, dout, (expert, _) = problem(300, E=64, K=4)
     expert[:250, 0] = 3
