@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.utils import logging
 
 from . import backends
+from .auto import sizes_of
 from .config import TokenRounding
 from .support import REMEDIES, LayerSupport, find_layers, supports
+from .warmup import placement
 
 PACKAGES = (
     "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
@@ -39,11 +41,13 @@ class Device:
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Consecutive layers that get the same: `name` reads model.layers[0-47].mlp."""
+    """Consecutive layers that get the same: `name` reads model.layers[0-47].mlp. `kernels`: what runs on the Hopper
+    kernels there, None for layers that are not accelerated and where those kernels' packages are missing."""
 
     name: str
     count: int
     support: LayerSupport
+    kernels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ def examine(
     rounding = []
     if batch_size is not None and sequence_length is not None:
         rounding = _forecasts(model, found, batch_size * sequence_length, TokenRounding(tile=tile))
-    return ModelReport(name, type(model).__name__, quantisation, _collapse(found), rounding)
+    layers = _collapse(found, _placements(model, found))
+    return ModelReport(name, type(model).__name__, quantisation, layers, rounding)
 
 
 def _load_config(name: str):
@@ -214,16 +219,25 @@ def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRound
     ]
 
 
-def _collapse(found: list[LayerSupport]) -> list[LayerRange]:
+def _placements(model, found: list[LayerSupport]) -> dict[str, str]:
+    """For accelerated layers by name: what runs on the Hopper kernels on a Hopper GPU."""
+    if backends.missing_for_hopper():
+        return {}
+    accelerated = {layer.name for layer in found if layer.accelerated}
+    sizes = {layer.name: sizes_of(layer.experts) for layer in find_layers(model) if layer.name in accelerated}
+    return {name: placement(size.hidden, size.intermediate) for name, size in sizes.items()}
+
+
+def _collapse(found: list[LayerSupport], placements: dict[str, str]) -> list[LayerRange]:
     """Consecutive layers that differ only in their number, as one range."""
-    ranges: list[tuple[LayerSupport, list[LayerSupport]]] = []
+    ranges: list[tuple[tuple, list[LayerSupport]]] = []
     for layer in found:
-        kind = layer._replace(name=re.sub(r"\.\d+\.", ".[].", layer.name, count=1))
+        kind = layer._replace(name=re.sub(r"\.\d+\.", ".[].", layer.name, count=1)), placements.get(layer.name)
         if ranges and ranges[-1][0] == kind:
             ranges[-1][1].append(layer)
         else:
             ranges.append((kind, [layer]))
-    return [LayerRange(_range_name(layers), len(layers), layers[0]) for _, layers in ranges]
+    return [LayerRange(_range_name(layers), len(layers), layers[0], kernels) for (_, kernels), layers in ranges]
 
 
 def _range_name(layers: list[LayerSupport]) -> str:
@@ -241,7 +255,9 @@ def as_json(report: ModelReport | None) -> dict:
         "devices": [asdict(device) for device in devices()],
     }
     if report is not None:
-        layers = [{"layers": r.name, "count": r.count, **r.support._asdict()} for r in report.layers]
+        layers = [
+            {"layers": r.name, "count": r.count, **r.support._asdict(), "kernels": r.kernels} for r in report.layers
+        ]
         rounding = [{**asdict(forecast), "sentence": forecast.sentence()} for forecast in report.rounding]
         facts["model"] = {
             "name": report.name,

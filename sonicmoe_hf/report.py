@@ -60,5 +60,7 @@ def _print_model(console: Console, report: ModelReport) -> None:
     console.print(table)
     for layers in report.layers:  # below the table: reasons are sentences, and a terminal may be narrow
         console.print(f"{escape(layers.name)}: {escape(layers.support.reason)}")
+        if layers.kernels is not None:
+            console.print(f"{escape(layers.name)}: {escape(layers.kernels)}")
     for forecast in report.rounding:
         console.print(escape(forecast.sentence()))

@@ -72,10 +72,15 @@ def on_triton(hidden: int, inner: int) -> list[str]:
 
 def placement(hidden: int, inner: int) -> str:
     """Which of a layer's products run on the Hopper kernels, in words; triton is installed."""
+    from .kernels.triton.blocks import FEW
+
     refused = on_triton(hidden, inner)
     sizes = f"H={hidden}, I={inner}"
     if not refused:
-        return f"{sizes}: on a Hopper GPU, in bf16 and fp16, every product runs on the Hopper kernels"
+        return (
+            f"{sizes}: on a Hopper GPU, in bf16 and fp16, every product runs on the Hopper kernels; but up and "
+            f"down_backward on Triton, which is faster there, where experts have {FEW} rows or fewer on average"
+        )
     return (
         f"{sizes}: {', '.join(refused)} run on the Triton kernels on a Hopper GPU too; the Hopper kernels take sizes "
         "that are multiples of 8 above 64"

@@ -59,7 +59,7 @@ def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path):
-    together = [start(tmp_path, "-c", GET_ONE) for _ in range(3)]
+    together = [start(tmp_path, "-c", GET_ONE) for _ in range(2)]
     assert {last_word(process) for process in together} <= {"compiled", "found"}
     assert last_word(start(tmp_path, "-c", GET_ONE)) == "found"
     assert len(list(tmp_path.glob("hopper/*"))) == 2, "one kernel and its checksum"
@@ -77,7 +77,7 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
     monkeypatch.setattr(hopper, "_launch", lambda *_: None)
     monkeypatch.setattr(hopper, "_blocks", lambda _: 1)
     monkeypatch.setattr(hopper, "portable", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
-    T, E, K = 4, 2, 2
+    T, E, K = 64, 2, 2  # not few rows per expert
     transposed, interleaved = LAYOUTS[layout]
 
     def of(*size):
@@ -169,3 +169,10 @@ def test_native_experts_have_the_native_layout():
         model = AutoModelForCausalLM.from_config(config)
     (kind,) = warmup.kinds_of_model(model, torch.bfloat16)
     assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "interleaved", False)
+
+
+def test_doctor_says_what_runs_on_the_hopper_kernels(tmp_path):
+    config = transformers.Qwen3MoeConfig(**SMALL, hidden_size=96, moe_intermediate_size=36, num_experts=4)
+    config.save_pretrained(tmp_path)
+    (layers,) = doctor.examine(str(tmp_path)).layers
+    assert "H=96, I=36: up, down" in layers.kernels and "run on the Triton kernels" in layers.kernels
