@@ -78,8 +78,8 @@ def calls(shape: Shape, inputs):
 
 @contextlib.contextmanager
 def using(tile: Tile):
-    """The table answers `tile`."""
-    with mock.patch.object(hopper, "tile", lambda *_: tile):
+    """The table answers `tile`, and few rows per expert stay on the Hopper kernels too."""
+    with mock.patch.multiple(hopper, tile=lambda *_: tile, _few=lambda _: False):
         yield
 
 
