@@ -4,7 +4,8 @@
 
 Without --shape: the shapes of shapes.py. bf16, SwiGLU, random data and routing. Writes moe_layer.csv and moe_layer.png.
 --upstream adds Transformers' sonicmoe, which tunes for minutes at each new shape. Modes: forward (no gradients),
-forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights).
+forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights). Host time is that of a
+layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
 """
 
 from __future__ import annotations
@@ -139,6 +140,32 @@ def interleaved_times(calls, rounds):
     return times
 
 
+def stacked_host_times(layer, inputs, mode, rounds, depth=4):
+    """Host milliseconds a layer of each round, without waiting for the GPU, in a stack of `depth` layers.
+
+    So a model runs: one call of backward, on autograd's thread for the GPU, goes through all layers. A layer alone
+    (`host_ms`) also pays for going to that thread and back, and for starting after a pause.
+    """
+    x, *others, expert, weight, dout = inputs
+    frozen, forward_only = mode == "frozen", mode == "forward"
+    stack = [[t.detach().requires_grad_(not forward_only and not frozen) for t in others] for _ in range(depth)]
+    routings = [weight.detach().requires_grad_(not forward_only) for _ in range(depth)]
+    x = x.detach().requires_grad_(not forward_only)
+    wanted = [t for t in (x, *routings, *(t for pair in stack for t in pair)) if t.requires_grad]
+    times = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.set_grad_enabled(not forward_only):
+            out = x
+            for (gate_up, down), routing in zip(stack, routings):
+                out = layer(out, gate_up, down, expert, routing)
+        if wanted:
+            torch.autograd.grad(out, wanted, dout, allow_unused=True)
+        times.append(1e3 * (time.perf_counter() - began) / depth)
+    return times[1:]
+
+
 def quantiles(values):
     return [torch.tensor(values).double().quantile(q).item() for q in (0.5, 0.2, 0.8)]
 
@@ -204,6 +231,9 @@ def measure(table, config, shape, names, rounds):
                 add(name, launch, "ms", device)
                 add(name, launch, "host_ms", host)
                 add(name, launch, "share_of_floor", [floor / ms for ms in device])
+        for name, layer in layers.items():
+            if name != BOUND:  # its buffers serve one layer at a time
+                add(name, "eager", "stacked_host_ms", stacked_host_times(layer, inputs, mode, rounds))
         del steps, graphs, runs, calls
         gc.collect()
         torch.cuda.empty_cache()
@@ -224,6 +254,7 @@ def show(table, config, shape, names):
         print(
             f"  {name:24s} {times[0]:6.2f} {times[1]:6.2f} {times[2]:6.2f}  graph {graph:6.2f}  x{times[1] / ours:.2f}"
             f"  floor {table.get(**step, metric='share_of_floor'):.0%}  host {table.get(**step, metric='host_ms'):.2f}"
+            f" stacked {table.get(**step, metric='stacked_host_ms'):.2f}"
             f"  held {table.get(**step, metric='held_MB'):.0f} peak {table.get(**step, metric='peak_MB'):.0f} MB"
             f"  first {table.get(**step, metric='first_call_s'):.1f} s  errors {errors}",
             flush=True,

@@ -254,7 +254,8 @@ def moe_experts(
             routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
             sentinels=routing.sentinels, backend=backend,
         )  # fmt: skip
-    weight = routing.weights.to(accumulation_dtype(x.dtype))
+    weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
+    weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep_h = differentiable and save == "preactivation"
@@ -262,4 +263,4 @@ def moe_experts(
     out = run(
         x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, interleaved, backend, keep_h, save
     )[0]
-    return out.to(dtype_out)
+    return out if out.dtype == dtype_out else out.to(dtype_out)

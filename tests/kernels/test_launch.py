@@ -1,0 +1,54 @@
+"""The Triton backend behind torch's ops and compiler, interpreted on a CPU; what needs a GPU is in test_launch_gpu.py."""
+
+import torch
+from moe_problems import layer, routing_ids, run
+
+from sonicmoe_hf.dispatch import dispatch
+from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.kernels.triton.launch import cdiv, next_power_of_2
+from sonicmoe_hf.routing import Routing
+
+T, H, I, E, K = 21, 24, 16, 3, 2
+OURS = torch.ops.sonicmoe_hf
+
+
+def problem(device, kind="top_k"):
+    ids = routing_ids(T, E, K, kind, device)
+    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device)
+    return tensors, dout, ids
+
+
+def test_the_ops_keep_their_contracts(device):
+    """No result shares memory with an input or another result; the fakes tell sizes and strides."""
+    tensors, dout, (expert, token) = problem(device, "list")
+    utilities = ("test_schema", "test_faketensor")
+    for ids in ((expert, token, T, E, True, "triton"), (expert[: T * K].view(T, K), None, T, E, True, "triton")):
+        torch.library.opcheck(OURS.dispatch.default, ids, test_utils=utilities)
+    rows = list(dispatch(expert, T, E, token, sentinels=True, backend="triton"))
+    inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
+    options = "swiglu", 1.702, 7.0, False, "triton"
+    torch.library.opcheck(OURS.experts_forward.default, (*inputs, rows, *options, True, "input"), test_utils=utilities)
+    _, h = OURS.experts_forward(*inputs, rows, *options, True, "input")
+    backward = (dout, inputs[0], h, *inputs[1:], rows, *options, [True] * 6)
+    torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
+
+
+def test_compiled_whole_it_gives_the_same_bits(device):
+    tensors, dout, (expert, _) = problem(device)
+
+    def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
+        return moe_experts(
+            x, gate_up, down, Routing(expert, weight.view(expert.shape)),
+            gate_up_bias=gate_up_bias, down_bias=down_bias, backend="triton",
+        )  # fmt: skip
+
+    leaves = [t.detach().requires_grad_() for t in tensors.values()]
+    out = torch.compile(forward, fullgraph=True, backend="aot_eager")(*leaves)
+    compiled = [out, *torch.autograd.grad(out, leaves, dout)]
+    plain = run(tensors, dout, (expert, None), "concatenated", "swiglu", "triton", sentinels=False).values()
+    assert all(torch.equal(a, b) for a, b in zip(compiled, plain, strict=True))
+
+
+def test_the_hosts_arithmetic():
+    assert [cdiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 513)] == [1, 2, 4, 4, 8, 1024]

@@ -1,0 +1,145 @@
+"""What launching in little host time must not change, on a GPU: alignment, compilation, profilers, and the ops' contracts."""
+
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from moe_problems import errors, layer, routing_ids, run
+from triton import knobs
+
+from sonicmoe_hf import backends
+from sonicmoe_hf.dispatch import dispatch
+from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.kernels.triton import launch as launching
+from sonicmoe_hf.kernels.triton.launch import Prepared, launch
+from sonicmoe_hf.routing import Routing
+
+pytestmark = pytest.mark.gpu
+OURS = torch.ops.sonicmoe_hf
+
+
+def skip_unless_it_runs_here(backend):
+    if backend == "hopper" and backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
+        pytest.skip("needs a Hopper GPU")
+
+
+def problem(T=2000):
+    ids = routing_ids(T, 16, 4, "top_k", "cuda")
+    tensors, dout = layer(T, 256, 192, 16, 4 * T, torch.bfloat16, "cuda")
+    return tensors, dout, ids
+
+
+def shifted(tensor):
+    """A copy whose address is no multiple of 16."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_one_kernel(source, to, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to + place, tl.load(source + place, mask=place < count) + 1, mask=place < count)
+
+
+@triton.jit
+def specialised_kernel(to, number):
+    tl.store(to, number)
+
+
+def test_a_kernel_runs_for_every_alignment_dtype_and_option_in_any_order():
+    prepared = Prepared(add_one_kernel, torch.cuda.current_device(), (4,), (500,), (128,), num_warps=4)
+    base = torch.arange(1000, device="cuda")
+    for _ in range(2):
+        for dtype in (torch.int64, torch.int32, torch.float32):
+            for offset in (0, 1, 2, 4):
+                source = base.to(dtype)[offset : offset + 500]
+                for warps in (4, 8):
+                    to = torch.zeros_like(source)
+                    launch(add_one_kernel, (4,), (source, to), (500,), (128,), num_warps=warps)
+                    assert torch.equal(to, source + 1), (dtype, offset, warps)
+                if dtype == torch.float32:
+                    to = torch.zeros_like(source)
+                    prepared(source, to)
+                    assert torch.equal(to, source + 1), offset
+
+
+def test_a_kernel_that_triton_would_compile_for_a_number_is_refused():
+    with pytest.raises(ValueError, match="specialised_kernel must name its numbers in do_not_specialize"):
+        launch(specialised_kernel, (1,), (torch.zeros(1, dtype=torch.int32, device="cuda"),), (3,))
+
+
+@pytest.mark.parametrize("backend", ("hopper", "triton"))
+def test_operands_off_the_multiples_of_16_bytes(backend):
+    """The same sums, perhaps in another order: bf16 roundings apart, 2^-9 each."""
+    skip_unless_it_runs_here(backend)
+    tensors, dout, ids = problem()
+    aligned = run(tensors, dout, ids, "concatenated", "swiglu", backend)
+    off = {name: shifted(tensor) for name, tensor in tensors.items()}
+    found = run(off, shifted(dout), (shifted(ids[0]), None), "concatenated", "swiglu", backend)
+    assert {n: e for n, e in errors(found, aligned).items() if e > 5e-3} == {}
+    again = run(tensors, dout, ids, "concatenated", "swiglu", backend)
+    assert all(torch.equal(again[name], aligned[name]) for name in aligned)
+
+
+@pytest.mark.parametrize("backend", ("hopper", "triton"))
+def test_compiled_whole_it_gives_the_same_bits(backend):
+    skip_unless_it_runs_here(backend)
+    tensors, dout, (expert, _) = problem()
+
+    def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
+        return moe_experts(
+            x, gate_up, down, Routing(expert, weight.view(expert.shape)),
+            gate_up_bias=gate_up_bias, down_bias=down_bias, backend=backend,
+        )  # fmt: skip
+
+    def step(function):
+        leaves = [t.detach().requires_grad_() for t in tensors.values()]
+        out = function(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    torch._dynamo.reset()
+    compiled = step(torch.compile(forward, fullgraph=True))
+    assert all(torch.equal(a, b) for a, b in zip(compiled, step(forward)))
+
+
+@pytest.mark.parametrize("backend", ("hopper", "triton"))
+def test_the_ops_keep_their_contracts(backend):
+    """No result shares memory with an input or another result; the fakes tell sizes and strides."""
+    skip_unless_it_runs_here(backend)
+    tensors, dout, (expert, _) = problem(T=700)
+    utilities = ("test_schema", "test_faketensor")
+    torch.library.opcheck(OURS.dispatch.default, (expert, None, 700, 16, False, backend), test_utils=utilities)
+    rows = list(dispatch(expert, 700, 16, backend=backend))
+    inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
+    inputs[3] = inputs[3].view(expert.shape)
+    options = "swiglu", 1.702, 7.0, False, backend
+    torch.library.opcheck(OURS.experts_forward.default, (*inputs, rows, *options, True, "input"), test_utils=utilities)
+    _, h = OURS.experts_forward(*inputs, rows, *options, True, "input")
+    backward = (dout, inputs[0], h, *inputs[1:], rows, *options, [True] * 6)
+    torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
+
+
+def test_a_profiler_of_triton_sees_every_launch():
+    tensors, dout, ids = problem()
+    run(tensors, dout, ids, "concatenated", "swiglu", "triton")
+    seen = []
+
+    def hook(metadata):
+        seen.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        run(tensors, dout, ids, "concatenated", "swiglu", "triton")
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert {"count_kernel", "scan_kernel", "place_kernel", "up_kernel", "weight_gradient_kernel"} <= set(seen)
+    assert seen.count("combine_kernel") == 2
+
+
+def test_later_launches_go_past_triton():
+    tensors, dout, ids = problem()
+    run(tensors, dout, ids, "concatenated", "swiglu", "triton", sentinels=False)
+    refuse = mock.Mock(side_effect=AssertionError("went through Triton"))
+    with mock.patch.object(launching.JITFunction, "run", refuse):
+        run(tensors, dout, ids, "concatenated", "swiglu", "triton", sentinels=False)
