@@ -22,10 +22,9 @@ from .sort_pairs import dispatch, tile_table_length
 WORD = tl.constexpr(32)  # tokens in a word
 NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every score: not to be chosen
 NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
-KEY_EXPERTS = 128  # experts in a program of keys_kernel
 LEAST_HELD, MOST_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches
-MOST_PLACED = 1 << 12  # pairs (token, expert) that a program looks at to place rows
-FILL = 1 << 12  # entries of the rows' lists that a program completes
+MOST_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
+FILL = 1 << 10  # entries of the rows' lists that a program completes
 GRADIENT_TOKENS, GRADIENT_ENTRIES = 32, 16
 T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "least_pairs"]
 
@@ -38,32 +37,40 @@ def pack(bits, AXIS: tl.constexpr):
 
 
 @triton.jit
-def count_below(word, lane):
-    """How many of a word's bits before the bit `lane` are set."""
-    one = tl.full([], 1, tl.uint32)
-    word = word.to(tl.uint32, bitcast=True) & ((one << lane.to(tl.uint32)) - 1)
+def count_bits(word):
+    """How many bits of each word are set."""
+    word = word.to(tl.uint32, bitcast=True)
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
+@triton.jit
+def count_below(word, lane):
+    """How many of a word's bits before the bit `lane` are set."""
+    one = tl.full([], 1, tl.uint32)
+    return count_bits(word.to(tl.uint32, bitcast=True) & ((one << lane.to(tl.uint32)) - 1))
+
+
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def keys_kernel(
-    scores, index, valid, keys, top_words, totals, num_tokens, num_words, top_k,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+    scores, index, valid, keys, top_words, totals, num_tokens, num_words,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
     """keys [E, 32 W]: NO_KEY where the token is padding, or not top-k's and never to be added. top_words [W, E]: top-k's
     choice. totals [E + 1], where wanted: the rows that top-k gives every expert, and the tokens, without padding."""
     word = tl.program_id(0)
-    token = word * WORD + tl.arange(0, WORD)
-    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    lane = tl.arange(0, WORD)
+    token, first_expert = word * WORD + lane, tl.program_id(1) * WORD
+    expert = first_expert + lane
     is_token, is_expert = token < num_tokens, expert < NUM_EXPERTS
     at = token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
     score = tl.load(scores + at, mask=is_token[:, None] & is_expert[None, :], other=float("-inf"))
-    is_top = tl.zeros((WORD, EXPERTS), tl.int1)
-    for k in range(top_k):
-        chosen = tl.load(index + token * top_k + k, mask=is_token, other=-1).to(tl.int32)
-        is_top = is_top | (chosen[:, None] == expert[None, :])
+    chosen = tl.zeros((WORD,), tl.int32)  # a bit for each of the program's experts
+    for k in tl.static_range(TOP_K):
+        which = tl.load(index + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32) - first_expert
+        chosen |= tl.where((which >= 0) & (which < WORD), 1 << (which & (WORD - 1)), 0)
+    is_top = ((chosen[:, None] >> lane[None, :]) & 1) != 0
     real = is_token
     if valid is not None:
         real = real & tl.load(valid + token, mask=is_token, other=0)
@@ -102,47 +109,52 @@ def load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS:
 
 @triton.jit
 def search(
-    keys, top_words, from_top, wanted, expert, num_words,
+    keys, top_words, held_key, held_top, from_top, wanted, count, expert, num_words,
     NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """The `wanted` highest of a class with no fewer tokens: the keys >= high, and the first `rest` in low .. high - 1."""
-    low, high, found = tl.full([], NO_LIMIT, tl.int64), tl.full([], NO_KEY, tl.int64), 0
-    for first in range(0, num_words, WORDS):
-        key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+    """The `wanted` highest of a class of `count` tokens: those with keys >= high, and the first `rest` with key low =
+    high - 1; high = low if all of those are in."""
+    held = tl.where(held_top.to(tl.int32) == from_top, held_key, NO_KEY)
+    low, high = tl.full([], NO_LIMIT, tl.int64), tl.full([], NO_KEY, tl.int64)
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key = held
+        if not HELD:
+            key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
         low = tl.minimum(low, tl.min(tl.where(key > NO_KEY, key, NO_LIMIT)).to(tl.int64))
         high = tl.maximum(high, tl.max(key).to(tl.int64) + 1)
-        found += tl.sum((key > NO_KEY).to(tl.int32))
+    above, found = 0, count  # how many keys are >= high, and >= low
     if wanted == 0:
         low = high
-    held = load_class(keys, top_words, from_top, expert, 0, num_words, NUM_EXPERTS, WORDS)
-    above = 0  # how many keys are >= high; `found` are >= low
     while (high - low > 1) & (found != wanted):
         middle = low + (high - low) // 2
-        if HELD:
-            count = tl.sum((held >= middle.to(tl.int32)).to(tl.int32))
-        else:
-            count = 0
-            for first in range(0, num_words, WORDS):
+        more = 0
+        for first in range(0, WORDS if HELD else num_words, WORDS):
+            key = held
+            if not HELD:
                 key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
-                count += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-        if count >= wanted:
+            more += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        if more >= wanted:
             low = middle
-            found = count
+            found = more
         else:
             high = middle
-            above = count
+            above = more
+    if found == wanted:
+        high = low
     return low.to(tl.int32), high.to(tl.int32), wanted - above
 
 
 @triton.jit
 def choose(key, low, high, rest, seen):
-    """(which tokens of a chunk are among the highest that `search` found, keys in low .. high - 1 seen so far)."""
-    among = (key >= low) & (key < high)
-    packed = pack(among, 1)
-    count = tl.sum(among.to(tl.int32), axis=1)
-    lane = tl.arange(0, WORD)[None, :]
-    place = (seen + tl.cumsum(count) - count)[:, None] + count_below(packed[:, None], lane)
-    return (key >= high) | (among & (place < rest)), seen + tl.sum(count)
+    """(which tokens of a chunk are among the highest that `search` found, tokens with key `low` seen so far)."""
+    chosen = key >= high
+    if high > low:
+        ties = pack(key == low, 1)
+        count = count_bits(ties)
+        place = (seen + tl.cumsum(count) - count)[:, None] + count_below(ties[:, None], tl.arange(0, WORD)[None, :])
+        chosen = chosen | ((key == low) & (place < rest))
+        seen += tl.sum(count)
+    return chosen, seen
 
 
 @triton.jit
@@ -174,9 +186,12 @@ def select_kernel(
 ):  # fmt: skip
     """selection [2, W, E]: the experts' sets in words, and an expert's rows before each word; counts [E]: its rows."""
     expert = tl.program_id(0)
+    held_key, held_top = load_chunk(keys, top_words, expert, 0, num_words, NUM_EXPERTS, WORDS)  # all tokens, if HELD
     had, others = 0, 0
-    for first in range(0, num_words, WORDS):
-        key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key, top = held_key, held_top
+        if not HELD:
+            key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
         had += tl.sum((top & (key > NO_KEY)).to(tl.int32))
         others += tl.sum((~top & (key > NO_KEY)).to(tl.int32))
     below = had // TILE * TILE
@@ -196,10 +211,14 @@ def select_kernel(
         elif ROUNDING == "stochastic":
             go_up = tl.load(uniform + expert) * TILE < over
         else:
-            low, high, rest = search(keys, top_words, 1, below, expert, num_words, NUM_EXPERTS, WORDS, HELD)
+            low, high, rest = search(
+                keys, top_words, held_key, held_top, 1, below, had, expert, num_words, NUM_EXPERTS, WORDS, HELD
+            )
             lost = mass(keys, top_words, 1, low, high, rest, False, expert, num_words, NUM_EXPERTS, WORDS)
             more = tl.minimum(below + TILE - had, others)
-            low, high, rest = search(keys, top_words, 0, more, expert, num_words, NUM_EXPERTS, WORDS, HELD)
+            low, high, rest = search(
+                keys, top_words, held_key, held_top, 0, more, others, expert, num_words, NUM_EXPERTS, WORDS, HELD
+            )
             gained = mass(keys, top_words, 0, low, high, rest, True, expert, num_words, NUM_EXPERTS, WORDS)
             go_up = (gained < lost) & (over > 0)
         has = tl.where(go_up, below + TILE, below)
@@ -211,22 +230,26 @@ def select_kernel(
             tl.store(fell_back, keep_all)
 
     from_top = (has < had).to(tl.int32)
-    wanted = tl.where(has < had, has, has - had)
-    low, high, rest = search(keys, top_words, from_top, wanted, expert, num_words, NUM_EXPERTS, WORDS, HELD)
+    wanted, count = tl.where(has < had, has, has - had), tl.where(has < had, had, others)
+    low, high, rest = search(
+        keys, top_words, held_key, held_top, from_top, wanted, count, expert, num_words, NUM_EXPERTS, WORDS, HELD
+    )
     written, seen = 0, 0
-    for first in range(0, num_words, WORDS):
-        key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key, top = held_key, held_top
+        if not HELD:
+            key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
         stays = top & (key > NO_KEY)
         if fell_back is not None:
             stays = tl.where(keep_all, top, stays)
         chosen, seen = choose(tl.where(top.to(tl.int32) == from_top, key, NO_KEY), low, high, rest, seen)
-        chosen = chosen | (stays & (from_top == 0))
-        count = tl.sum(chosen.to(tl.int32), axis=1)
+        packed = pack(chosen | (stays & (from_top == 0)), 1)
+        rows = count_bits(packed)
         word = first + tl.arange(0, WORDS)
         at = selection + word * NUM_EXPERTS + expert
-        tl.store(at, pack(chosen, 1), mask=word < num_words)
-        tl.store(at + num_words * NUM_EXPERTS, written + tl.cumsum(count) - count, mask=word < num_words)
-        written += tl.sum(count)
+        tl.store(at, packed, mask=word < num_words)
+        tl.store(at + num_words * NUM_EXPERTS, written + tl.cumsum(rows) - rows, mask=word < num_words)
+        written += tl.sum(rows)
     tl.store(counts + expert, written)
 
 
@@ -268,7 +291,6 @@ def place_kernel(
             total = tl.sum(score, axis=1)
             score = score / (tl.where(total > 0, total, 1.0) + EPSILON)[:, None]
         tl.store(weights + row, (score * SCALE).to(weights.dtype.element_ty), mask=is_pair)
-        tl.store(expert_of_row + row, expert[None, :], mask=is_pair)
         tl.store(token_of_row + row, token[:, None], mask=is_pair)
 
         entries = is_pair.to(tl.int32)
@@ -282,6 +304,11 @@ def place_kernel(
     elif block <= num_blocks + NUM_EXPERTS:
         which = block - num_blocks
         write_tiles(tiles, first_row, end_row, which, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
+        mine = expert == which
+        end = tl.sum(tl.where(mine, end_row, 0))
+        for start in range(tl.sum(tl.where(mine, first_row, 0)), end, FILL):
+            row = start + tl.arange(0, FILL)
+            tl.store(expert_of_row + row, which, mask=row < end)
         if which == NUM_EXPERTS:
             tl.store(offsets + expert, first_row, mask=expert < NUM_EXPERTS)
             tl.store(offsets + NUM_EXPERTS, num_rows)
@@ -356,11 +383,10 @@ def round_rows(
     keys, top_words = new(num_experts, num_words * WORD.value), new(num_words, num_experts)
     selection, counts = new(2, num_words, num_experts), new(num_experts)
 
-    key_experts = min(experts, KEY_EXPERTS)
     launch(
-        keys_kernel, (num_words, cdiv(num_experts, key_experts)),
+        keys_kernel, (num_words, cdiv(num_experts, WORD.value)),
         (ranking_TE.contiguous(), top_k_index_TK.contiguous(), valid_T, keys, top_words, totals),
-        (num_tokens, num_words, top_k), (num_experts, key_experts), num_warps=4,
+        (num_tokens, num_words), (num_experts, top_k), num_warps=4,
     )  # fmt: skip
     held = min(max(next_power_of_2(num_tokens), LEAST_HELD), MOST_HELD)
     launch(
@@ -374,7 +400,7 @@ def round_rows(
         place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
         (scores_TE.contiguous(), selection, counts, weight_P, expert_P, *rows),
         (num_tokens, num_words, num_blocks, num_pairs, max_row_tiles(num_pairs, num_experts)),
-        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=4,
+        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=8,
     )  # fmt: skip
     return Rounded(weight_P, expert_P, rows, fell_back)
 

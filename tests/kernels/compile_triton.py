@@ -127,7 +127,7 @@ def rounding_cases():
         **named("valid fell_back", "*i1"),
         **named("num_tokens num_words num_blocks num_pairs num_row_tiles top_k least_pairs", "i32"),
         "NUM_EXPERTS": EXPERTS, "EXPERTS": experts, "BINS": experts, "WORDS": held // 32, "HELD": True, "TILE": blocks.TILE,
-        "TILE_ROWS": blocks.TILE, "FILL": rounding.FILL, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
+        "TILE_ROWS": blocks.TILE, "FILL": rounding.FILL, "TOP_K": 8, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
     }  # fmt: skip
     for padding, roundings in (({}, ROUNDINGS), (named("valid fell_back", None), ["nearest"])):
         yield "keys", rounding.keys_kernel, {**common, **padding}, 4, 3
