@@ -26,11 +26,17 @@ def check_choice(what: str, value, choices) -> None:
 class TokenRounding:
     """Training-time routing that rounds the rows of every expert to a multiple of the GEMM tile (paper, section 4).
 
+    The number of rows is known only on the device, so what a layer keeps for backward (h, 4*I bytes a row in bf16) is
+    allocated at the most there can be (`max_rows`). "balanced" is the rounding that goes both ways and costs no memory.
+
     Args:
-        rounding: how f rows become a multiple of the tile M. "nearest" (a tie goes down), "balanced" (nearest, with the
-            residual carried from expert to expert, so that the total stays within M/2 of top-k's), "stochastic" (up with
-            probability frac(f/M), drawn from torch's generator on the device), "nearest_score" (the side that changes
-            the expert's sum of scores least; a tie goes down), "up", "down".
+        rounding: how f rows become a multiple of the tile M, and the most rows that T*K become:
+            "nearest": a tie goes down; T*K + E*M/2.
+            "balanced": nearest, with the residual carried from expert to expert, so that the total stays within M/2 of
+            top-k's; T*K + M/2.
+            "stochastic": up with probability frac(f/M), drawn from torch's generator on the device; T*K + E*(M-1).
+            "nearest_score": the side that changes the expert's sum of scores least, a tie goes down; T*K + E*(M-1).
+            "up": T*K + E*(M-1). "down": T*K.
         tile: M, rows; 128 on every backend unless set.
         min_tiles_per_expert: below this mean number of tiles per expert a call keeps plain top-k, because quality
             drops there (paper, table 6).
