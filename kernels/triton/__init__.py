@@ -10,8 +10,6 @@ import functools
 
 import torch
 
-from .backward import down_backward as _down_backward
-from .backward import routing_gradient as _routing_gradient
 from .gradients import down_bias_gradient as _down_bias_gradient
 from .gradients import down_gradient as _down_gradient
 from .gradients import gate_up_bias_gradient as _gate_up_bias_gradient
@@ -19,7 +17,9 @@ from .gradients import gate_up_gradient as _gate_up_gradient
 from .rounding import round_rows as _round_rows
 from .rounding import round_rows_backward as _round_rows_backward
 from .rows import down as _down
+from .rows import down_backward as _down_backward
 from .rows import input_rows as _input_rows
+from .rows import routing_gradient as _routing_gradient
 from .rows import up as _up
 from .sort_pairs import dispatch as _dispatch
 from .sort_pairs import tile_table_length as tile_table_length

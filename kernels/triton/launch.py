@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from triton import knobs
 from triton.runtime import JITFunction, driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 SIZES = 1024  # how many sizes (T mostly) are remembered with what is launched for them
-# (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
+# (kernel, device, dtypes, constants, options) -> compiled kernel: as many entries as Triton compiles variants
 _COMPILED = {}
 
 
@@ -32,34 +31,24 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         kernel: a triton.jit function whose parameters come in this order. Triton compiles it for its tensors' dtypes and
             alignment, for which of them are None, and for constants and options: all of that is looked at here too.
         grid: up to three numbers of programs.
-        tensors: tensors, tensor descriptors or None, the first not None.
-        numbers: ints that the kernel names in `do_not_specialize`.
+        tensors: tensors or None, the first a tensor; numbers: ints that the kernel names in `do_not_specialize`.
         constants: its tl.constexpr parameters; options: num_warps and the like.
     Returns:
         What to launch it by, for `Prepared`; None where only Triton can.
     Raises:
         ValueError: Triton would compile the kernel for a number's value.
     """
-    pointers, kinds, bits = [], [], 0
-    for tensor in tensors:
-        if type(tensor) is TensorDescriptor:
-            pointers.append(tensor)
-            kinds.append((tensor.base.dtype, *tensor.block_shape))
-        elif tensor is None:
-            pointers.append(None)
-            kinds.append(None)
-        else:
-            pointer = tensor.data_ptr()
-            bits |= pointer
-            pointers.append(pointer)
-            kinds.append(tensor.dtype)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer or 0
     # Pointers off the multiples of 16 and 64-bit numbers are compiled for on their own; and the interpreter has no key.
     if bits % 16 or max(numbers, default=0) >> 31 or type(kernel) is not JITFunction:
         kernel[grid](*tensors, *numbers, *constants, **options)
         return None
-    first = tensors[0]
-    device = (first.base if type(first) is TensorDescriptor else first).get_device()
-    key = (id(kernel), device, *kinds, *constants, *options.items())
+    device = tensors[0].get_device()
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    key = (id(kernel), device, *dtypes, *constants, *options.items())
     found = _COMPILED.get(key)
     if found is None:
         at = len(tensors)

@@ -17,27 +17,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sonicmoe_hf.config import ROUNDINGS
-from sonicmoe_hf.kernels.triton import backward, blocks, gradients, rounding, rows, sort_pairs, sum_rows
+from sonicmoe_hf.kernels.triton import blocks, gradients, rounding, rows, sort_pairs, sum_rows
 
 GPU_KINDS = {90: "hopper", 80: "ampere", 86: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
-VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias, descriptors where the table has them
-    "bf16": ("bf16", False, False, False, False, True),
-    "bf16, through pointers": ("bf16", False, False, False, False, False),
-    "bf16, few rows": ("bf16", True, False, False, False, True),
-    "fp16, interleaved": ("fp16", False, True, False, False, True),
-    "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True, True),
-    "fp32": ("fp32", False, False, False, False, True),
+VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias
+    "bf16": ("bf16", False, False, False, False),
+    "bf16, few rows": ("bf16", True, False, False, False),
+    "fp16, interleaved": ("fp16", False, True, False, False),
+    "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True),
+    "fp32": ("fp32", False, False, False, False),
 }
 
 
 def compile_kernel(kernel, arguments, target, num_warps, num_stages):
-    """`arguments` by name: "*bf16" and the like for a pointer, "tensordesc<bf16[128,64]>" and the like for a descriptor,
-    "i32" for a number, None or a constant."""
+    """`arguments` by name: "*bf16" and the like for a pointer, "i32" for a number, None or a constant."""
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, str) and (value.startswith(("*", "tensordesc")) or value == "i32"):
+        if isinstance(value, str) and (value.startswith("*") or value == "i32"):
             signature[name] = value
             if value.startswith("*"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
@@ -58,28 +56,23 @@ FLOATS = named("routing_weight dw_parts dw sums", "*fp32")
 NUMBERS = named("num_row_tiles num_rows", "i32")
 
 
-def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptors):
+def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias):
     """(name, kernel, arguments, warps, stages) of the kernels over rows."""
     table = blocks.TABLE[("any", 4) if dtype == "fp32" else (gpu_kind, 2)]
     buckets = ("few", "some", "many") if few else ("many",)
     shapes = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
     pointer, (E, N, K) = f"*{dtype}", (2 * INNER * HIDDEN, 2 * INNER, HIDDEN)
     common = {
-        **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out gathered direct", pointer),
+        **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out left right", pointer),
         "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
         "ROWS": blocks.SMALLEST_TILE if few else blocks.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "NAME": "swiglu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": interleaved, "H": HIDDEN, "I": INNER,
     }  # fmt: skip
 
-    def described(*block):
-        return f"tensordesc<{dtype}[{','.join(map(str, block))}]>"
-
-    def case(name, kernel, operands=(), **more):
+    def case(name, kernel, **more):
         b = shapes[name if name in shapes else "gradient"]
         block = {"COLUMNS": b.columns, "GROUP": b.group} if name in shapes else {}
-        use_them = descriptors and b.descriptors
-        more |= {"DEPTH": b.depth, "DESCRIBED": use_them} | (dict(operands) if use_them else {})
-        return name, kernel, {**common, **block, **more}, b.warps, b.stages
+        return name, kernel, {**common, **block, "DEPTH": b.depth, **more}, b.warps, b.stages
 
     gate_up = (E, 1, N) if transposed else (E, K, 1)  # strides of [E, 2I, H]
     down = (E // 2, 1, HIDDEN) if transposed else (E // 2, INNER, 1)  # strides of [E, H, I]
@@ -87,34 +80,19 @@ def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptor
     def strides(names, values):
         return dict(zip(names.split(), values))
 
-    def weight(name, depth_last, columns=1):
-        block = shapes[name].columns * columns, shapes[name].depth
-        return {"weight": described(1, *(block if depth_last else block[::-1]))}
-
-    up = shapes["up"]
-    pairs = weight("up", not transposed, 2) if interleaved else {"weight": described(1, 2, up.columns, up.depth)}
-    yield case("up", rows.up_kernel, pairs, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
-    for name, depth_last, values in (
-        ("down", not transposed, down),
-        ("input_rows", transposed, gate_up[::2] + gate_up[1:2]),
-    ):
-        operands = weight(name, depth_last) | {"source": described(common["ROWS"], shapes[name].depth)}
-        n, k = (HIDDEN, INNER) if name == "down" else (K, N)
-        yield case(name, rows.rows_kernel, operands, N=n, K=k, **strides("STRIDE_E STRIDE_N STRIDE_K", values))
+    yield case("up", rows.up_kernel, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
+    yield case("down", rows.rows_kernel, N=HIDDEN, K=INNER, **strides("STRIDE_E STRIDE_N STRIDE_K", down))
+    yield case("input_rows", rows.rows_kernel, N=K, K=N, **strides("STRIDE_E STRIDE_K STRIDE_N", gate_up))
     piece = shapes["down_backward"].piece // (2 if interleaved else 1)
-    yield case(
-        "down_backward", backward.down_backward_kernel, weight("down_backward", transposed), PIECE=piece,
-        **strides("STRIDE_E STRIDE_H STRIDE_I", down),
-    )  # fmt: skip
+    yield case("down_backward", rows.down_backward_kernel, PIECE=piece, **strides("STRIDE_E STRIDE_H STRIDE_I", down))
     b = shapes["gradient"]
-    for name, (n, m), (stride_e, stride_n, stride_m) in (
-        ("gate_up_gradient", (N, K), gate_up),
-        ("down_gradient", (INNER, HIDDEN), (down[0], down[2], down[1])),
+    for name, gather_left, (m, n) in (
+        ("gate_up_gradient", False, (N, K)),
+        ("down_gradient", True, (HIDDEN, INNER)),
     ):
         yield case(
-            name, gradients.weight_gradient_kernel, {"direct": described(b.depth, b.width)}, M=m, N=n,
-            STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group,
-            PEEL=b.peel,
+            name, gradients.weight_gradient_kernel, M=m, N=n, STRIDE_E=m * n, STRIDE_M=n, STRIDE_N=1,
+            GATHER_LEFT=gather_left, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group, PEEL=b.peel,
         )  # fmt: skip
 
 
@@ -125,7 +103,7 @@ def other_cases():
         "N": HIDDEN, "BIAS_STRIDE_E": HIDDEN, "BIAS_STRIDE_H": 1, "NUM_EXPERTS": EXPERTS, "BINS": 256, "PARTS": 3,
     }  # fmt: skip
     yield "bias_gradient", gradients.bias_gradient_kernel, {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128}, 4, 3
-    yield "routing_gradient", backward.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
+    yield "routing_gradient", rows.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
     yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": 8, "COLUMNS": sum_rows.COLUMNS}, 2, 3
     pairs = {
         **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
