@@ -16,8 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sonicmoe_hf.config import ROUNDINGS
-from sonicmoe_hf.kernels.triton import blocks, gradients, rounding, rows, sort_pairs, sum_rows
+from sonicmoe_hf.kernels.triton import blocks, gradients, rows, sort_pairs, sum_rows
 
 GPU_KINDS = {90: "hopper", 80: "ampere", 86: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
@@ -118,26 +117,6 @@ def other_cases():
     yield "order", sort_pairs.order_kernel, {**pairs, "BLOCK": 16}, 4, 3
 
 
-def rounding_cases():
-    """Token rounding's kernels the same way, at 16384 tokens."""
-    held, experts = 1 << 14, 128
-    common = {
-        **INTEGERS, **named("keys top_words totals selection counts expert_of_row token_of_row pair_of_row", "*i32"),
-        **named("scores uniform dscores", "*fp32"), **named("weights dweights", "*bf16"), "index": "*i64",
-        **named("valid fell_back", "*i1"),
-        **named("num_tokens num_words num_blocks num_pairs num_row_tiles top_k least_pairs", "i32"),
-        "NUM_EXPERTS": EXPERTS, "EXPERTS": experts, "BINS": experts, "WORDS": held // 32, "HELD": True, "TILE": blocks.TILE,
-        "TILE_ROWS": blocks.TILE, "FILL": rounding.FILL, "TOP_K": 8, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
-    }  # fmt: skip
-    for padding, roundings in (({}, ROUNDINGS), (named("valid fell_back", None), ["nearest"])):
-        yield "keys", rounding.keys_kernel, {**common, **padding}, 4, 3
-        for name in roundings:
-            yield f"select, {name}", rounding.select_kernel, {**common, **padding, "ROUNDING": name}, held // 1024, 3
-    yield "place", rounding.place_kernel, {**common, "TOKENS": rounding.MOST_PLACED // experts}, 4, 3
-    block = {"TOKENS": rounding.GRADIENT_TOKENS, "ENTRIES": rounding.GRADIENT_ENTRIES}
-    yield "weights_gradient", rounding.weights_gradient_kernel, {**common, **block}, 4, 3
-
-
 def report(name, variant, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -152,7 +131,7 @@ def report(name, variant, compiled):
 
 
 def main(target: int):
-    for name, kernel, arguments, warps, stages in (*other_cases(), *rounding_cases()):
+    for name, kernel, arguments, warps, stages in other_cases():
         report(name, "", compile_kernel(kernel, arguments, target, warps, stages))
     for variant, options in VARIANTS.items():
         for name, kernel, arguments, warps, stages in matrix_cases(GPU_KINDS[target], *options):
