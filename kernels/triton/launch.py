@@ -9,7 +9,6 @@ from __future__ import annotations
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-SIZES = 1024  # how many sizes (T mostly) are remembered with what is launched for them
 # (kernel, device, dtypes, constants, options) -> compiled kernel: as many entries as Triton compiles variants
 _COMPILED = {}
 
@@ -33,8 +32,6 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         grid: up to three numbers of programs.
         tensors: tensors or None, the first a tensor; numbers: ints that the kernel names in `do_not_specialize`.
         constants: its tl.constexpr parameters; options: num_warps and the like.
-    Returns:
-        What to launch it by, for `Prepared`; None where only Triton can.
     Raises:
         ValueError: Triton would compile the kernel for a number's value.
     """
@@ -45,7 +42,7 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
     # Pointers off the multiples of 16 and 64-bit numbers are compiled for on their own; and the interpreter has no key.
     if bits % 16 or max(numbers, default=0) >> 31 or type(kernel) is not JITFunction:
         kernel[grid](*tensors, *numbers, *constants, **options)
-        return None
+        return
     device = tensors[0].get_device()
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
     key = (id(kernel), device, *dtypes, *constants, *options.items())
@@ -55,8 +52,8 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
             raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
         compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-        found = _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
-        return found
+        _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
+        return
     compiled, run, function, metadata = found
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
@@ -64,27 +61,3 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         compiled[x, y, z](*pointers, *numbers, *constants, stream=stream)
     else:
         run(x, y, z, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
-    return found
-
-
-class Prepared:
-    """`launch` of a kernel again and again, on one device, with tensors of the same dtypes, None in the same places."""
-
-    def __init__(self, kernel, device: int, grid, numbers=(), constants=(), **options):
-        self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
-        self.device, self.programs, self.rest = device, (*grid, 1, 1)[:3], (*numbers, *constants)
-        self.found = None
-
-    def __call__(self, *tensors):
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer or 0
-        hooks = knobs.runtime
-        if bits % 16 or self.found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            found = launch(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
-            self.found = found or self.found
-            return
-        _, run, function, metadata = self.found
-        stream = driver.active.get_current_stream(self.device)
-        run(*self.programs, stream, function, metadata, None, None, None, *pointers, *self.rest)

@@ -106,7 +106,7 @@ def other_cases():
     yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": 8, "COLUMNS": sum_rows.COLUMNS}, 2, 3
     pairs = {
         **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
-        **named("scratch token_counts cursors token_of_row pair_of_row", "*i32"),
+        **named("keys counts totals ticket token_counts cursors token_of_row pair_of_row", "*i32"),
         **named("expert row_of_slot", "*i64"), "BLOCK": sort_pairs.BLOCK, "CHUNK": sort_pairs.CHUNK,
         "SCAN": sort_pairs.SCAN, "WIDE": sort_pairs.WIDE, "TILE_ROWS": blocks.TILE, "CHECKED": True,
         "TOKENS": 16,
