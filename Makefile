@@ -2,6 +2,7 @@
 #   make demo          train a small model with token rounding, on any machine, in a few minutes
 #   make test          the tests, here and (core tests) on the oldest Transformers we support
 #   make lint          ruff, check and format
+#   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
 # A machine without CUDA saves a large download with PyTorch's CPU build:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -9,6 +10,7 @@
 PYTHON ?= $(shell command -v python3 || command -v python)
 PIP_FLAGS ?=
 WORKERS ?= 2
+GPU_WORKERS ?= 6
 ARGS ?=
 
 VENV := .venv
@@ -18,7 +20,7 @@ OLDEST_TESTS ?= tests --ignore=tests/kernels --ignore=tests/test_packaging.py
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-newest test-oldest lint format bench wheel clean
+.PHONY: demo test test-newest test-oldest test-gpu lint format bench wheel clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
@@ -30,6 +32,10 @@ test-newest: $(VENV)/.installed
 
 test-oldest: $(OLDEST)/.installed
 	$(RUN) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(ARGS)
+
+# Most of it is compiling, on the CPU, so more processes help.
+test-gpu: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m gpu tests/kernels $(ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
