@@ -148,26 +148,13 @@ def _backward_of_op(ctx, gradients):
     return *_gradients(ctx, gradients[0]), [None] * len(Rows._fields), *(None,) * 7
 
 
-def _no_second_derivative(ctx, gradients):
-    raise RuntimeError("moe_experts has no second derivatives: its gradients cannot be differentiated again")
+def _backward(ctx, gradients):
+    return *_gradients(ctx, gradients[0]), *(None,) * 8
 
 
 ops.differentiate(_FORWARD, _backward_of_op, _setup_context)
-ops.differentiate(_BACKWARD, _no_second_derivative)
-
-
-class _Experts(torch.autograd.Function):
-    """The op `_FORWARD` without the dispatcher, for where nothing traces."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _experts_forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return tuple(output)
-
-    @staticmethod
-    def backward(ctx, dout, *dh):
-        return *_gradients(ctx, dout), *(None,) * 8
+ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = ops.without_dispatcher(_experts_forward, _setup_context, _backward)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
@@ -259,7 +246,7 @@ def moe_experts(
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep_h = differentiable and save == "preactivation"
-    run = _FORWARD if ops.traced(*inputs) else _Experts.apply if differentiable else _experts_forward
+    run = _FORWARD if ops.traced(*inputs) else _differentiable if differentiable else _experts_forward
     out = run(
         x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, interleaved, backend, keep_h, save
     )[0]

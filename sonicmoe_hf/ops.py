@@ -29,6 +29,33 @@ def differentiate(op, backward, setup_context=None):
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=_LIBRARY)
 
 
+def refuse_second_derivatives(op, what: str):
+    """Make differentiating `op`, the gradient formula of `what`, an error in words."""
+
+    def refuse(ctx, *gradients):
+        raise RuntimeError(f"{what} has no second derivatives: its gradients cannot be differentiated again")
+
+    differentiate(op, refuse)
+
+
+def without_dispatcher(function, setup_context, backward):
+    """`function`, differentiable as the op defined by it is, for where nothing traces; `backward(ctx, gradients)` gives a
+    gradient or None for each of its arguments."""
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = function(*inputs)
+            setup_context(ctx, inputs, output)
+            return tuple(output)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return backward(ctx, gradients)
+
+    return Plain.apply
+
+
 def traced(*tensors) -> bool:
     """Whether calls must be ops: under torch.compile, torch.export, torch.func, a dispatch mode, torch.jit.trace, or
     where a tensor (or None) is of a subclass, as a DTensor or a FakeTensor is."""

@@ -179,8 +179,9 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], *output[1 : 2 + len(Rows._fields)])
 
 
-def _gradients(ctx, dweight):
+def _backward(ctx, gradients):
     """The gradient of `scores`, and None for what else the op takes."""
+    dweight = gradients[0]
     if dweight is None:
         return (None,) * 14
     scores, expert, *rows = ctx.saved_tensors
@@ -188,26 +189,9 @@ def _gradients(ctx, dweight):
     return run(dweight, scores, expert, rows, *ctx.weighting, ctx.backend), *(None,) * 13
 
 
-def _no_second_derivative(ctx, gradient):
-    raise RuntimeError("token rounding has no second derivatives: its gradients cannot be differentiated again")
-
-
-ops.differentiate(_FORWARD, lambda ctx, gradients: _gradients(ctx, gradients[0]), _setup_context)
-ops.differentiate(_BACKWARD, _no_second_derivative)
-
-
-class _RoundRows(torch.autograd.Function):
-    """The op `_FORWARD` without the dispatcher, for where nothing traces."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _round_rows(*inputs)
-        _setup_context(ctx, inputs, output)
-        return tuple(output)
-
-    @staticmethod
-    def backward(ctx, dweight, *others):
-        return _gradients(ctx, dweight)
+ops.differentiate(_FORWARD, _backward, _setup_context)
+ops.refuse_second_derivatives(_BACKWARD, "token rounding")
+_differentiable = ops.without_dispatcher(_round_rows, _setup_context, _backward)
 
 
 def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None):
@@ -226,7 +210,7 @@ def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRoun
     top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
     backend = backends.choose(device, torch.float32).name
-    run = _FORWARD if ops.traced(scores_TE) else _RoundRows.apply if scores_TE.requires_grad else _round_rows
+    run = _FORWARD if ops.traced(scores_TE) else _differentiable if scores_TE.requires_grad else _round_rows
     weight_P, expert_P, *rows = run(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),
         policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
