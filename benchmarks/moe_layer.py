@@ -190,6 +190,12 @@ class Table:
             | self.common
         )
 
+    def write(self, path):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(self.rows)
+
     def get(self, **wanted):
         found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]
         return found[0] if found else float("nan")
@@ -300,10 +306,7 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     for config, shape in (given or SHAPES).items():
         measure(table, config, shape, names, options.rounds)
-        with open(options.out / "moe_layer.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(table.rows)
+        table.write(options.out / "moe_layer.csv")
     plot(table, options.out / "moe_layer.png")
 
 

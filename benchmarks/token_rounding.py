@@ -12,7 +12,6 @@ shape, where it tunes for minutes; it sorts its rows itself in either case. --sw
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,10 +269,7 @@ def main():
         names = [TOP_K, "nearest"] if text in SWEEP else [TOP_K, *ROUNDINGS]
         names += [UPSTREAM] if options.upstream and number == 0 else []
         measure(table, text, names, options.rounds, backend)
-        with open(options.out / "token_rounding.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, list(table.rows[0]))
-            writer.writeheader()
-            writer.writerows(table.rows)
+        table.write(options.out / "token_rounding.csv")
     plot(table, options.out / "token_rounding.png", texts)
 
 
