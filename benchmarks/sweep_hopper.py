@@ -30,7 +30,7 @@ from sonicmoe_hf.kernels.interface import Activation
 
 PRODUCTS = [Tile(256, 3), Tile(192, 4), Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
-BACKWARD = [Tile(256, 3, 1), Tile(192, 4, 1), Tile(192, 3, 3), Tile(128, 4, 4)]
+BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
 CANDIDATES = {
     "up": GATED,
     "up, interleaved": GATED,

@@ -3,7 +3,8 @@ comes from.
 
     python benchmarks/sweep_triton.py --out DIR [--shape T,H,I,E,K ...] [--kernel up ...]
 
-Compiles in processes of their own first. Every candidate's result is compared with the first's.
+Compiles in processes of their own first. A kernel's candidates take turns without a pause, so that all of them run at the
+clock that the GPU sustains. Every candidate's result is compared with the first's.
 """
 
 from __future__ import annotations
@@ -20,37 +21,44 @@ from triton.runtime import JITFunction
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.kernels.triton import blocks, gradients, rows, sort_pairs
+from sonicmoe_hf.kernels.triton import backward, blocks, gradients, products, sort_pairs
+from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.blocks import Blocks, GradientBlocks
+
+
+def _both(*candidates):
+    """Every candidate with tensor descriptors and without."""
+    return [c._replace(descriptors=descriptors) for c in candidates for descriptors in (True, False)]
+
 
 # row tile -> kernel -> candidates
 CANDIDATES = {
     128: {
-        "up": [Blocks(128, 64, 8, 4), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
-        "down": [Blocks(256, 64, 8, 4, 16), Blocks(256, 64, 8, 3), Blocks(128, 64, 4, 3)],
-        "input_rows": [Blocks(256, 64, 8, 3), Blocks(256, 64, 8, 4), Blocks(128, 64, 4, 3)],
-        "down_backward": [Blocks(256, 64, 16, 4, piece=64), Blocks(256, 64, 16, 4, piece=32), Blocks(128, 64, 8, 6)],
+        "up": [*_both(Blocks(128, 64, 8, 4)), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
+        "down": [*_both(Blocks(256, 64, 8, 4)), Blocks(256, 64, 8, 4, 16), Blocks(128, 64, 4, 3)],
+        "input_rows": [*_both(Blocks(256, 64, 8, 4)), Blocks(256, 64, 8, 3), Blocks(128, 64, 4, 3)],
+        "down_backward": [*_both(Blocks(256, 64, 16, 4, piece=64)), Blocks(256, 64, 16, 4), Blocks(128, 64, 8, 6)],
     },
     64: {
-        "up": [Blocks(128, 64, 8, 5), Blocks(128, 64, 8, 4)],
-        "down": [Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)],
-        "input_rows": [Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)],
-        "down_backward": [Blocks(256, 64, 16, 5, piece=128), Blocks(256, 64, 8, 4)],
+        "up": _both(Blocks(128, 64, 8, 5), Blocks(128, 64, 8, 4)),
+        "down": _both(Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)),
+        "input_rows": _both(Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)),
+        "down_backward": _both(Blocks(256, 64, 16, 5, piece=128), Blocks(256, 64, 8, 4)),
     },
 }
-GRADIENTS = [
+GRADIENTS = _both(
     GradientBlocks(128, 256, 64, 8, 5),
-    GradientBlocks(128, 256, 64, 8, 5, peel=False),
-    GradientBlocks(256, 128, 64, 16, 5),
+    GradientBlocks(128, 256, 64, 8, 7),
+    GradientBlocks(128, 128, 64, 8, 5),
     GradientBlocks(128, 128, 32, 4, 5, peel=False),
-]
+)
 
 
 def use(tile, candidate):
     """From now on the table answers `candidate`, and rows are cut into tiles of `tile`."""
-    for module in (blocks, rows, sort_pairs):
+    for module in (backward, blocks, products, sort_pairs):
         module.tile_rows = lambda num_pairs, num_experts: tile
-    for module in (rows, gradients):
+    for module in (products, gradients):
         module.blocks_for = lambda *_: candidate
 
 
@@ -90,31 +98,43 @@ def experiments(shape: Shape, wanted, inputs):
                 yield kernel, tile, candidate, flop, call
 
 
-def milliseconds(call, repeats=8):
-    """Median of replays of a CUDA graph: the device's time, without the host's."""
-    call()
+def captured(call):
+    """A CUDA graph of the call: the device's time, without the host's."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
+    return graph
+
+
+def interleaved_us(graphs, rounds=16, warm=4):
+    """The median time of each graph, all taking turns."""
+    times = [[] for _ in graphs]
+    for _ in range(rounds):
+        for graph, found in zip(graphs, times):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            found.append((start, end))
     torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in times)[repeats // 2]
+    return [1e3 * sorted(a.elapsed_time(b) for a, b in found[warm:])[(rounds - warm) // 2] for found in times]
 
 
 def as_tensors(result):
     return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
 
 
+class NothingKept(dict):
+    """Every launch is a first one: here the first only compiles."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
 def compile_share(shapes, wanted, share, shares):
     run = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+    launching._COMPILED = NothingKept()
     for shape in shapes:
         T, H, I, E, K = shape
         inputs = [
@@ -130,6 +150,29 @@ def compile_share(shapes, wanted, share, shares):
                     Exception
                 ) as error:  # a candidate may ask for more than the GPU has: the sweep goes on without it
                     print("not compiled", kernel, candidate, str(error)[:100], flush=True)
+
+
+def measure(table, shape, name, group):
+    """Write and print the figures of a kernel's candidates."""
+    first, found = None, []
+    for tile, candidate, flop, call in group:
+        use(tile, candidate)
+        try:
+            results = as_tensors(call())
+            first = first or results
+            difference = max(
+                ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first)
+            )
+            found.append((tile, candidate, flop, difference, captured(call)))
+        except Exception as error:  # as in compile_share
+            print("failed", name, candidate, str(error)[:80])
+    lines = []
+    for us, (tile, candidate, flop, difference, _) in zip(interleaved_us([f[-1] for f in found]), found):
+        text = "" if candidate is None else " ".join(map(str, candidate))
+        table.writerow([shape, name, tile, text, f"{us:.1f}", f"{flop / us / 1e6:.0f}", f"{difference:.1e}"])
+        wrong = "" if difference < 1e-2 else f" DIFFERS {difference:.1e}"
+        lines.append((us, f"{tile}:{text} {us:.0f}us {flop / us / 1e6:.0f}{wrong}"))
+    print(shape, name, " | ".join(text for _, text in sorted(lines)[:8]), flush=True)
 
 
 def main():
@@ -152,32 +195,12 @@ def main():
         table = csv.writer(file)
         table.writerow(["shape", "kernel", "row_tile", "blocks", "us", "TFLOP/s", "difference"])
         for shape in shapes:
-            inputs = problem(shape)
-            found, first = {}, {}
-            for name, tile, candidate, flop, call in experiments(shape, wanted, inputs):
-                use(tile, candidate)
-                try:
-                    results = as_tensors(call())
-                except Exception as error:  # as above
-                    print("failed", name, candidate, str(error)[:80])
-                    continue
-                first.setdefault(name, results)
-                difference = max(
-                    ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first[name])
-                )
-                us = 1e3 * milliseconds(call)
-                text = "" if candidate is None else " ".join(map(str, candidate))
-                table.writerow([shape, name, tile, text, f"{us:.1f}", f"{flop / us / 1e6:.0f}", f"{difference:.1e}"])
-                found.setdefault(name, []).append(
-                    (
-                        us,
-                        f"{tile}:{text} {us:.0f}us {flop / us / 1e6:.0f}"
-                        + ("" if difference < 1e-2 else f" DIFF {difference:.1e}"),
-                    )
-                )
-            for name, entries in found.items():
-                print(shape, name, " | ".join(text for _, text in sorted(entries)[:8]), flush=True)
-            del inputs, first, results
+            inputs, groups = problem(shape), {}
+            for name, *rest in experiments(shape, wanted, inputs):
+                groups.setdefault(name, []).append(rest)
+            for name, group in groups.items():
+                measure(table, shape, name, group)
+            del inputs, groups
             torch.cuda.empty_cache()
 
 

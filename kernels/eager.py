@@ -58,10 +58,8 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
 
 
 def round_rows(
-    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs, weighting, dtype,
-    dispatch=dispatch,
-):  # fmt: skip
-    """`dispatch` is another backend's where that backend rounds by this definition."""
+    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs, weighting, dtype
+):
     num_tokens, num_experts = scores_TE.shape
     top_k_TE = top_k_mask(scores_TE, top_k_index_TK)
     mask_TE = rounded_mask(ranking_TE, top_k_TE, valid_T, uniform_E, rounding, tile)

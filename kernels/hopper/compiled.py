@@ -11,8 +11,9 @@ from cutlass import Int32
 from .backward import DownBackwardKernel
 from .cache import cached
 from .configs import Tile
+from .forward import UpKernel
 from .gradients import GradientKernel
-from .rows import ProductKernel, UpKernel
+from .rows import ProductKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has

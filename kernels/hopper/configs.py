@@ -9,19 +9,17 @@ ALIGNMENT = 8  # elements: 16 bytes
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile, whose rows are 128; stages of the operands' ring; pieces of h in flight beside them
-    (down_backward alone)."""
+    """Columns of a product's tile, whose rows are 128; stages of the operands' ring."""
 
     columns: int
     stages: int
-    slots: int = 0
 
 
 # kernel -> its tiles, and how fast each computes a column relative to the others
 TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "product": {Tile(192, 4): 1.0, Tile(256, 3): 0.96, Tile(128, 6): 0.85},
-    "down_backward": {Tile(256, 3, 1): 1.0, Tile(192, 4, 1): 0.97, Tile(128, 4, 4): 0.88},
+    "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
     "gradient": {Tile(256, 3): 1.0, Tile(192, 4): 0.92, Tile(128, 6): 0.75},
 }
 

@@ -1,8 +1,8 @@
 """What the Hopper kernels share: shared-memory layouts, the ring of stages, ragged tensors, the row gather, the stores.
 
-A kernel is one persistent block per SM of three warpgroups: one producer, two consumers of 64 rows of the tile each. The
-producer fills a ring of (A, B) stages, by TMA where rows lie together and by asynchronous copies (cp.async) where an
-index names them; consumers multiply (wgmma, fp32 accumulators) and store through shared memory by TMA.
+A kernel is one persistent block per SM of three warpgroups: the first produces (and finishes, see finish.py), the
+others consume 64 rows of the tile each. Producers fill a ring of (A, B) stages, by TMA where rows lie together and by
+asynchronous copies (cp.async) where an index names them; consumers multiply (wgmma, fp32 accumulators).
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -19,6 +21,7 @@ ROWS = 128  # of a tile
 HALF = 64  # rows of one consumer warpgroup
 DEPTH = 64  # of a stage: 128 bytes of a 16-bit dtype
 PIECE = 64  # columns stored at a time
+CHUNK = 8  # elements copied by one thread: 16 bytes
 BIG = 1 << 30  # more rows than any tensor has
 WRAP = 1 << 34  # elements; BIG * WRAP is 2 ** 64, where addresses begin again
 THREADS = 384
@@ -205,9 +208,10 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 @cute.jit
 def multiply(
     tiled_mma, accumulator, fragment_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
-    stages: cutlass.Constexpr,
+    stages: cutlass.Constexpr, rest=None, unused=None,
 ):  # fmt: skip
-    """accumulator = sum over `depth_tiles` stages of A B^T; returns the ring's next stage and phase."""
+    """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
+    rest > 0; releases `unused` further stages as they are. Returns the ring's next stage and phase."""
     accumulator.fill(0.0)
     previous = stage
     for tile in cutlass.range(depth_tiles, unroll=1):
@@ -225,26 +229,63 @@ def multiply(
                 cute.arch.mbarrier_arrive(empty + previous)
         previous = stage
         stage, phase = advance(stage, phase, stages)
+    some = depth_tiles > 0
+    if const_expr(rest is not None):
+        if rest > 0:
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            for block in cutlass.range(rest, unroll=1):
+                cute.gemm(
+                    tiled_mma, accumulator, fragment_a[None, None, block, stage],
+                    fragment_b[None, None, block, stage], accumulator,
+                )  # fmt: skip
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if depth_tiles > 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(empty + previous)
+            previous = stage
+            stage, phase = advance(stage, phase, stages)
+            some = rest > 0
     warpgroup.wait_group(0)
-    if depth_tiles > 0:
+    if some:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty + previous)
+    if const_expr(unused is not None):
+        for _ in cutlass.range(unused, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage, phase = advance(stage, phase, stages)
     return stage, phase
 
 
-def gather_atom(dtype):
-    """16 bytes by cp.async, past the L1 cache."""
-    return cute.make_copy_atom(
-        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
-    )
+@dsl_user_op
+def gather_chunk(shared_address, address, *, loc=None, ip=None):
+    """Copy 16 bytes asynchronously, past the L1 cache, from a 64-bit global address to a 32-bit shared one."""
+    operands = [Int32(shared_address).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(
+        None, operands, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", has_side_effects=True, is_align_stack=False,
+        loc=loc, ip=ip,
+    )  # fmt: skip
 
 
-def gmem_piece(tensor, offset):
-    """The 8 elements at an element offset of a tensor."""
+def global_chunk(tensor, offset):
+    """The CHUNK elements at an element offset of a tensor: 16 bytes."""
     pointer = cute.make_ptr(
         tensor.element_type, (tensor.iterator + offset).toint(), cute.AddressSpace.gmem, assumed_align=16
     )
-    return cute.make_tensor(pointer, cute.make_layout(8))
+    return cute.make_tensor(pointer, cute.make_layout(CHUNK))
+
+
+def shared_chunk(dtype, first, row, chunk):
+    """The chunk-th 16 bytes of a row of 128 bytes in swizzled shared memory whose row 0 is at address `first`.
+
+    The same place as in the swizzled layouts above, at a fraction of the instructions.
+    """
+    address = first + row * (DEPTH * 2) + ((chunk ^ (row % 8)) * 16)
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(CHUNK))
 
 
 @dataclass(frozen=True)

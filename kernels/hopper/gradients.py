@@ -10,7 +10,7 @@ import math
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64, Uint32
 
 from .configs import Tile
 from .core import (
@@ -23,8 +23,7 @@ from .core import (
     consumer_fragments,
     consumer_mma,
     enter,
-    gather_atom,
-    gmem_piece,
+    gather_chunk,
     load_atom,
     multiply,
     one_stage,
@@ -47,7 +46,7 @@ class GradientKernel:
 
     def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
-        self.columns, self.stages, _ = tile
+        self.columns, self.stages = tile
 
     @cute.jit
     def __call__(
@@ -101,7 +100,7 @@ class GradientKernel:
                 length = offsets[expert + 1] - offsets[expert]
                 stage, phase = multiply(
                     tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
-                    (length + DEPTH - 1) // DEPTH, self.stages,
+                    length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
                 )  # fmt: skip
                 boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
                 from_out, to_out = partition(atom_out, shared.pieces, boxes)
@@ -135,7 +134,11 @@ class GradientKernel:
         together = 128 // chunks  # rows copied at a time
         passes = DEPTH // together
         chunk, row_in_pass = thread % chunks, thread // chunks
-        copy_atom = gather_atom(self.dtype)
+        # 64 columns lie together, swizzled over eight rows
+        target = (
+            shared_gathered.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
+            + (chunk % 8 ^ row_in_pass) * 16
+        )  # fmt: skip
         width = gathered.shape[1]
         stage, phase = Int32(0), Int32(1)
         item = cute.arch.block_idx()[0]
@@ -144,22 +147,24 @@ class GradientKernel:
             start, end = offsets[expert], offsets[expert + 1]
             # columns past the last are read twice instead, and clipped when stored
             column = cutlass.min(high * ROWS + chunk * 8, width - 8)
+            source = gathered.iterator.toint() + Int64(column * 2)
             of_expert = ragged_columns_rows(tensor, start, end)
             boxes = cute.local_tile(of_expert, (self.columns, DEPTH), (wide, None))
             to_direct, from_direct = partition(atom, shared_direct, boxes)
             for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
-                places = cute.make_rmem_tensor(passes, Int32)
+                places = cute.make_rmem_tensor(passes, Uint32)
                 for i in cutlass.range_constexpr(passes):
                     row = start + depth * DEPTH + row_in_pass + i * together
-                    places[i] = token[cutlass.min(row, end - 1)]
+                    places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if warp_index == 0:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * DEPTH * 2)
                     cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
                 for i in cutlass.range_constexpr(passes):
-                    target = cute.local_tile(shared_gathered[None, row_in_pass + i * together, stage], (8,), (chunk,))
-                    cute.copy(copy_atom, gmem_piece(gathered, places[i] * width + column), target)
+                    gather_chunk(
+                        target + stage * (DEPTH * ROWS * 2) + i * (together * 128), source + places[i].to(Int64)
+                    )
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             item += cute.arch.grid_dim()[0]

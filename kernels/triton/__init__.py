@@ -10,15 +10,16 @@ import functools
 
 import torch
 
-from .. import eager
+from .backward import down_backward as _down_backward
+from .backward import routing_gradient as _routing_gradient
 from .gradients import down_bias_gradient as _down_bias_gradient
 from .gradients import down_gradient as _down_gradient
 from .gradients import gate_up_bias_gradient as _gate_up_bias_gradient
 from .gradients import gate_up_gradient as _gate_up_gradient
+from .rounding import round_rows as _round_rows
+from .rounding import round_rows_backward as _round_rows_backward
 from .rows import down as _down
-from .rows import down_backward as _down_backward
 from .rows import input_rows as _input_rows
-from .rows import routing_gradient as _routing_gradient
 from .rows import up as _up
 from .sort_pairs import dispatch as _dispatch
 from .sort_pairs import tile_table_length as tile_table_length
@@ -40,8 +41,8 @@ def _on_its_device(function):
 
 
 dispatch = _on_its_device(_dispatch)
-round_rows = functools.partial(eager.round_rows, dispatch=dispatch)
-round_rows_backward = eager.round_rows_backward
+round_rows = _on_its_device(_round_rows)
+round_rows_backward = _on_its_device(_round_rows_backward)
 up = _on_its_device(_up)
 down = _on_its_device(_down)
 combine = _on_its_device(_combine)

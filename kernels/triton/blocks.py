@@ -3,6 +3,7 @@
 The row tile depends on rows per expert alone, because dispatch cuts rows into tiles once for all kernels; the table
 holds what each kernel chooses beside it. Hopper's entries come from benchmarks/sweep_triton.py on an H200 (L2 bandwidth
 decides: 256 columns beat 128 wherever registers allow); the others follow from those GPUs' shared memory, unmeasured.
+A descriptor is encoded on the host at every launch, so they are for many rows, where the host waits anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SMALLEST_TILE, TILE = 64, 128
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `piece`: columns that the epilogue of down_backward holds in registers at a time.
+    `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are not
+    gathered come as tensor descriptors where the copy engine takes them.
     """
 
     columns: int
@@ -32,12 +34,15 @@ class Blocks(NamedTuple):
     stages: int
     group: int = 8
     piece: int = 32
+    descriptors: bool = False
 
 
 class GradientBlocks(NamedTuple):
-    """A tile of a weight gradient: its two sides, rows taken at a time, warps, stages, tiles that share columns.
+    """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
+    gathered side that pass over the other together.
 
-    `peel` computes full depths without masks, and the rest apart: faster unless an expert has few of them.
+    `peel` computes full depths without masks, and the rest apart: faster unless an expert has few of them, or one side
+    is described. `descriptors` as above.
     """
 
     height: int
@@ -47,11 +52,12 @@ class GradientBlocks(NamedTuple):
     stages: int
     group: int = 8
     peel: bool = True
+    descriptors: bool = False
 
 
 def _everywhere(columns, depth, warps, stages, gradient):
-    rows = {"many": Blocks(columns, depth, warps, stages)}
-    up = {"many": Blocks(columns // 2, depth, warps, stages)}
+    rows = {"many": Blocks(columns, depth, warps, stages, descriptors=gradient.descriptors)}
+    up = {"many": Blocks(columns // 2, depth, warps, stages, descriptors=gradient.descriptors)}
     return {"up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient}}
 
 
@@ -59,23 +65,42 @@ def _everywhere(columns, depth, warps, stages, gradient):
 # The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
-        "up": {"few": Blocks(128, 64, 8, 5), "many": Blocks(128, 64, 8, 4)},
-        "down": {"few": Blocks(256, 64, 8, 5), "many": Blocks(256, 64, 8, 4, 16)},
+        "up": {
+            "few": Blocks(128, 64, 8, 5),
+            "some": Blocks(128, 64, 8, 4),
+            "many": Blocks(128, 64, 8, 4, descriptors=True),
+        },
+        "down": {
+            "few": Blocks(256, 64, 8, 5),
+            "some": Blocks(256, 64, 8, 4, 16),
+            "many": Blocks(256, 64, 8, 4, descriptors=True),
+        },
         "down_backward": {
             "few": Blocks(256, 64, 16, 5, piece=128),
-            "many": Blocks(256, 64, 16, 4, piece=64),
+            "some": Blocks(256, 64, 16, 4, piece=64),
+            "many": Blocks(256, 64, 16, 4, piece=64, descriptors=True),
         },
-        "input_rows": {"few": Blocks(256, 64, 8, 5), "some": Blocks(256, 64, 8, 4), "many": Blocks(256, 64, 8, 3)},
+        "input_rows": {
+            "few": Blocks(256, 64, 8, 5),
+            "some": Blocks(256, 64, 8, 4),
+            "many": Blocks(256, 64, 8, 4, descriptors=True),
+        },
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
-            "many": GradientBlocks(128, 256, 64, 8, 5),
+            "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
         },
     },
     ("ampere", 2): _everywhere(128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4)),
     ("small", 2): _everywhere(128, 32, 8, 3, GradientBlocks(128, 128, 32, 8, 3)),
     ("any", 4): _everywhere(64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2)),
-    ("interpreter", 0): _everywhere(32, 32, 1, 1, GradientBlocks(16, 32, 16, 1, 1, group=2)),
+    ("interpreter", 0): _everywhere(32, 32, 1, 1, GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True)),
 }
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Programs of a persistent kernel: one for every streaming multiprocessor, whose shared memory it fills."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the order of programs, and the gated activations."""
+"""What the Triton kernels share: the order of programs, the table of row tiles, and the gated activations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.co
     size = tl.minimum(num_row_tiles - first, GROUP)
     place = program % in_group
     return first + place % size, place // size
+
+
+@triton.jit
+def write_tiles(
+    tiles, first_row, end_row, which, num_row_tiles,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Row tiles of expert `which`; for which = E, the rest of the table. first_row, end_row [BINS]: equal past E."""
+    bins = tl.arange(0, BINS)
+    num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
+    if which < NUM_EXPERTS:
+        tile = tl.sum(tl.where(bins < which, num_tiles, 0))
+        end = tl.sum(tl.where(bins == which, end_row, 0))
+        for row in range(tl.sum(tl.where(bins == which, first_row, 0)), end, TILE_ROWS):
+            tl.store(tiles + tile * 3, which)
+            tl.store(tiles + tile * 3 + 1, row)
+            tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, end))
+            tile += 1
+    else:
+        for start in range(tl.sum(num_tiles), num_row_tiles, BINS):
+            tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
 
 
 @triton.jit

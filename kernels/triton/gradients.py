@@ -8,45 +8,59 @@ import triton.language as tl
 
 from .blocks import blocks_for
 from .common import swizzle
+from .descriptors import of_rows
 from .launch import cdiv, launch, next_power_of_2
-from .rows import precision
+from .products import precision
 
 PROGRAMS_WANTED = 1024  # enough small programs to fill any GPU several times over
 
 
 @triton.jit
 def _add_rows(
-    product, left, right, token, first, end, m, n,
-    M: tl.constexpr, N: tl.constexpr, GATHER_LEFT: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    product, direct, gathered, token, first, end, m, n,
+    M: tl.constexpr, N: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """product + left[r]^T right[r] over DEPTH rows from `first`; the gathered side is read at token[r]."""
+    """product + gathered[token[r]]^T direct[r] over DEPTH rows from `first`, through pointers."""
     row = first + tl.arange(0, DEPTH)
     is_left = (m < M)[None, :]
     is_right = (n < N)[None, :]
     if MASKED:  # on both sides: a row past the end may hold NaN
         is_left &= (row < end)[:, None]
         is_right &= (row < end)[:, None]
-        gathered = tl.load(token + row, mask=row < end, other=0)
+        source = tl.load(token + row, mask=row < end, other=0)
     else:
-        gathered = tl.load(token + row)
-    if GATHER_LEFT:
-        left_row, right_row = gathered, row
-    else:
-        left_row, right_row = row, gathered
-    a = tl.load(left + left_row.to(tl.int64)[:, None] * M + m[None, :], mask=is_left, other=0.0)
-    b = tl.load(right + right_row.to(tl.int64)[:, None] * N + n[None, :], mask=is_right, other=0.0)
-    return tl.dot(tl.trans(a), b, product, input_precision=PRECISION)
+        source = tl.load(token + row)
+    left = tl.load(gathered + source.to(tl.int64)[:, None] * M + m[None, :], mask=is_left, other=0.0)
+    right = tl.load(direct + row.to(tl.int64)[:, None] * N + n[None, :], mask=is_right, other=0.0)
+    return tl.dot(tl.trans(left), right, product, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_described_rows(
+    product, direct, gathered, token, place, end, m, first_n,
+    M: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same from `place`, with `direct` a descriptor, whose loads know no mask.
+
+    An expert's last block ends at its last row, and rows of the block before count as zero: no unwritten row is read. (An
+    expert of fewer than DEPTH rows reads rows of the one before, times zero.)
+    """
+    first = tl.minimum(place, end - DEPTH)
+    row = first + tl.arange(0, DEPTH)
+    source = tl.load(token + row, mask=row >= place, other=0).to(tl.int64)[:, None]
+    left = tl.load(gathered + source * M + m[None, :], mask=(row >= place)[:, None] & (m < M)[None, :], other=0.0)
+    right = direct.load([first, first_n])
+    return tl.dot(tl.trans(left), right, product, input_precision=PRECISION)
 
 
 @triton.jit
 def weight_gradient_kernel(
-    left, right, out, token, offsets,
+    direct, gathered, out, token, offsets,
     M: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
-    GATHER_LEFT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, PEEL: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    PEEL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = sum over the rows r of e of left[r]^T right[r]."""
+    """out[e] = sum over the rows r of e of gathered[token[r]]^T direct[r]. DESCRIBED: `direct` is a tensor descriptor."""
     HIGH: tl.constexpr = (M + HEIGHT - 1) // HEIGHT
     WIDE: tl.constexpr = (N + WIDTH - 1) // WIDTH
     expert = tl.program_id(0) // (HIGH * WIDE)
@@ -56,15 +70,19 @@ def weight_gradient_kernel(
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
     product = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    if PEEL:
-        full = start + (end - start) // DEPTH * DEPTH
-        for first in range(start, full, DEPTH):
-            product = _add_rows(
-                product, left, right, token, first, end, m, n, M, N, GATHER_LEFT, DEPTH, False, PRECISION
+    if DESCRIBED:
+        for first in range(start, end, DEPTH):
+            product = _add_described_rows(
+                product, direct, gathered, token, first, end, m, wide * WIDTH, M, DEPTH, PRECISION
             )
-        start = full
-    for first in range(start, end, DEPTH):
-        product = _add_rows(product, left, right, token, first, end, m, n, M, N, GATHER_LEFT, DEPTH, True, PRECISION)
+    else:
+        if PEEL:
+            full = start + (end - start) // DEPTH * DEPTH
+            for first in range(start, full, DEPTH):
+                product = _add_rows(product, direct, gathered, token, first, end, m, n, M, N, DEPTH, False, PRECISION)
+            start = full
+        for first in range(start, end, DEPTH):
+            product = _add_rows(product, direct, gathered, token, first, end, m, n, M, N, DEPTH, True, PRECISION)
     tl.store(
         out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + n[None, :].to(tl.int64) * STRIDE_N,
         product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :],
@@ -100,20 +118,21 @@ def bias_gradient_kernel(
     tl.store(sums + place, tl.sum(total, axis=0), mask=column < N)
 
 
-def _weight_gradient(direct_RM, gathered_TN, rows, like_EMN):
-    """sum over rows of direct^T gathered[token], in the strides of `like_EMN`."""
-    gradient = torch.empty_like(like_EMN)
-    num_experts, height, width = like_EMN.shape
-    sides, view = (direct_RM, gathered_TN), gradient
-    gather_left = gradient.stride(2) != 1  # stored transposed: computed so, that stores run along memory
-    if gather_left:
-        sides, view, height, width = sides[::-1], gradient.transpose(1, 2), width, height
-    blocks = blocks_for("gradient", direct_RM, rows.token.numel(), num_experts)
+def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
+    """sum over rows of direct^T gathered[token], in the strides of `like_ENM`.
+
+    The gathered side takes the lesser side of a tile: what is gathered costs threads, the rest nothing.
+    """
+    gradient = torch.empty_like(like_ENM)
+    num_experts, width, height = like_ENM.shape
+    blocks = blocks_for("gradient", direct_RN, rows.token.numel(), num_experts)
+    direct = of_rows(direct_RN, blocks.depth, blocks.width) if blocks.descriptors and rows.token.numel() else None
+    described = direct is not None
     launch(
         weight_gradient_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
-        (*sides, view, rows.token, rows.offsets), (),
-        (height, width, *view.stride(), gather_left, blocks.height, blocks.width, blocks.depth, blocks.group,
-         blocks.peel, precision(direct_RM)),
+        (direct if described else direct_RN, gathered_TM, gradient, rows.token, rows.offsets), (),
+        (height, width, *gradient.transpose(1, 2).stride(), described, blocks.height, blocks.width, blocks.depth,
+         blocks.group, blocks.peel, precision(direct_RN)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return gradient

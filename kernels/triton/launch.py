@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from triton import knobs
 from triton.runtime import JITFunction, driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-# (kernel, device, dtypes, constants, options) -> compiled kernel: as many entries as Triton compiles variants
+SIZES = 1024  # how many sizes (T mostly) are remembered with what is launched for them
+# (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
 _COMPILED = {}
 
 
@@ -30,30 +32,42 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         kernel: a triton.jit function whose parameters come in this order. Triton compiles it for its tensors' dtypes and
             alignment, for which of them are None, and for constants and options: all of that is looked at here too.
         grid: up to three numbers of programs.
-        tensors: tensors or None, the first a tensor; numbers: ints that the kernel names in `do_not_specialize`.
+        tensors: tensors, tensor descriptors or None, the first not None.
+        numbers: ints that the kernel names in `do_not_specialize`.
         constants: its tl.constexpr parameters; options: num_warps and the like.
+    Returns:
+        What to launch it by, for `Prepared`; None where only Triton can.
     Raises:
         ValueError: Triton would compile the kernel for a number's value.
     """
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    bits = 0
-    for pointer in pointers:
-        bits |= pointer or 0
+    pointers, kinds, bits = [], [], 0
+    for tensor in tensors:
+        if type(tensor) is TensorDescriptor:
+            pointers.append(tensor)
+            kinds.append((tensor.base.dtype, *tensor.block_shape))
+        elif tensor is None:
+            pointers.append(None)
+            kinds.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+            kinds.append(tensor.dtype)
     # Pointers off the multiples of 16 and 64-bit numbers are compiled for on their own; and the interpreter has no key.
     if bits % 16 or max(numbers, default=0) >> 31 or type(kernel) is not JITFunction:
         kernel[grid](*tensors, *numbers, *constants, **options)
-        return
-    device = tensors[0].get_device()
-    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-    key = (id(kernel), device, *dtypes, *constants, *options.items())
+        return None
+    first = tensors[0]
+    device = (first.base if type(first) is TensorDescriptor else first).get_device()
+    key = (id(kernel), device, *kinds, *constants, *options.items())
     found = _COMPILED.get(key)
     if found is None:
         at = len(tensors)
         if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
             raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
         compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-        _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
-        return
+        found = _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
+        return found
     compiled, run, function, metadata = found
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
@@ -61,3 +75,27 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         compiled[x, y, z](*pointers, *numbers, *constants, stream=stream)
     else:
         run(x, y, z, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
+    return found
+
+
+class Prepared:
+    """`launch` of a kernel again and again, on one device, with tensors of the same dtypes, None in the same places."""
+
+    def __init__(self, kernel, device: int, grid, numbers=(), constants=(), **options):
+        self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
+        self.device, self.programs, self.rest = device, (*grid, 1, 1)[:3], (*numbers, *constants)
+        self.found = None
+
+    def __call__(self, *tensors):
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer or 0
+        hooks = knobs.runtime
+        if bits % 16 or self.found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            found = launch(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
+            self.found = found or self.found
+            return
+        _, run, function, metadata = self.found
+        stream = driver.active.get_current_stream(self.device)
+        run(*self.programs, stream, function, metadata, None, None, None, *pointers, *self.rest)

@@ -9,13 +9,17 @@ order, so the result is deterministic).
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ..interface import Rows
 from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
-from .launch import cdiv, launch, next_power_of_2
+from .common import write_tiles
+from .launch import SIZES, Prepared, cdiv, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
@@ -23,12 +27,20 @@ SCAN, WIDE = 2048, 8192  # counts scanned together, counts only added up
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
 
 
+@triton.jit
+def pieces(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one buffer."""
+    counts = scratch + num_blocks * BLOCK
+    return scratch, counts, counts + (NUM_EXPERTS + 1) * num_blocks
+
+
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def count_kernel(
-    expert, token, keys, counts, token_counts, ticket, num_pairs, num_blocks, num_tokens,
+    expert, token, scratch, token_counts, num_pairs, num_blocks, num_tokens,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the pairs."""
+    keys, counts, totals = pieces(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     pair = block * BLOCK + place
@@ -44,15 +56,17 @@ def count_kernel(
     bins = tl.arange(0, BINS)
     tl.store(counts + bins * num_blocks + block, tl.histogram(found, BINS, mask=is_pair), mask=bins <= NUM_EXPERTS)
     if block == 0:
-        tl.store(ticket, 0)
+        tl.store(totals + NUM_EXPERTS + 1, 0)  # the ticket
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def scan_kernel(
-    counts, totals, offsets, token_counts, token_offsets, cursors, ticket, num_blocks, num_tokens,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr, WIDE: tl.constexpr, CHECKED: tl.constexpr,
+    scratch, offsets, token_counts, token_offsets, cursors, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
+    _, counts, totals = pieces(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     which = tl.program_id(0)
     running = 0
     if which <= NUM_EXPERTS:
@@ -65,6 +79,7 @@ def scan_kernel(
         tl.store(totals + which, running)
         if CHECKED and which == NUM_EXPERTS:
             tl.device_assert(running == 0, "sonicmoe_hf: the routing names an expert that does not exist")
+        ticket = totals + NUM_EXPERTS + 1
         if tl.atomic_add(ticket, 1, sem="acq_rel") == NUM_EXPERTS:  # the last of these programs sees all totals
             bins = tl.arange(0, BINS)
             total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0, volatile=True)
@@ -84,11 +99,12 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def place_kernel(
-    keys, token, counts, cursors, row_of_slot,
+    scratch, token, cursors, row_of_slot,
     offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
     num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
+    keys, counts, _ = pieces(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     if block < num_blocks:
         place = tl.arange(0, BLOCK)
@@ -120,20 +136,9 @@ def place_kernel(
         bins = tl.arange(0, BINS)
         first = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
         end = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
-        num_tiles = (end - first + TILE_ROWS - 1) // TILE_ROWS
-        if which < NUM_EXPERTS:
-            tile = tl.sum(tl.where(bins < which, num_tiles, 0))
-            last = tl.load(offsets + which + 1)
-            for row in range(tl.load(offsets + which), last, TILE_ROWS):
-                tl.store(tiles + tile * 3, which)
-                tl.store(tiles + tile * 3 + 1, row)
-                tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, last))
-                tile += 1
-        else:
-            for start in range(tl.sum(num_tiles), num_row_tiles, BINS):
-                tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
-            if token is None:
-                tl.store(token_offsets + num_tokens, num_pairs)
+        write_tiles(tiles, first, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        if token is None and which == NUM_EXPERTS:
+            tl.store(token_offsets + num_tokens, num_pairs)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
@@ -161,54 +166,73 @@ def tile_table_length(num_pairs, num_experts):
     return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts
 
 
+class Steps(NamedTuple):
+    """Dispatch's launches for one size, and the elements of its scratch buffer; without tokens, `order` is None."""
+
+    scratch: int
+    count: Prepared
+    scan: Prepared
+    place: Prepared
+    order: Prepared | None
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> Steps:
+    num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
+    token_blocks = 0 if token_dtype is None else cdiv(num_tokens + 1, SCAN)
+    top_k = max(num_pairs // max(num_tokens, 1), 1)
+    return Steps(
+        num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
+        Prepared(
+            count_kernel, device, (num_blocks,), (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
+            num_warps=4,
+        ),
+        # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
+        Prepared(
+            scan_kernel, device, (num_experts + 1 + token_blocks,), (num_blocks, num_tokens),
+            (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),
+            num_warps=8, debug=not sentinels, sanitize_overflow=False,
+        ),
+        Prepared(
+            place_kernel, device, (num_blocks + num_experts + 1,),
+            (num_pairs, num_blocks, num_tokens, max_row_tiles(num_pairs, num_experts), top_k),
+            (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
+        ),
+        token_dtype and Prepared(order_kernel, device, (cdiv(num_tokens, 16),), (num_tokens,), (16, 16), num_warps=4),
+    )  # fmt: skip
+
+
+def _no_rows(num_tokens, num_experts, device):
+    def new(*size):
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts, 3) - 1)
+
+
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
-    expert_P, device = expert_P.reshape(-1), expert_P.device
-    expert_P = expert_P.contiguous()
-    num_pairs = expert_P.numel()
-    num_row_tiles = max_row_tiles(num_pairs, num_experts)
+    expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
+    num_pairs = expert_P.shape[0]
     if not num_pairs:
-        empty = torch.empty(0, dtype=torch.int32, device=device)
-        return Rows(
-            offsets=torch.zeros(num_experts + 1, dtype=torch.int32, device=device),
-            token=empty,
-            pair=empty.clone(),
-            token_offsets=torch.zeros(num_tokens + 1, dtype=torch.int32, device=device),
-            token_rows=empty.clone(),
-            tiles=torch.full((num_experts, 3), -1, dtype=torch.int32, device=device),
-        )
+        return _no_rows(num_tokens, num_experts, device)
+    steps = _steps(
+        expert_P.get_device(), expert_P.dtype, token_P if token_P is None else token_P.dtype,
+        num_pairs, num_tokens, num_experts, sentinels, tile_rows(num_pairs, num_experts),
+    )  # fmt: skip
 
     def new(*size, dtype=torch.int32):
         return torch.empty(size, dtype=dtype, device=device)
 
     rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
-    num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
-    keys, counts = new(num_blocks * BLOCK), new(num_experts + 1, num_blocks)
-    totals, ticket = new(num_experts + 1), new(1)
+    scratch = new(steps.scratch)
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()
         token_counts = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
-    launch(
-        count_kernel, (num_blocks,), (expert_P, token_P, keys, counts, token_counts, ticket),
-        (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK), num_warps=4,
-    )  # fmt: skip
-    token_blocks = 0 if token_P is None else cdiv(num_tokens + 1, SCAN)
-    # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
-    launch(
-        scan_kernel, (num_experts + 1 + token_blocks,),
-        (counts, totals, rows.offsets, token_counts, rows.token_offsets, cursors, ticket), (num_blocks, num_tokens),
-        (num_experts, bins, SCAN, WIDE, not sentinels), num_warps=8, debug=not sentinels, sanitize_overflow=False,
-    )  # fmt: skip
-    launch(
-        place_kernel, (num_blocks + num_experts + 1,), (keys, token_P, counts, cursors, row_of_slot, *rows),
-        (num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1)),
-        (num_experts, bins, BLOCK, CHUNK, tile_rows(num_pairs, num_experts)), num_warps=4,
-    )  # fmt: skip
+    steps.count(expert_P, token_P, scratch, token_counts)
+    steps.scan(scratch, rows.offsets, token_counts, rows.token_offsets, cursors)
+    steps.place(scratch, token_P, cursors, row_of_slot, *rows)
     if token_P is not None:
-        launch(
-            order_kernel, (cdiv(num_tokens, 16),), (row_of_slot, rows.token_offsets, rows.token_rows), (num_tokens,),
-            (16, 16), num_warps=4,
-        )  # fmt: skip
+        steps.order(row_of_slot, rows.token_offsets, rows.token_rows)
     return rows

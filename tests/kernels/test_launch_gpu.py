@@ -13,7 +13,7 @@ from sonicmoe_hf import backends
 from sonicmoe_hf.dispatch import dispatch
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.triton import launch as launching
-from sonicmoe_hf.kernels.triton.launch import launch
+from sonicmoe_hf.kernels.triton.launch import Prepared, launch
 from sonicmoe_hf.routing import Routing
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,7 @@ def specialised_kernel(to, number):
 
 
 def test_a_kernel_runs_for_every_alignment_dtype_and_option_in_any_order():
+    prepared = Prepared(add_one_kernel, torch.cuda.current_device(), (4,), (500,), (128,), num_warps=4)
     base = torch.arange(1000, device="cuda")
     for _ in range(2):
         for dtype in (torch.int64, torch.int32, torch.float32):
@@ -57,6 +58,10 @@ def test_a_kernel_runs_for_every_alignment_dtype_and_option_in_any_order():
                     to = torch.zeros_like(source)
                     launch(add_one_kernel, (4,), (source, to), (500,), (128,), num_warps=warps)
                     assert torch.equal(to, source + 1), (dtype, offset, warps)
+                if dtype == torch.float32:
+                    to = torch.zeros_like(source)
+                    prepared(source, to)
+                    assert torch.equal(to, source + 1), offset
 
 
 def test_a_kernel_that_triton_would_compile_for_a_number_is_refused():

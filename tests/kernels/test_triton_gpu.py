@@ -14,7 +14,7 @@ from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import ACTIVATIONS
-from sonicmoe_hf.kernels.triton import gradients, rows, sort_pairs, sum_rows
+from sonicmoe_hf.kernels.triton import backward, gradients, rows, sort_pairs, sum_rows
 
 pytestmark = pytest.mark.gpu
 CAP = 5e-3
@@ -87,6 +87,10 @@ def test_sizes_that_no_block_divides(dtype):
     check(*problem(5003, H=264, I=136, dtype=dtype, bias=True), "transposed_interleaved", "geglu")
 
 
+def test_sizes_that_the_copy_engine_does_not_take():
+    check(*problem(5003, H=252, I=100))
+
+
 def test_many_experts_of_few_rows():
     check(*problem(700, H=128, I=64, E=128, K=8))
 
@@ -140,7 +144,7 @@ def test_nothing_synchronises():
 
 
 def compiled_variants():
-    modules = (gradients, rows, sort_pairs, sum_rows)
+    modules = (backward, gradients, rows, sort_pairs, sum_rows)
     found = [value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")]
     return sum(len(caches[0]) for kernel in found for caches in kernel.device_caches.values())
 

@@ -1,0 +1,92 @@
+"""Kernels over sorted rows whose epilogue runs beside the next tile's product: up, and down_backward.
+
+The consumers put a tile of the product into shared memory in the tensors' dtype and go on to the next. The first
+warpgroup is `gather_warps` producer warps and finishing warps; these read the tile by rows, 16 bytes a thread.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from .configs import Tile
+from .core import (
+    CHUNK,
+    HALF,
+    PIECE,
+    consumer_fragments,
+    enter,
+    multiply,
+    piece_layout,
+    piece_store,
+    shared_chunk,
+    storage,
+)
+from .rows import RowsKernel, add_bias
+
+REGISTERS = (136, 184)  # of the first warpgroup and of the consumers: 3 * 168 in all
+LANE_ROWS = 32 * CHUNK // PIECE  # rows of a piece that a warp reads at a time
+HALF_BYTES = HALF * PIECE * 2
+
+
+class FinishedKernel(RowsKernel):
+    """Subclasses define the finishing warps' part. The kernel's own barriers are `handed_over` of both halves of the tile
+    (by the consumers' warps) and `taken` of both (by the finishing warps)."""
+
+    def __init__(self, dtype, tile: Tile, gated: bool = False):
+        super().__init__(dtype, tile, gather=True, gated=gated)
+        self.pieces = self.columns // PIECE
+        self.finishers = 4 - self.gather_warps
+
+    def set_up_finish(self):
+        self.layout = piece_layout(self.dtype, 2 * self.pieces)
+        self.arrivals = (4, 4, self.finishers, self.finishers)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, 2 * self.stages + 4)
+
+    def enter_finish(self, layout_a, layout_b, layout, atoms):
+        return enter(
+            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, atoms
+        )
+
+    @cute.jit
+    def multiply_tiles(self, tiled_mma, shared: cutlass.Constexpr, bias, tiles: cute.Tensor):
+        """A consumer's part: its half of every tile of the product (+ bias), handed over in shared memory."""
+        thread = cute.arch.thread_idx()[0]
+        half = cute.arch.make_warp_uniform(thread // 128) - 1
+        handed_over, taken = shared.ring.end + half, shared.ring.end + 2 + half
+        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
+        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.pieces)
+        values = store.retile(accumulator)
+        places = store.retile(
+            tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
+        )
+        stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        while item < items:
+            row_tile, column_tile = self.place(item)
+            expert = self.expert_of(tiles, row_tile)
+            if expert >= 0:
+                # nothing to multiply where the half has no rows
+                depth_tiles = Int32(tiles[row_tile, 1] + HALF * half < tiles[row_tile, 2]) * self.depth_tiles
+                stage, phase = multiply(
+                    tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
+                    depth_tiles, self.stages, unused=self.depth_tiles - depth_tiles,
+                )  # fmt: skip
+                if const_expr(bias is not None):
+                    width, limit = self.columns // self.halves, bias.shape[1] // self.halves
+                    count = cute.size(values) // self.halves
+                    for side in cutlass.range_constexpr(self.halves):
+                        first = column_tile * width + side * (limit - width)
+                        add_bias(values, places, side * count, count, bias, expert, first, (side + 1) * limit)
+                cute.arch.mbarrier_wait(taken, taken_phase)
+                taken_phase ^= 1
+                for p in cutlass.range_constexpr(self.pieces):
+                    store.write(p, lambda v, start=p * store.size: values[start + v])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(handed_over)
+            item += cute.arch.grid_dim()[0]
+
+    def chunk_of(self, pieces, half, piece, row, chunk):
+        """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""
+        return shared_chunk(self.dtype, pieces + (half * self.pieces + piece) * HALF_BYTES, row, chunk)

@@ -1,0 +1,134 @@
+"""up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .activations import activate
+from .configs import Tile
+from .core import CHUNK, HALF, PIECE, THREADS, global_chunk, one_stage, partition, ragged_pieces, store_atom
+from .finish import LANE_ROWS, REGISTERS, FinishedKernel
+from .rows import ragged_h
+
+
+class UpKernel(FinishedKernel):
+    """x [T, H] gathered, gate_up [E, 2I, H]; h by TMA from where the product lies, a by 16-byte stores."""
+
+    gather_warps = 2  # one copies rows too slowly, and a is little work
+
+    def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
+        super().__init__(dtype, tile, gated=not interleaved)
+        self.activation = activation
+        self.interleaved = interleaved
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, gate_up: cute.Tensor, bias, h, a, token: cute.Tensor, tiles: cute.Tensor,
+        blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        _, tensor_x, atom_w, tensor_w = self.set_up(x, gate_up)
+        self.set_up_finish()
+        atom_h, tensor_h = None, None
+        if const_expr(h is not None):
+            atom_h, tensor_h = store_atom(ragged_h(h, self.interleaved), one_stage(self.layout), (HALF, PIECE))
+        self.kernel(
+            tensor_x, atom_w, tensor_w, atom_h, tensor_h, a, bias, token, tiles, self.tiled_mma, self.layout_a,
+            self.layout_b, self.layout,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tensor_x: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_h, tensor_h, a,
+        bias, token: cute.Tensor, tiles: cute.Tensor, tiled_mma: cute.TiledMma, layout_a: cute.ComposedLayout,
+        layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
+    ):  # fmt: skip
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,))
+        if group == 0:
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if warp < self.gather_warps:
+                self.produce(
+                    None, tensor_x, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                    tiles,
+                )  # fmt: skip
+            else:
+                self.finish_tiles(shared, warp - self.gather_warps, atom_h, tensor_h, a, tiles)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            self.multiply_tiles(tiled_mma, shared, bias, tiles)
+
+    @cute.jit
+    def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, a, tiles: cute.Tensor):
+        """A finishing warp's part: h is sent by the first of them, a computed by all."""
+        handed_over, taken = shared.ring.end, shared.ring.end + 2
+        tile_phase = Int32(0)
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        while item < items:
+            row_tile, column_tile = self.place(item)
+            if self.expert_of(tiles, row_tile) >= 0:
+                for half in cutlass.range_constexpr(2):
+                    first, end = tiles[row_tile, 1] + HALF * half, tiles[row_tile, 2]
+                    cute.arch.mbarrier_wait(handed_over + half, tile_phase)
+                    if const_expr(atom_h is not None):
+                        if finisher == 0 and first < end:
+                            self.send_h(shared.pieces, atom_h, tensor_h, first, end, column_tile, half)
+                    if const_expr(a is not None):
+                        self.write_a(shared.pieces.iterator.toint(), a, first, end, column_tile, half, finisher)
+                    if const_expr(atom_h is not None):
+                        if finisher == 0:
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(taken + half)
+                tile_phase ^= 1
+            item += cute.arch.grid_dim()[0]
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def send_h(self, pieces, atom_h, tensor_h, first, end, column_tile, half):
+        """Issue the stores of half a tile of h; by one warp."""
+        per_side = self.pieces // self.halves
+        for p in range(self.pieces):
+            side = () if self.interleaved else (p // per_side,)
+            from_h, to_h = partition(atom_h, pieces, ragged_pieces(tensor_h, first, end, *side))
+            box = column_tile * per_side + p % per_side
+            cute.copy(atom_h, from_h[None, half * self.pieces + p], to_h[None, box])
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def write_a(
+        self, pieces, a: cute.Tensor, first: Int32, end: Int32, column_tile: Int32, half: cutlass.Constexpr, finisher
+    ):
+        """a of half a tile: a finishing warp takes every third unit of LANE_ROWS rows and PIECE columns."""
+        lane = cute.arch.lane_idx()
+        chunk, width = lane % (PIECE // CHUNK), a.shape[1]
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
+        left, right, out = (cute.make_rmem_tensor(CHUNK, self.dtype) for _ in range(3))
+        across = self.pieces // 2  # units that lie side by side
+        rows = cutlass.max(cutlass.min(end - first, HALF), 0)
+        units = (rows + LANE_ROWS - 1) // LANE_ROWS * across
+        for unit in cutlass.range(finisher, units, self.finishers, unroll=1):
+            row, piece = unit // across * LANE_ROWS + lane // (PIECE // CHUNK), unit % across
+            if const_expr(self.interleaved):
+                of_left = self.chunk_of(pieces, half, 2 * piece + chunk // 4, row, 2 * (chunk % 4))
+                of_right = self.chunk_of(pieces, half, 2 * piece + chunk // 4, row, 2 * (chunk % 4) + 1)
+            else:
+                of_left = self.chunk_of(pieces, half, piece, row, chunk)
+                of_right = self.chunk_of(pieces, half, piece + across, row, chunk)
+            cute.copy(copy, of_left, left)
+            cute.copy(copy, of_right, right)
+            for v in cutlass.range_constexpr(CHUNK):
+                gate, up = gate_and_up(left, right, v, self.interleaved)
+                out[v] = activate(gate.to(Float32), up.to(Float32), *self.activation)[0].to(self.dtype)
+            column = (column_tile * across + piece) * PIECE + chunk * CHUNK
+            if row < rows and column < width:
+                cute.copy(copy, out, global_chunk(a, Int64(first + row) * width + column))
+
+
+def gate_and_up(left, right, v: int, interleaved: bool):
+    """Gate and up of the v-th value of a chunk of a, from two chunks of h."""
+    if interleaved:
+        pair = (left, right)[2 * v // CHUNK]
+        return pair[2 * v % CHUNK], pair[2 * v % CHUNK + 1]
+    return left[v], right[v]

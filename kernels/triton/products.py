@@ -1,0 +1,105 @@
+"""What the grouped GEMMs over rows sorted by expert share.
+
+A tile of the tile table times a tile of columns at a time. Rows past a tile's end are computed from whatever lies there,
+never stored, and touch no other row. Weight columns past the end are read as zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import blocks_for, max_row_tiles, processors, tile_rows
+from .launch import cdiv
+
+T_DEPENDENT = ["num_row_tiles", "num_rows"]
+
+
+@triton.jit
+def pointer_product(
+    a_pointers, b_pointers, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    depth = tl.arange(0, DEPTH)
+    for start in range(0, LENGTH, DEPTH):
+        if LENGTH % DEPTH == 0:
+            a = tl.load(a_pointers)
+            b = tl.load(b_pointers, mask=is_column[None, :], other=0.0)
+        else:
+            inside = start + depth < LENGTH
+            a = tl.load(a_pointers, mask=inside[None, :], other=0.0)
+            b = tl.load(b_pointers, mask=inside[:, None] & is_column[None, :], other=0.0)
+        product = tl.dot(a, b, product, input_precision=PRECISION)
+        a_pointers += DEPTH * A_STEP
+        b_pointers += DEPTH * B_STEP
+    return product
+
+
+@triton.jit
+def described_product(
+    a, first_row, b, expert, first_column, GATHERED: tl.constexpr, PAIRS: tl.constexpr, DEPTH_LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers to gathered
+    rows or a descriptor of rows."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, LENGTH, DEPTH):
+        if not GATHERED:
+            left = a.load([first_row, start])
+        elif LENGTH % DEPTH == 0:
+            left = tl.load(a + start)
+        else:
+            left = tl.load(a + start, mask=(start + tl.arange(0, DEPTH) < LENGTH)[None, :], other=0.0)
+        if PAIRS:
+            right = b.load([expert, 0, first_column, start]).reshape(COLUMNS, DEPTH).T
+        elif DEPTH_LAST:
+            right = b.load([expert, first_column, start]).reshape(COLUMNS, DEPTH).T
+        else:
+            right = b.load([expert, start, first_column]).reshape(DEPTH, COLUMNS)
+        product = tl.dot(left, right, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def real_row_tiles(tiles, num_row_tiles):
+    """How many of the tile table's entries are row tiles: the rest of it says -1."""
+    count = 0
+    for first in range(0, num_row_tiles, 256):
+        tile = first + tl.arange(0, 256)
+        count += tl.sum((tl.load(tiles + tile * 3, mask=tile < num_row_tiles, other=-1) >= 0).to(tl.int32))
+    return count
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's left and right half; on tensor-core layouts no value moves between threads."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+def precision(tensor):
+    """Three tf32 products stand in for one of fp32; bf16 and fp16 have one way."""
+    return "tf32x3" if tensor.element_size() == 4 else "tf32"
+
+
+class Launch:
+    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take."""
+
+    def __init__(self, kernel, tensor, rows, num_columns):
+        num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
+        self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts)
+        self.row_tiles = max_row_tiles(num_pairs, num_experts)
+        self.column_tiles = cdiv(num_columns, blocks.columns)
+        self.programs = self.row_tiles * self.column_tiles
+        self.rows = tile_rows(num_pairs, num_experts)
+        self.tile = (self.rows, blocks.columns, blocks.depth, blocks.group)
+        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        self.processors = processors(tensor.device)
+
+    def grid(self, persistent):
+        return (min(self.programs, self.processors) if persistent else self.programs,)
+
+
+def bias_strides(bias):
+    return (0, 0) if bias is None else bias.stride()

@@ -1,0 +1,417 @@
+"""Token rounding on the device: from scores to rows sorted by expert, in three launches and without a host sync.
+
+`keys_kernel` turns the scores into keys that order as integers, expert by expert, and packs top-k's choice into words of
+32 tokens. `select_kernel`, a program for each expert, decides how many rows the expert gets and finds the last key that
+is in by bisection; it writes the expert's set as words again, with its rows before each word. From those `place_kernel`
+knows every row's place: it writes the lists of rows, of each token's rows and of tiles, and the rows' weights. Nothing is
+sorted, and only sums of integers use atomics. The definition is ../rounding.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..interface import Rounded, Rows
+from .blocks import max_row_tiles, tile_rows
+from .common import write_tiles
+from .launch import cdiv, launch, next_power_of_2
+from .sort_pairs import dispatch, tile_table_length
+
+WORD = tl.constexpr(32)  # tokens in a word
+NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every score: not to be chosen
+NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
+LEAST_HELD, MOST_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches
+MOST_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
+FILL = 1 << 10  # entries of the rows' lists that a program completes
+GRADIENT_TOKENS, GRADIENT_ENTRIES = 32, 16
+T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "least_pairs"]
+
+
+@triton.jit
+def pack(bits, AXIS: tl.constexpr):
+    """32 truth values along an axis as a word."""
+    lane = tl.arange(0, WORD)
+    return tl.sum(bits.to(tl.int32) << (lane[None, :] if AXIS == 1 else lane[:, None]), axis=AXIS)
+
+
+@triton.jit
+def count_bits(word):
+    """How many bits of each word are set."""
+    word = word.to(tl.uint32, bitcast=True)
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def count_below(word, lane):
+    """How many of a word's bits before the bit `lane` are set."""
+    one = tl.full([], 1, tl.uint32)
+    return count_bits(word.to(tl.uint32, bitcast=True) & ((one << lane.to(tl.uint32)) - 1))
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def keys_kernel(
+    scores, index, valid, keys, top_words, totals, num_tokens, num_words,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """keys [E, 32 W]: NO_KEY where the token is padding, or not top-k's and never to be added. top_words [W, E]: top-k's
+    choice. totals [E + 1], where wanted: the rows that top-k gives every expert, and the tokens, without padding."""
+    word = tl.program_id(0)
+    lane = tl.arange(0, WORD)
+    token, first_expert = word * WORD + lane, tl.program_id(1) * WORD
+    expert = first_expert + lane
+    is_token, is_expert = token < num_tokens, expert < NUM_EXPERTS
+    at = token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
+    score = tl.load(scores + at, mask=is_token[:, None] & is_expert[None, :], other=float("-inf"))
+    chosen = tl.zeros((WORD,), tl.int32)  # a bit for each of the program's experts
+    for k in tl.static_range(TOP_K):
+        which = tl.load(index + token * TOP_K + k, mask=is_token, other=-1).to(tl.int32) - first_expert
+        chosen |= tl.where((which >= 0) & (which < WORD), 1 << (which & (WORD - 1)), 0)
+    is_top = ((chosen[:, None] >> lane[None, :]) & 1) != 0
+    real = is_token
+    if valid is not None:
+        real = real & tl.load(valid + token, mask=is_token, other=0)
+
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where((bits & 0x7FFFFFFF) == 0, 0, key)  # -0.0 and 0.0 tie
+    key = tl.where(real[:, None] & (is_top | (score > float("-inf"))), key, NO_KEY)
+    to = (expert.to(tl.int64) * num_words * WORD)[:, None] + token[None, :]
+    tl.store(keys + to, tl.trans(key), mask=is_expert[:, None])
+    tl.store(top_words + word * NUM_EXPERTS + expert, pack(is_top, 0), mask=is_expert)
+    if totals is not None:
+        rows = tl.sum((is_top & real[:, None]).to(tl.int32), axis=0)
+        tl.atomic_add(totals + expert, rows, mask=is_expert, sem="relaxed")
+        if tl.program_id(1) == 0:
+            tl.atomic_add(totals + NUM_EXPERTS, tl.sum(real.to(tl.int32)), sem="relaxed")
+
+
+@triton.jit
+def load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr):
+    """(keys, whether top-k chose the expert) of the tokens of WORDS words, [WORDS, 32]."""
+    word = first + tl.arange(0, WORDS)
+    is_word = word < num_words
+    packed = tl.load(top_words + word * NUM_EXPERTS + expert, mask=is_word, other=0)
+    lane = tl.arange(0, WORD)[None, :]
+    at = (expert.to(tl.int64) * num_words + word)[:, None] * WORD + lane
+    return tl.load(keys + at, mask=is_word[:, None], other=NO_KEY), ((packed[:, None] >> lane) & 1) != 0
+
+
+@triton.jit
+def load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr):
+    """The keys of one class, top-k's tokens (from_top = 1) or the others (0); NO_KEY for the rest."""
+    key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
+    return tl.where(top.to(tl.int32) == from_top, key, NO_KEY)
+
+
+@triton.jit
+def search(
+    keys, top_words, held_key, held_top, from_top, wanted, count, expert, num_words,
+    NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """The `wanted` highest of a class of `count` tokens: those with keys >= high, and the first `rest` with key low =
+    high - 1; high = low if all of those are in."""
+    held = tl.where(held_top.to(tl.int32) == from_top, held_key, NO_KEY)
+    low, high = tl.full([], NO_LIMIT, tl.int64), tl.full([], NO_KEY, tl.int64)
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key = held
+        if not HELD:
+            key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+        low = tl.minimum(low, tl.min(tl.where(key > NO_KEY, key, NO_LIMIT)).to(tl.int64))
+        high = tl.maximum(high, tl.max(key).to(tl.int64) + 1)
+    above, found = 0, count  # how many keys are >= high, and >= low
+    if wanted == 0:
+        low = high
+    while (high - low > 1) & (found != wanted):
+        middle = low + (high - low) // 2
+        more = 0
+        for first in range(0, WORDS if HELD else num_words, WORDS):
+            key = held
+            if not HELD:
+                key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+            more += tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+        if more >= wanted:
+            low = middle
+            found = more
+        else:
+            high = middle
+            above = more
+    if found == wanted:
+        high = low
+    return low.to(tl.int32), high.to(tl.int32), wanted - above
+
+
+@triton.jit
+def choose(key, low, high, rest, seen):
+    """(which tokens of a chunk are among the highest that `search` found, tokens with key `low` seen so far)."""
+    chosen = key >= high
+    if high > low:
+        ties = pack(key == low, 1)
+        count = count_bits(ties)
+        place = (seen + tl.cumsum(count) - count)[:, None] + count_below(ties[:, None], tl.arange(0, WORD)[None, :])
+        chosen = chosen | ((key == low) & (place < rest))
+        seen += tl.sum(count)
+    return chosen, seen
+
+
+@triton.jit
+def mass(
+    keys, top_words, from_top, low, high, rest, of_chosen, expert, num_words,
+    NUM_EXPERTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Sum in fp64 of a class's scores, of those that `search` found or of those that it left out."""
+    total, seen = tl.zeros([], tl.float64), 0
+    for first in range(0, num_words, WORDS):
+        key = load_class(keys, top_words, from_top, expert, first, num_words, NUM_EXPERTS, WORDS)
+        chosen, seen = choose(key, low, high, rest, seen)
+        score = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True).to(tl.float64)
+        total += tl.sum(tl.where((key > NO_KEY) & (chosen == of_chosen), score, 0.0))
+    return total
+
+
+@triton.jit
+def nearest_multiple(count, TILE: tl.constexpr):
+    """Ties go down."""
+    return (2 * count + TILE - 1) // (2 * TILE) * TILE
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def select_kernel(
+    keys, top_words, selection, counts, totals, uniform, fell_back, num_words, top_k, least_pairs,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """selection [2, W, E]: the experts' sets in words, and an expert's rows before each word; counts [E]: its rows."""
+    expert = tl.program_id(0)
+    held_key, held_top = load_chunk(keys, top_words, expert, 0, num_words, NUM_EXPERTS, WORDS)  # all tokens, if HELD
+    had, others = 0, 0
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key, top = held_key, held_top
+        if not HELD:
+            key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
+        had += tl.sum((top & (key > NO_KEY)).to(tl.int32))
+        others += tl.sum((~top & (key > NO_KEY)).to(tl.int32))
+    below = had // TILE * TILE
+    over = had - below
+    if ROUNDING == "balanced":
+        which = tl.arange(0, BINS)
+        total = tl.load(totals + which, mask=which <= expert, other=0)
+        until = tl.sum(total)
+        has = nearest_multiple(until, TILE) - nearest_multiple(until - had, TILE)
+    elif ROUNDING == "nearest":
+        has = nearest_multiple(had, TILE)
+    elif ROUNDING == "down":
+        has = below
+    else:
+        if ROUNDING == "up":
+            go_up = over > 0
+        elif ROUNDING == "stochastic":
+            go_up = tl.load(uniform + expert) * TILE < over
+        else:
+            low, high, rest = search(
+                keys, top_words, held_key, held_top, 1, below, had, expert, num_words, NUM_EXPERTS, WORDS, HELD
+            )
+            lost = mass(keys, top_words, 1, low, high, rest, False, expert, num_words, NUM_EXPERTS, WORDS)
+            more = tl.minimum(below + TILE - had, others)
+            low, high, rest = search(
+                keys, top_words, held_key, held_top, 0, more, others, expert, num_words, NUM_EXPERTS, WORDS, HELD
+            )
+            gained = mass(keys, top_words, 0, low, high, rest, True, expert, num_words, NUM_EXPERTS, WORDS)
+            go_up = (gained < lost) & (over > 0)
+        has = tl.where(go_up, below + TILE, below)
+    has = tl.where(has - had > others, below, has)
+    if fell_back is not None:  # padding left too few tokens: top-k stands, for padding too
+        keep_all = tl.load(totals + NUM_EXPERTS).to(tl.int64) * top_k < least_pairs
+        has = tl.where(keep_all, had, has)
+        if expert == 0:
+            tl.store(fell_back, keep_all)
+
+    from_top = (has < had).to(tl.int32)
+    wanted, count = tl.where(has < had, has, has - had), tl.where(has < had, had, others)
+    low, high, rest = search(
+        keys, top_words, held_key, held_top, from_top, wanted, count, expert, num_words, NUM_EXPERTS, WORDS, HELD
+    )
+    written, seen = 0, 0
+    for first in range(0, WORDS if HELD else num_words, WORDS):
+        key, top = held_key, held_top
+        if not HELD:
+            key, top = load_chunk(keys, top_words, expert, first, num_words, NUM_EXPERTS, WORDS)
+        stays = top & (key > NO_KEY)
+        if fell_back is not None:
+            stays = tl.where(keep_all, top, stays)
+        chosen, seen = choose(tl.where(top.to(tl.int32) == from_top, key, NO_KEY), low, high, rest, seen)
+        packed = pack(chosen | (stays & (from_top == 0)), 1)
+        rows = count_bits(packed)
+        word = first + tl.arange(0, WORDS)
+        at = selection + word * NUM_EXPERTS + expert
+        tl.store(at, packed, mask=word < num_words)
+        tl.store(at + num_words * NUM_EXPERTS, written + tl.cumsum(rows) - rows, mask=word < num_words)
+        written += tl.sum(rows)
+    tl.store(counts + expert, written)
+
+
+@triton.jit
+def find_rows(
+    selection, first_row, block, num_words, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Tokens [TOKENS], experts [EXPERTS], whether a token goes to an expert, and as which row, [TOKENS, EXPERTS]."""
+    lane = block * TOKENS % WORD + tl.arange(0, TOKENS)
+    word = block * TOKENS // WORD
+    expert = tl.arange(0, EXPERTS)
+    at = selection + word * NUM_EXPERTS + expert
+    packed = tl.load(at, mask=expert < NUM_EXPERTS, other=0)
+    row = tl.load(at + num_words * NUM_EXPERTS, mask=expert < NUM_EXPERTS, other=0) + first_row
+    is_pair = ((packed[None, :] >> lane[:, None]) & 1) != 0
+    return word * WORD + lane, expert, is_pair, row[None, :] + count_below(packed[None, :], lane[:, None])
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def place_kernel(
+    scores, selection, counts, weights, expert_of_row,
+    offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
+    num_tokens, num_words, num_blocks, num_pairs, num_row_tiles,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, FILL: tl.constexpr, TILE_ROWS: tl.constexpr,
+    NORMALISED: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Programs first for blocks of tokens, then for every expert's tiles and what is left of their table, then for the
+    entries of the lists that no row has."""
+    block = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
+    end_row = tl.cumsum(count)
+    first_row = end_row - count
+    num_rows = tl.sum(count)
+    if block < num_blocks:
+        token, expert, is_pair, row = find_rows(selection, first_row, block, num_words, NUM_EXPERTS, EXPERTS, TOKENS)
+        score = tl.load(scores + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], mask=is_pair, other=0.0)
+        if NORMALISED:
+            total = tl.sum(score, axis=1)
+            score = score / (tl.where(total > 0, total, 1.0) + EPSILON)[:, None]
+        tl.store(weights + row, (score * SCALE).to(weights.dtype.element_ty), mask=is_pair)
+        tl.store(token_of_row + row, token[:, None], mask=is_pair)
+
+        entries = is_pair.to(tl.int32)
+        mine = tl.sum(entries, axis=1)
+        # the block's first token has, or would have, these rows: the experts' rows before them have earlier tokens
+        earlier = tl.where(tl.arange(0, TOKENS)[:, None] == 0, row - first_row[None, :], 0)
+        first_entry = tl.sum(earlier) + tl.cumsum(mine) - mine
+        tl.store(token_offsets + token, first_entry, mask=token < num_tokens)
+        entry = first_entry[:, None] + tl.cumsum(entries, axis=1) - entries
+        tl.store(token_rows + entry, row, mask=is_pair)
+    elif block <= num_blocks + NUM_EXPERTS:
+        which = block - num_blocks
+        write_tiles(tiles, first_row, end_row, which, num_row_tiles, NUM_EXPERTS, EXPERTS, TILE_ROWS)
+        mine = expert == which
+        end = tl.sum(tl.where(mine, end_row, 0))
+        for start in range(tl.sum(tl.where(mine, first_row, 0)), end, FILL):
+            row = start + tl.arange(0, FILL)
+            tl.store(expert_of_row + row, which, mask=row < end)
+        if which == NUM_EXPERTS:
+            tl.store(offsets + expert, first_row, mask=expert < NUM_EXPERTS)
+            tl.store(offsets + NUM_EXPERTS, num_rows)
+            tl.store(token_offsets + num_tokens, num_rows)
+    else:
+        row = (block - num_blocks - NUM_EXPERTS - 1) * FILL + tl.arange(0, FILL)
+        tl.store(pair_of_row + row, tl.where(row < num_rows, row, num_pairs), mask=row < num_pairs)
+        is_left = (row >= num_rows) & (row < num_pairs)
+        tl.store(weights + row, tl.zeros((FILL,), weights.dtype.element_ty), mask=is_left)
+        tl.store(expert_of_row + row, NUM_EXPERTS, mask=is_left)
+        tl.store(token_of_row + row, num_tokens, mask=is_left)
+        tl.store(token_rows + row, row, mask=is_left)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def weights_gradient_kernel(
+    dweights, scores, dscores, expert_of_row, token_offsets, token_rows, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr,
+    NORMALISED: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Writes dscores where a token goes to an expert; it holds zeros elsewhere."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    start = tl.load(token_offsets + token, mask=token < num_tokens, other=0)
+    end = tl.load(token_offsets + token + 1, mask=token < num_tokens, other=0)
+    longest = tl.max(end - start)
+    line = token.to(tl.int64)[:, None] * NUM_EXPERTS
+    totals = tl.zeros((TOKENS, ENTRIES), dscores.dtype.element_ty)
+    products = tl.zeros((TOKENS, ENTRIES), dscores.dtype.element_ty)
+    if NORMALISED:
+        for first in range(0, longest, ENTRIES):
+            entry = start[:, None] + first + tl.arange(0, ENTRIES)[None, :]
+            is_row = entry < end[:, None]
+            row = tl.load(token_rows + entry, mask=is_row, other=0)
+            expert = tl.load(expert_of_row + row, mask=is_row, other=0)
+            score = tl.load(scores + line + expert, mask=is_row, other=0.0)
+            totals += score
+            products += tl.load(dweights + row, mask=is_row, other=0.0).to(score.dtype) * score
+    total, product = tl.sum(totals, axis=1), tl.sum(products, axis=1)
+    divisor = tl.where(total > 0, total, 1.0) + EPSILON
+    share = tl.where(total > 0, product / divisor, 0.0)
+    for first in range(0, longest, ENTRIES):
+        entry = start[:, None] + first + tl.arange(0, ENTRIES)[None, :]
+        is_row = entry < end[:, None]
+        row = tl.load(token_rows + entry, mask=is_row, other=0)
+        expert = tl.load(expert_of_row + row, mask=is_row, other=0)
+        gradient = tl.load(dweights + row, mask=is_row, other=0.0).to(dscores.dtype.element_ty)
+        if NORMALISED:
+            gradient = (gradient - share[:, None]) / divisor[:, None]
+        tl.store(dscores + line + expert, gradient * SCALE, mask=is_row)
+
+
+def round_rows(
+    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs, weighting, dtype
+):
+    (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
+
+    def new(*size, dtype=torch.int32):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    weight_P, expert_P = new(num_pairs, dtype=dtype), new(num_pairs)
+    if not num_pairs:
+        fell_back = None if valid_T is None else torch.ones((), dtype=torch.bool, device=device)
+        return Rounded(weight_P, expert_P, dispatch(expert_P, None, num_tokens, num_experts, True), fell_back)
+    rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
+                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+    fell_back = totals = None
+    if valid_T is not None:
+        valid_T, fell_back = valid_T.contiguous(), new(dtype=torch.bool)
+    if rounding == "balanced" or valid_T is not None:
+        totals = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    num_words, experts, top_k = cdiv(num_tokens, WORD.value), next_power_of_2(num_experts), top_k_index_TK.shape[1]
+    keys, top_words = new(num_experts, num_words * WORD.value), new(num_words, num_experts)
+    selection, counts = new(2, num_words, num_experts), new(num_experts)
+
+    launch(
+        keys_kernel, (num_words, cdiv(num_experts, WORD.value)),
+        (ranking_TE.contiguous(), top_k_index_TK.contiguous(), valid_T, keys, top_words, totals),
+        (num_tokens, num_words), (num_experts, top_k), num_warps=4,
+    )  # fmt: skip
+    held = min(max(next_power_of_2(num_tokens), LEAST_HELD), MOST_HELD)
+    launch(
+        select_kernel, (num_experts,), (keys, top_words, selection, counts, totals, uniform_E, fell_back),
+        (num_words, top_k, least_pairs),
+        (num_experts, experts, held // WORD.value, num_tokens <= held, tile, rounding), num_warps=max(held // 1024, 8),
+    )  # fmt: skip
+    tokens = max(min(WORD.value, MOST_PLACED // experts), 1)  # a part of a word
+    num_blocks = cdiv(num_tokens, tokens)
+    launch(
+        place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
+        (scores_TE.contiguous(), selection, counts, weight_P, expert_P, *rows),
+        (num_tokens, num_words, num_blocks, num_pairs, max_row_tiles(num_pairs, num_experts)),
+        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=8,
+    )  # fmt: skip
+    return Rounded(weight_P, expert_P, rows, fell_back)
+
+
+def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):
+    num_tokens, num_experts = scores_TE.shape
+    dscores_TE = torch.zeros(scores_TE.shape, dtype=scores_TE.dtype, device=scores_TE.device)
+    if expert_P.numel():
+        launch(
+            weights_gradient_kernel, (cdiv(num_tokens, GRADIENT_TOKENS),),
+            (dweight_P.contiguous(), scores_TE.contiguous(), dscores_TE, expert_P, rows.token_offsets, rows.token_rows),
+            (num_tokens,), (num_experts, GRADIENT_TOKENS, GRADIENT_ENTRIES, *weighting), num_warps=4,
+        )  # fmt: skip
+    return dscores_TE
