@@ -23,6 +23,19 @@ HOPPER_PACKAGES = (  # module, how to install it
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _once(function):
+    """Ask once for every device; torch.compile takes the answer for a constant and traces nothing of how it is found."""
+    found = {}
+
+    @torch.compiler.assume_constant_result
+    def ask(device: torch.device):
+        if device not in found:
+            found[device] = function(device)
+        return found[device]
+
+    return ask
+
+
 class Choice(NamedTuple):
     """A backend's name and why it was chosen."""
 
@@ -35,7 +48,7 @@ def missing_for_hopper() -> str | None:
     return next((words for module, words in HOPPER_PACKAGES if importlib.util.find_spec(module) is None), None)
 
 
-@functools.cache
+@_once
 def _without_triton(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on `device`, or None if they can."""
     if importlib.util.find_spec("triton") is None:
@@ -48,7 +61,7 @@ def _without_triton(device: torch.device) -> str | None:
     return None if major >= 8 else f"the GPU is sm_{major}{minor}; the Triton kernels need sm_80 or newer"
 
 
-@functools.cache
+@_once
 def _without_hopper(device: torch.device) -> str | None:
     """Why the Hopper kernels cannot run on `device`, or None if they can."""
     if obstacle := _without_triton(device):
