@@ -13,7 +13,7 @@ from .cache import cached
 from .configs import Tile
 from .forward import UpKernel
 from .gradients import GradientKernel
-from .rows import ProductKernel
+from .products import ProductKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has
@@ -41,7 +41,7 @@ def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias
     """ProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        ProductKernel(kind, tile, gather=False),
+        ProductKernel(kind, tile, take_turns=depth_contiguous),
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,

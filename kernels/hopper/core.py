@@ -156,16 +156,18 @@ class Shared:
 
 
 def enter(
-    Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms
-) -> Shared:
-    """Lay out shared memory and initialise barriers, those of the ring and then the kernel's own; by every thread."""
+    Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms,
+    consumer_warps: int = CONSUMER_WARPS,
+) -> Shared:  # fmt: skip
+    """Lay out shared memory and initialise barriers, those of the ring and then the kernel's own; by every thread.
+    `consumer_warps`: how many empty a stage."""
     memory = SmemAllocator().allocate(Storage)
     a, b, pieces = (
         part.get_tensor(layout.outer, swizzle=layout.inner)
         for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.pieces, layout_pieces))
     )
     ring = Ring(memory.barriers_.data_ptr(), stages)
-    arrivals = [pair for s in range(stages) for pair in ((s, producer_arrivals), (stages + s, CONSUMER_WARPS))]
+    arrivals = [pair for s in range(stages) for pair in ((s, producer_arrivals), (stages + s, consumer_warps))]
     arrivals += [(2 * stages + i, count) for i, count in enumerate(own_arrivals)]
     _initialise(ring.full, arrivals, atoms)
     return Shared(a, b, pieces, ring)
@@ -206,22 +208,39 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 
 
 @cute.jit
+def skip(stage: Int32, phase: Int32, count: cutlass.Constexpr, stages: cutlass.Constexpr):
+    """`advance` by a number of stages."""
+    stage += count % stages
+    laps = stage // stages
+    return stage - laps * stages, phase ^ ((laps + count // stages) & 1)
+
+
+@cute.jit
+def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32):
+    """Start the products of a block of 16 of a stage."""
+    for accumulator, fragment_a in zip(accumulators, fragments_a):
+        cute.gemm(
+            tiled_mma, accumulator, fragment_a[None, None, block, stage], fragment_b[None, None, block, stage],
+            accumulator,
+        )  # fmt: skip
+
+
+@cute.jit
 def multiply(
-    tiled_mma, accumulator, fragment_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
-    stages: cutlass.Constexpr, rest=None, unused=None,
+    tiled_mma, accumulators, fragments_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
+    stages: cutlass.Constexpr, rest=None, unused=None, arrived=None,
 ):  # fmt: skip
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
-    rest > 0; releases `unused` further stages as they are. Returns the ring's next stage and phase."""
-    accumulator.fill(0.0)
+    rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
+    arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
+    for accumulator in accumulators:
+        accumulator.fill(0.0)
     previous = stage
     for tile in cutlass.range(depth_tiles, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         warpgroup.fence()
-        for block in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-            cute.gemm(
-                tiled_mma, accumulator, fragment_a[None, None, block, stage], fragment_b[None, None, block, stage],
-                accumulator,
-            )  # fmt: skip
+        for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
+            issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if tile > 0:
@@ -235,10 +254,7 @@ def multiply(
             cute.arch.mbarrier_wait(full + stage, phase)
             warpgroup.fence()
             for block in cutlass.range(rest, unroll=1):
-                cute.gemm(
-                    tiled_mma, accumulator, fragment_a[None, None, block, stage],
-                    fragment_b[None, None, block, stage], accumulator,
-                )  # fmt: skip
+                issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if depth_tiles > 0:
@@ -247,6 +263,9 @@ def multiply(
             previous = stage
             stage, phase = advance(stage, phase, stages)
             some = rest > 0
+    if const_expr(arrived is not None):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(arrived)
     warpgroup.wait_group(0)
     if some:
         with cute.arch.elect_one():

@@ -68,8 +68,8 @@ class FinishedKernel(RowsKernel):
                 # nothing to multiply where the half has no rows
                 depth_tiles = Int32(tiles[row_tile, 1] + HALF * half < tiles[row_tile, 2]) * self.depth_tiles
                 stage, phase = multiply(
-                    tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
-                    depth_tiles, self.stages, unused=self.depth_tiles - depth_tiles,
+                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
+                    phase, depth_tiles, self.stages, unused=self.depth_tiles - depth_tiles,
                 )  # fmt: skip
                 if const_expr(bias is not None):
                     width, limit = self.columns // self.halves, bias.shape[1] // self.halves

@@ -99,8 +99,8 @@ class GradientKernel:
                 expert, high, wide = self.place(item)
                 length = offsets[expert + 1] - offsets[expert]
                 stage, phase = multiply(
-                    tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
-                    length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
+                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
+                    phase, length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
                 )  # fmt: skip
                 boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
                 from_out, to_out = partition(atom_out, shared.pieces, boxes)

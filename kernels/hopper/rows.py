@@ -1,4 +1,4 @@
-"""Grouped GEMMs whose rows are sorted by expert: what they share; down and input_rows.
+"""What grouped GEMMs share whose rows are sorted by expert.
 
 One work item is a tile of 128 rows of one expert times a tile of columns; GROUP row tiles pass over all columns together,
 so that both operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever lies there
@@ -7,7 +7,6 @@ and clipped by the ragged TMA store; a half of the tile without rows is not mult
 
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -16,27 +15,16 @@ from .configs import Tile
 from .core import (
     CHUNK,
     DEPTH,
-    HALF,
-    PIECE,
     ROWS,
-    THREADS,
     advance,
-    consumer_fragments,
     consumer_mma,
-    enter,
     gather_chunk,
     load_atom,
-    multiply,
     one_stage,
     operand_layout,
     partition,
-    piece_layout,
-    piece_store,
     ragged,
     ragged_halves,
-    ragged_pieces,
-    storage,
-    store_atom,
 )
 
 GROUP = 8
@@ -176,92 +164,6 @@ class RowsKernel:
 
     def producer_arrivals(self):
         return 1 + (32 * self.gather_warps if self.gather else 0)
-
-
-class ProductKernel(RowsKernel):
-    """out[r] = source[r or token[r]] @ weight[e]^T (+ bias[e]): down, and input_rows."""
-
-    @cute.jit
-    def __call__(
-        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
-        tiles: cute.Tensor, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
-        pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE))
-        atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, 2 * self.stages)
-        self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, tiles, self.tiled_mma,
-            self.layout_a, self.layout_b, pieces,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self, atom_a, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor, atom_out: cute.CopyAtom,
-        tensor_out: cute.Tensor, bias, token: cute.Tensor, tiles: cute.Tensor, tiled_mma: cute.TiledMma,
-        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, pieces: cute.ComposedLayout,
-    ):  # fmt: skip
-        thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // 128)
-        shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (), (atom_b, atom_out)
-        )
-
-        if group == 0:
-            cute.arch.setmaxregister_decrease(40)
-            if warp_index == 0:
-                self.produce(
-                    atom_a,
-                    tensor_a,
-                    atom_b,
-                    tensor_b,
-                    shared.a,
-                    shared.b,
-                    shared.ring.full,
-                    shared.ring.empty,
-                    token,
-                    tiles,
-                )
-        else:
-            cute.arch.setmaxregister_increase(232)
-            half = group - 1
-            fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
-            store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.columns // PIECE)
-            values = store.retile(accumulator)
-            places = store.retile(
-                tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
-            )
-            stage, phase = Int32(0), Int32(0)
-            item, items = cute.arch.block_idx()[0], self.num_items(tiles)
-            while item < items:
-                row_tile, column_tile = self.place(item)
-                expert = self.expert_of(tiles, row_tile)
-                if expert >= 0:
-                    first, end = tiles[row_tile, 1], tiles[row_tile, 2]
-                    depth_tiles = (
-                        Int32(first + HALF * half < end) * self.depth_tiles
-                    )  # none where the half has no rows
-                    stage, phase = multiply(
-                        tiled_mma, accumulator, fragment_a, fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
-                        depth_tiles, self.stages, unused=self.depth_tiles - depth_tiles,
-                    )  # fmt: skip
-                    rows = ragged_pieces(tensor_out, first + HALF * half, end)
-                    from_out, to_out = partition(atom_out, shared.pieces, rows)
-                    if const_expr(bias is not None):
-                        first_column = column_tile * self.columns
-                        add_bias(values, places, 0, cute.size(values), bias, expert, first_column, bias.shape[1])
-                    store.wait()
-                    for p in cutlass.range_constexpr(self.columns // PIECE):
-                        store.write(p, lambda v, start=p * store.size: values[start + v])
-                    store.publish()
-                    if store.issuer:
-                        for p in cutlass.range_constexpr(self.columns // PIECE):
-                            box = column_tile * (self.columns // PIECE) + p
-                            cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
-                        cute.arch.cp_async_bulk_commit_group()
-                item += cute.arch.grid_dim()[0]
-            cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit

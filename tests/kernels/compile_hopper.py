@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|steps N" a line; needs no GPU.
 
 Every entry of the table in kernels/hopper/configs.py in bf16 with swiglu, and every other option once. steps: how many
-wgmma instructions a stage of the operands' ring takes. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
+wgmma instructions there must be. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
 """
 
 import os
@@ -42,6 +42,8 @@ def gradient(M=2048, N=768, *, contiguous=True, dtype=BF16):
 CASES = {
     "product, bias": product(bias=True),
     "product, transposed weight": product(K=1536, contiguous=False),
+    "product, whole tiles": product(1536, 256),
+    "product, transposed weight, whole tiles, bias": product(1536, 512, contiguous=False, bias=True),
     "product, fp16, odd sizes": product(264, 200, dtype=FP16),
     "up, bias, transposed": up(2880, 2880, transposed=True, bias=True),
     "up, without h": up(want=(False, True)),
@@ -80,7 +82,13 @@ def main():
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         local, wgmma = len(re.findall(r"\b(LDL|STL)\b", sass)), len(re.findall(r"\bHGMMA\b", sass))
-        steps = 6 if kernel == "gradient" else 4  # 64 of depth are four steps of 16; two more in the loop over the rest
+        steps = 4  # a stage's depth of 64 in steps of 16
+        if kernel == "gradient":
+            steps += 2  # the loop over the rest, unrolled twice
+        elif kernel == "product":
+            _, columns, _, in_turns, _, chosen = parameters
+            steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
+            steps *= 2 if 0 < columns % chosen.columns <= chosen.columns - 64 else 1  # a narrower last tile
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
 

@@ -1,0 +1,227 @@
+"""down and input_rows: out[r] = source[r] @ weight[e]^T (+ bias[e])."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from .configs import Tile
+from .core import (
+    CONSUMER_WARPS,
+    DEPTH,
+    HALF,
+    PIECE,
+    THREADS,
+    consumer_fragments,
+    consumer_mma,
+    enter,
+    multiply,
+    one_stage,
+    partition,
+    piece_layout,
+    piece_store,
+    ragged,
+    ragged_pieces,
+    skip,
+    storage,
+    store_atom,
+)
+from .rows import RowsKernel, add_bias
+
+TURNS = (24, 240)  # registers of the producer's warpgroup and of consumers whose accumulators take 192: 3 * 168 in all
+TOGETHER = (40, 232)
+
+
+class ProductKernel(RowsKernel):
+    """source [R, K], weight [E, N, K]; a last tile of fewer columns is multiplied by narrower instructions.
+
+    take_turns: each consumer multiplies all 128 rows of every other tile and stores them while the other multiplies;
+    otherwise both multiply 64 rows of every tile, and then store them. The first is faster for weights contiguous along
+    K, the second for those contiguous along N. In turns, the kernel's own barriers, one of each consumer, let it begin
+    when all stages of the other's tile have arrived: only then do the phases of the ring's barriers, which have one bit,
+    tell its stages from earlier ones.
+    """
+
+    def __init__(self, dtype, tile: Tile, take_turns: bool):
+        super().__init__(dtype, tile, gather=False)
+        self.pieces = self.columns // PIECE
+        self.take_turns = take_turns
+
+    @cute.jit
+    def __call__(
+        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
+        tiles: cute.Tensor, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
+        self.last_columns = -(-(weight.shape[1] % self.columns) // PIECE) * PIECE  # of the last tile; 0: all
+        narrow_mma = None
+        if const_expr(self.last_columns % self.columns):
+            narrow_mma = consumer_mma(self.dtype, True, weight.stride[2] == 1, self.last_columns)
+        pieces = piece_layout(self.dtype, 2 * self.pieces)
+        atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, 2 * self.stages + 2)
+        self.kernel(
+            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, tiles, self.tiled_mma, narrow_mma,
+            self.layout_a, self.layout_b, pieces,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
+        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, tiles: cute.Tensor,
+        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        pieces: cute.ComposedLayout,
+    ):  # fmt: skip
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        producer_registers, consumer_registers = TURNS if const_expr(self.take_turns) else TOGETHER
+        of_one = CONSUMER_WARPS // 2
+        shared = enter(
+            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
+            (atom_b, atom_out), consumer_warps=of_one if const_expr(self.take_turns) else CONSUMER_WARPS,
+        )  # fmt: skip
+        if group == 0:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == 0:
+                self.produce(
+                    atom_a, tensor_a, atom_b, tensor_b, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                    tiles,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            if const_expr(self.take_turns):
+                self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
+            else:
+                self.multiply_together(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
+
+    @cute.jit
+    def multiply_together(
+        self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias, tiles: cute.Tensor
+    ):
+        """The part of a consumer, `own` 0 or 1: its half of every tile."""
+        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, own, self.columns)
+        narrow_b = self.narrow_fragment(narrow_mma, shared)
+        store, places = self.store_of(tiled_mma, shared, own)
+        stage, phase = Int32(0), Int32(0)
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        while item < items:
+            row_tile, column_tile = self.place(item)
+            expert = self.expert_of(tiles, row_tile)
+            if expert >= 0:
+                first, end = tiles[row_tile, 1] + HALF * own, tiles[row_tile, 2]
+                depth_tiles = Int32(first < end) * self.depth_tiles  # none where the half has no rows
+                stage, phase = self.product(
+                    tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
+                    stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
+                )  # fmt: skip
+                self.send(
+                    store, accumulator, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile
+                )
+            item += cute.arch.grid_dim()[0]
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def multiply_in_turns(
+        self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias, tiles: cute.Tensor
+    ):
+        """The part of a consumer, `own` 0 or 1: every other tile."""
+        (top_a, fragment_b, top), (bottom_a, _, bottom) = (
+            consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
+        )
+        narrow_b = self.narrow_fragment(narrow_mma, shared)
+        store, places = self.store_of(tiled_mma, shared, own)
+        ours, others = shared.ring.end + own, shared.ring.end + 1 - own
+        stage, phase, turn, turn_phase = Int32(0), Int32(0), Int32(0), 1 - own
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        while item < items:
+            row_tile, column_tile = self.place(item)
+            expert = self.expert_of(tiles, row_tile)
+            if expert >= 0:
+                if turn == own:
+                    first, end = tiles[row_tile, 1], tiles[row_tile, 2]
+                    cute.arch.mbarrier_wait(ours, turn_phase)
+                    turn_phase ^= 1
+                    if first + HALF < end:
+                        stage, phase = self.product(
+                            tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, column_tile,
+                            shared, stage, phase, Int32(self.depth_tiles), arrived=others,
+                        )  # fmt: skip
+                    else:
+                        stage, phase = self.product(
+                            tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, column_tile, shared, stage,
+                            phase, Int32(self.depth_tiles), arrived=others,
+                        )  # fmt: skip
+                    self.send(store, top, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
+                    if first + HALF < end:
+                        self.send(
+                            store, bottom, places, shared, atom_out, tensor_out, bias, expert, first + HALF, end,
+                            column_tile,
+                        )  # fmt: skip
+                else:
+                    stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
+                turn ^= 1
+            item += cute.arch.grid_dim()[0]
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def narrow_fragment(self, narrow_mma, shared):
+        """B of a last tile with fewer columns, or None."""
+        if narrow_mma is None:
+            return None
+        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
+        first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
+        return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
+
+    def store_of(self, tiled_mma, shared, own):
+        """A consumer's store, and the (row, column) of every value of its accumulators."""
+        thread = cute.arch.thread_idx()[0] % 128
+        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.pieces)
+        of_tile = cute.make_identity_tensor((HALF, self.columns))
+        return store, store.retile(tiled_mma.get_slice(thread).partition_C(of_tile))
+
+    @cute.jit
+    def product(
+        self, tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, column_tile: Int32,
+        shared: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
+    ):  # fmt: skip
+        """`multiply` of a tile, narrower for the last."""
+        ring = shared.ring
+        if const_expr(narrow_mma is None):
+            stage, phase = multiply(
+                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                self.stages, unused=unused, arrived=arrived,
+            )  # fmt: skip
+        else:
+            if column_tile < self.column_tiles - 1:
+                stage, phase = multiply(
+                    tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
+                )  # fmt: skip
+            else:
+                layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, self.last_columns)))
+                narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
+                stage, phase = multiply(
+                    narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
+                )  # fmt: skip
+        return stage, phase
+
+    @cute.jit
+    def send(
+        self, store: cutlass.Constexpr, accumulator: cute.Tensor, places, shared: cutlass.Constexpr, atom_out, tensor_out,
+        bias, expert: Int32, first: Int32, end: Int32, column_tile: Int32,
+    ):  # fmt: skip
+        """Store half a tile (+ bias), what of it is past row `end` or the last column excepted."""
+        values = store.retile(accumulator)
+        from_out, to_out = partition(atom_out, shared.pieces, ragged_pieces(tensor_out, first, end))
+        if const_expr(bias is not None):
+            column = column_tile * self.columns
+            add_bias(values, places, 0, cute.size(values), bias, expert, column, bias.shape[1])
+        store.wait()
+        for p in cutlass.range_constexpr(self.pieces):
+            store.write(p, lambda v, start=p * store.size: values[start + v])
+        store.publish()
+        if store.issuer:
+            for p in cutlass.range_constexpr(self.pieces):
+                cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, column_tile * self.pieces + p])
+            cute.arch.cp_async_bulk_commit_group()
