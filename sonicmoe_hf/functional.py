@@ -59,6 +59,7 @@ def _fake_forward(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *opti
     return [out, x.new_empty(rows[1].shape[0], gate_up.shape[1])] if keep_h else [out]
 
 
+NUM_OTHERS = 5  # tensors saved between h and the rows
 NEEDS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")  # the order of `needs` and of the gradients
 
 
@@ -79,16 +80,30 @@ def _experts_backward(
     backend: str,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    """The gradients that `needs` asks for, in the order of NEEDS; h is computed again where it was not saved."""
+    """`_run_backward` as an op."""
+    options = activation, alpha, limit, interleaved, backend, needs
+    return _run_backward(dout, x, [h], gate_up, down, weight, gate_up_bias, down_bias, rows, *options)
+
+
+def _run_backward(
+    dout, x, held, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, interleaved, backend,
+    needs,
+):  # fmt: skip
+    """The gradients that `needs` asks for, in the order of NEEDS.
+
+    `held` holds h, or None where it was not saved, to be computed again; h is taken out of it, so that it is freed when
+    it has been used. So is everything else: dx comes first, whose rows are the largest; weights' gradients stay, and come
+    last.
+    """
     kernels, rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
     need = dict(zip(NEEDS, needs))
     dout, weight_P = dout.contiguous(), weight.reshape(-1)
-    gradients = {}
+    gradients, h, dh, a = {}, held.pop(), None, None
     with _without_autocast(dout.device):
         want_dh = need["x"] or need["gate_up"] or need["gate_up_bias"]
-        if h is None and (want_dh or need["down"] or need["weight"]):
-            h, _ = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=True, want_a=False)
         if want_dh or need["down"] or need["weight"]:
+            if h is None:
+                h, _ = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=True, want_a=False)
             dh, a, dw_P = kernels.down_backward(
                 dout, down, down_bias, h, weight_P, rows, act, interleaved,
                 want_dh=want_dh, want_a=need["down"], want_dw=need["weight"],
@@ -96,18 +111,19 @@ def _experts_backward(
             del h
         if need["weight"]:
             gradients["weight"] = dw_P.view(weight.shape)
-        if need["down"]:
-            gradients["down"] = kernels.down_gradient(dout, a, rows, down)
-            del a
-        if need["down_bias"]:
-            gradients["down_bias"] = kernels.down_bias_gradient(dout, weight_P, rows, down_bias)
+        if need["x"]:
+            dx_R = kernels.input_rows(dh, gate_up, rows)
+            gradients["x"] = kernels.combine(dx_R, None, rows, dout.shape[0])
+            del dx_R
         if need["gate_up"]:
             gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, gate_up)
         if need["gate_up_bias"]:
             gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, gate_up_bias)
-        if need["x"]:
-            dx_R = kernels.input_rows(dh, gate_up, rows)
-            gradients["x"] = kernels.combine(dx_R, None, rows, dout.shape[0])
+        del dh
+        if need["down"]:
+            gradients["down"] = kernels.down_gradient(dout, a, rows, down)
+        if need["down_bias"]:
+            gradients["down_bias"] = kernels.down_bias_gradient(dout, weight_P, rows, down_bias)
     return [gradients[name] for name in NEEDS if need[name]]
 
 
@@ -136,11 +152,19 @@ def _gradients(ctx, dout):
     """The gradients of NEEDS, None where nobody needs one."""
     if dout is None:
         return (None,) * len(NEEDS)
-    x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
-    run = _BACKWARD if torch.is_grad_enabled() or ops.traced(dout) else _experts_backward
-    if torch.is_grad_enabled():  # create_graph=True: whatever is derived from these gradients meets the op's refusal
-        dout = dout if dout.requires_grad else dout.detach().requires_grad_()
-    found = iter(run(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs))
+    x, h, *others = ctx.saved_tensors
+    others = *others[:NUM_OTHERS], others[NUM_OTHERS:], *ctx.options, ctx.needs
+    if torch.is_grad_enabled() or ops.traced(dout):
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True: whatever is derived from these gradients meets the op's refusal
+            dout = dout if dout.requires_grad else dout.detach().requires_grad_()
+        found = iter(_BACKWARD(dout, x, h, *others))
+    else:
+        held = [h]
+        del h
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        found = iter(_run_backward(dout, x, held, *others))
     return tuple(next(found) if need else None for need in ctx.needs)
 
 

@@ -1,6 +1,7 @@
 """moe_experts: the values, every gradient, what is saved, what is not computed, and what is refused."""
 
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +184,43 @@ def test_backward_keeps_h_and_x_or_x_alone(save):
     routing = 4 * (rows + E + 1 + rows + rows + T + 1 + rows)  # fp32 weights and the five int32 lists of Rows
     tiles = sum(t.nbytes for t in saved if t.dim() == 2 and t.shape[-1] == 3)  # the kernels' tile table
     assert held == x + routing + tiles + (4 * rows * I if save == "preactivation" else 0)
+
+
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+def test_backward_frees_what_it_has_used(monkeypatch, save):
+    """h before dx's rows are made, those before the weights' gradients, dh before the last of these."""
+    inputs, index = problem(T=40)
+    out = run(inputs, index, save=save)
+    alive, order = weakref.WeakValueDictionary(), []
+
+    def spy(name, function):
+        def called(*args, **options):
+            order.append((name, set(alive)))
+            if name == "down_backward":
+                alive["h"] = args[3]
+            found = function(*args, **options)
+            if name == "down_backward":
+                alive["dh"] = found[0]
+            elif name == "input_rows":
+                alive["dx_R"] = found
+            return found
+
+        return called
+
+    for name in ("down_backward", "input_rows", "gate_up_gradient", "down_gradient"):
+        monkeypatch.setattr(eager, name, spy(name, getattr(eager, name)))
+    first = torch.autograd.grad(out.sum(), [*inputs.values()], retain_graph=True)
+    kept = {"h"} if save == "preactivation" else set()  # by the graph
+    assert order == [
+        ("down_backward", set()), ("input_rows", kept | {"dh"}), ("gate_up_gradient", kept | {"dh"}),
+        ("down_gradient", kept),
+    ]  # fmt: skip
+    order.clear()
+    second = torch.autograd.grad(out.sum(), [*inputs.values()])
+    assert [held - {"h"} if name == "down_backward" else held for name, held in order] == [
+        set(), {"dh"}, {"dh"}, set()
+    ]  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
 def test_frozen_experts_keep_no_input_and_compute_no_weight_gradients(monkeypatch):
