@@ -120,6 +120,39 @@ def test_the_ops_keep_their_contracts(backend):
     torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
 
 
+@pytest.mark.parametrize("backend", ("hopper", "triton"))
+def test_it_runs_on_the_current_stream(backend):
+    """Inputs that a stream still waits for are read after they have come, forward and backward."""
+    skip_unless_it_runs_here(backend)
+    tensors, dout, ids = problem()
+    expected = run(tensors, dout, ids, "concatenated", "swiglu", backend)
+    late = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # cycles, about 50 ms
+        for name, tensor in tensors.items():
+            late[name].copy_(tensor)
+        found = run(late, dout, ids, "concatenated", "swiglu", backend)
+    side.synchronize()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ("hopper", "triton"))
+def test_it_runs_on_the_tensors_gpu(backend):
+    """Another than the current one."""
+    skip_unless_it_runs_here(backend)
+    tensors, dout, ids = problem()
+    expected = run(tensors, dout, ids, "concatenated", "swiglu", backend)
+    elsewhere = {name: tensor.to("cuda:1") for name, tensor in tensors.items()}
+    ids = [None if tensor is None else tensor.to("cuda:1") for tensor in ids]
+    assert torch.cuda.current_device() == 0
+    found = run(elsewhere, dout.to("cuda:1"), ids, "concatenated", "swiglu", backend)
+    assert all(found[name].device.index == 1 for name in expected)
+    assert all(torch.equal(found[name].cpu(), expected[name].cpu()) for name in expected)
+
+
 def test_a_profiler_of_triton_sees_every_launch():
     tensors, dout, ids = problem()
     run(tensors, dout, ids, "concatenated", "swiglu", "triton")
