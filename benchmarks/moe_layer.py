@@ -217,10 +217,13 @@ def measure(table, config, shape, names, rounds):
         add = lambda name, launch, metric, values: table.add(config, shape, name, mode, launch, metric, values)  # noqa: E731, B023
         steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}
         for name, step in steps.items():
-            began = time.perf_counter()
+            torch.cuda.reset_peak_memory_stats()
+            before, began = torch.cuda.memory_allocated(), time.perf_counter()
             step()
             torch.cuda.synchronize()
             add(name, "eager", "first_call_s", [time.perf_counter() - began])
+            add(name, "eager", "first_peak_MB", [(torch.cuda.max_memory_allocated() - before) / 1e6])
+            step.gradients = ()
             if name != BOUND:
                 if mode == "forward+backward":
                     for tensor, error in relative_errors(step, expected).items():
@@ -261,7 +264,8 @@ def show(table, config, shape, names):
             f"  {name:24s} {times[0]:6.2f} {times[1]:6.2f} {times[2]:6.2f}  graph {graph:6.2f}  x{times[1] / ours:.2f}"
             f"  floor {table.get(**step, metric='share_of_floor'):.0%}  host {table.get(**step, metric='host_ms'):.2f}"
             f" stacked {table.get(**step, metric='stacked_host_ms'):.2f}"
-            f"  held {table.get(**step, metric='held_MB'):.0f} peak {table.get(**step, metric='peak_MB'):.0f} MB"
+            f"  held {table.get(**step, metric='held_MB'):.0f} peak {table.get(**step, metric='peak_MB'):.0f}"
+            f" (first {table.get(**step, metric='first_peak_MB'):.0f}) MB"
             f"  first {table.get(**step, metric='first_call_s'):.1f} s  errors {errors}",
             flush=True,
         )

@@ -31,7 +31,7 @@ from sonicmoe_hf.routing import Routing, rounded_routing
 
 SHAPES = ("16384,4096,1024,256,4", "16384,1536,1024,128,2", "16384,1536,256,512,8", "16384,4096,512,256,8",
           "16384,2048,512,512,10", "16384,2048,768,128,8", "24576,1536,256,128,8")  # fmt: skip
-SWEEP = tuple(f"{tokens},4096,1024,256,4" for tokens in (32768, 49152, 65536, 131072))
+SWEEP = tuple(f"{tokens},4096,1024,256,4" for tokens in (32768, 65536))
 UPSTREAM = "sonicmoe (Transformers)"
 TOP_K = "top_k"
 FAMILY, ROUTER = FAMILIES["qwen3_moe"], SimpleNamespace(norm_topk_prob=True)
