@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels.triton import backward, blocks, gradients, rounding, rows, sort_pairs, sum_rows
 
-GPU_KINDS = {90: "hopper", 80: "ampere", 86: "small"}
+GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
 VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias, descriptors where the table has them
     "bf16": ("bf16", False, False, False, False, True),
@@ -168,7 +168,7 @@ def report(name, variant, compiled):
             [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
-    matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
+    matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
     shared = compiled.metadata.shared
     print(f"{name}|{variant}|registers {registers}|stack {stack}|shared {shared}|matrix {matrix}", flush=True)
 
