@@ -41,7 +41,7 @@ def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias
     """ProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        ProductKernel(kind, tile, take_turns=depth_contiguous),
+        ProductKernel(kind, tile),
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,

@@ -9,16 +9,22 @@ ALIGNMENT = 8  # elements: 16 bytes
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile, whose rows are 128; stages of the operands' ring."""
+    """Columns of a product's tile, whose rows are 128; stages of the operands' ring; whether consumers take turns (see
+    products.py, for which it is)."""
 
     columns: int
     stages: int
+    in_turns: bool = False
+
+    def __str__(self):
+        return f"{self.columns}x{self.stages}{' in turns' if self.in_turns else ''}"
 
 
 # kernel -> its tiles, and how fast each computes a column relative to the others
 TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
-    "product": {Tile(192, 4): 1.0},  # a last tile of fewer columns computes no more than those, in steps of 64
+    "product": {Tile(192, 4, in_turns=True): 1.0},  # of weights contiguous along K
+    "product_across": {Tile(192, 4): 1.0},  # of weights contiguous along N
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
     "gradient": {Tile(256, 3): 1.0, Tile(192, 4): 0.92, Tile(128, 6): 0.75},
 }
@@ -30,6 +36,11 @@ def tile(kernel: str, width: int) -> Tile:
     columns it computes, those past the last included."""
     speeds = TABLE[kernel]
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
+
+
+def product_tile(columns: int, depth_contiguous: bool) -> Tile:
+    """The tile of down or input_rows: of a product with weights [E, columns, depth]."""
+    return tile("product" if depth_contiguous else "product_across", columns)
 
 
 @functools.cache

@@ -31,22 +31,26 @@ from .rows import RowsKernel, add_bias
 
 TURNS = (24, 240)  # registers of the producer's warpgroup and of consumers whose accumulators take 192: 3 * 168 in all
 TOGETHER = (40, 232)
+MOST_IN_TURNS = 192
 
 
 class ProductKernel(RowsKernel):
     """source [R, K], weight [E, N, K]; a last tile of fewer columns is multiplied by narrower instructions.
 
-    take_turns: each consumer multiplies all 128 rows of every other tile and stores them while the other multiplies;
-    otherwise both multiply 64 rows of every tile, and then store them. The first is faster for weights contiguous along
-    K, the second for those contiguous along N. In turns, the kernel's own barriers, one of each consumer, let it begin
-    when all stages of the other's tile have arrived: only then do the phases of the ring's barriers, which have one bit,
-    tell its stages from earlier ones.
+    tile.in_turns: each consumer multiplies all 128 rows of every other tile and stores them while the other multiplies;
+    otherwise both multiply 64 rows of every tile, and then store them. In turns, the kernel's own barriers, one of each
+    consumer, let it begin when all stages of the other's tile have arrived: only then do the phases of the ring's
+    barriers, which have one bit, tell its stages from earlier ones.
     """
 
-    def __init__(self, dtype, tile: Tile, take_turns: bool):
+    def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
+        if tile.in_turns and tile.columns > MOST_IN_TURNS:
+            raise ValueError(
+                f"tiles of {tile.columns} columns in turns: accumulators of over {MOST_IN_TURNS} do not fit"
+            )
         self.pieces = self.columns // PIECE
-        self.take_turns = take_turns
+        self.in_turns = tile.in_turns
 
     @cute.jit
     def __call__(
@@ -75,11 +79,11 @@ class ProductKernel(RowsKernel):
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        producer_registers, consumer_registers = TURNS if const_expr(self.take_turns) else TOGETHER
+        producer_registers, consumer_registers = TURNS if const_expr(self.in_turns) else TOGETHER
         of_one = CONSUMER_WARPS // 2
         shared = enter(
             self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
-            (atom_b, atom_out), consumer_warps=of_one if const_expr(self.take_turns) else CONSUMER_WARPS,
+            (atom_b, atom_out), consumer_warps=of_one if const_expr(self.in_turns) else CONSUMER_WARPS,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(producer_registers)
@@ -90,7 +94,7 @@ class ProductKernel(RowsKernel):
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            if const_expr(self.take_turns):
+            if const_expr(self.in_turns):
                 self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
             else:
                 self.multiply_together(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .configs import takes, tile
+from .configs import product_tile, takes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -37,9 +37,9 @@ def variants(
         for want in DOWN_BACKWARD:
             chosen = tile("down_backward", inner)
             found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
-        found.append(("product", (dtype, hidden, inner, not transposed, bias, tile("product", hidden))))
+        found.append(("product", (dtype, hidden, inner, not transposed, bias, product_tile(hidden, not transposed))))
         found.append(("gradient", (dtype, hidden, inner, not transposed, tile("gradient", inner))))
     if takes(hidden, width):
-        found.append(("product", (dtype, hidden, width, transposed, False, tile("product", hidden))))
+        found.append(("product", (dtype, hidden, width, transposed, False, product_tile(hidden, transposed))))
         found.append(("gradient", (dtype, hidden, width, transposed, tile("gradient", width))))
     return list(dict.fromkeys(found))

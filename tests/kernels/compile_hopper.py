@@ -13,7 +13,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import TABLE, tile
+from sonicmoe_hf.kernels.hopper.configs import TABLE, product_tile, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -26,7 +26,7 @@ def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SW
 
 
 def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
-    return "product", (dtype, N, K, contiguous, bias, tile("product", N))
+    return "product", (dtype, N, K, contiguous, bias, product_tile(N, contiguous))
 
 
 def down_backward(
@@ -86,8 +86,8 @@ def main():
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
         elif kernel == "product":
-            _, columns, _, in_turns, _, chosen = parameters
-            steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
+            _, columns, *_, chosen = parameters
+            steps *= 3 if chosen.in_turns else 1  # tiles of 128 rows, and of 64
             steps *= 2 if 0 < columns % chosen.columns <= chosen.columns - 64 else 1  # a narrower last tile
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
