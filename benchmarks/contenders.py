@@ -123,3 +123,14 @@ CONTENDERS = {
     "grouped_mm": grouped_mm,
     BOUND: dense_bound,
 }
+
+
+def available(names, shape: Shape):
+    """name -> layer of those that can run here; says which cannot."""
+    layers = {}
+    for name in names:
+        try:
+            layers[name] = CONTENDERS[name](shape)
+        except Unavailable as reason:
+            print(f"  {name} is left out: {reason}", flush=True)
+    return layers

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from contenders import CONTENDERS, Unavailable
+from contenders import CONTENDERS, available
 from moe_layer import Step, Table
 from shapes import SHAPES, Shape, problem
 from torch.profiler import ProfilerActivity, profile
@@ -49,12 +49,7 @@ def roles(contender, names, mode):
 
 def measure(table, config, shape, contenders, rounds):
     inputs = problem(shape)
-    layers = {}
-    for name in contenders:
-        try:
-            layers[name] = CONTENDERS[name](shape)
-        except Unavailable as reason:
-            print(f"  {name} is left out: {reason}", flush=True)
+    layers = available(contenders, shape)
     found = {}
     for mode in MODES:
         steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import triton
-from contenders import BOUND, CONTENDERS, Unavailable
+from contenders import BOUND, CONTENDERS, available
 from shapes import SHAPES, Shape, floor_seconds, problem
 
 from sonicmoe_hf.functional import moe_experts
@@ -204,12 +204,7 @@ class Table:
 def measure(table, config, shape, names, rounds):
     inputs = problem(shape)
     expected = reference(inputs)
-    layers = {}
-    for name in names:
-        try:
-            layers[name] = CONTENDERS[name](shape)
-        except Unavailable as reason:
-            print(f"  {name} is left out: {reason}", flush=True)
+    layers = available(names, shape)
     rows_E = inputs[3].flatten().bincount(minlength=shape.E)
     R, tile = shape.T * shape.K, tile_rows(shape.T * shape.K, shape.E)
     padded = ((rows_E + tile - 1) // tile * tile).sum().item() / R
