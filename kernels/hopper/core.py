@@ -186,7 +186,8 @@ def _initialise(barriers, arrivals: cutlass.Constexpr, atoms):
 
 
 def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
-    """A consumer warpgroup's operands, and its accumulator."""
+    """A consumer warpgroup's operands, and its accumulator; the product adds to it."""
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     of_thread = tiled_mma.get_slice(0)
     fragment_a = tiled_mma.make_fragment_A(
         of_thread.partition_A(cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)))
@@ -232,19 +233,14 @@ def multiply(
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
     rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
     arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
-    tiled_mma = cutlass.new_from_mlir_values(tiled_mma, cutlass.extract_mlir_values(tiled_mma))  # the caller's stays
-    filled = const_expr(rest is not None or arrived is not None)  # in turns there is time to
-    tiled_mma.set(warpgroup.Field.ACCUMULATE, filled)  # at the latest from the second block on
-    if filled:
-        for accumulator in accumulators:
-            accumulator.fill(0.0)
+    for accumulator in accumulators:
+        accumulator.fill(0.0)
     previous = stage
     for tile in cutlass.range(depth_tiles, unroll=1):
         cute.arch.mbarrier_wait(full + stage, phase)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if tile > 0:

@@ -6,7 +6,7 @@ warpgroup is `gather_warps` producer warps and finishing warps; these read the t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from .configs import Tile
 from .core import (
@@ -86,13 +86,6 @@ class FinishedKernel(RowsKernel):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(handed_over)
             item += cute.arch.grid_dim()[0]
-
-    def unpacked(self, chunk):
-        """The values of a chunk in registers, in fp32; of bf16 in an instruction each."""
-        if self.dtype is not cutlass.BFloat16:
-            return [chunk[v].to(Float32) for v in range(CHUNK)]
-        words = cute.recast_tensor(chunk, Int32)
-        return [(words[v // 2] << 16 if v % 2 == 0 else words[v // 2] & -65536).bitcast(Float32) for v in range(CHUNK)]
 
     def chunk_of(self, pieces, half, piece, row, chunk):
         """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""

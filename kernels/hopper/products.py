@@ -4,6 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
@@ -171,6 +172,7 @@ class ProductKernel(RowsKernel):
         """B of a last tile with fewer columns, or None."""
         if narrow_mma is None:
             return None
+        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
         first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
         return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
 
