@@ -4,6 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
@@ -81,13 +82,16 @@ class ProductKernel(RowsKernel):
         producer_registers, consumer_registers = TURNS if const_expr(self.in_turns) else TOGETHER
         of_one = CONSUMER_WARPS // 2
         shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, 1, (of_one, of_one),
+            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
             (atom_b, atom_out), consumer_warps=of_one if const_expr(self.in_turns) else CONSUMER_WARPS,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, tiles)
+                self.produce(
+                    atom_a, tensor_a, atom_b, tensor_b, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                    tiles,
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             if const_expr(self.in_turns):
@@ -168,6 +172,7 @@ class ProductKernel(RowsKernel):
         """B of a last tile with fewer columns, or None."""
         if narrow_mma is None:
             return None
+        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
         first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
         return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
 
@@ -184,24 +189,24 @@ class ProductKernel(RowsKernel):
         shared: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
     ):  # fmt: skip
         """`multiply` of a tile, narrower for the last."""
-        place = stage, phase, stage, phase
+        ring = shared.ring
         if const_expr(narrow_mma is None):
-            stage, phase, _, _ = multiply(
-                tiled_mma, accumulators, fragments_a, fragment_b, shared, place, depth_tiles, unused=unused,
-                arrived=arrived,
+            stage, phase = multiply(
+                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                self.stages, unused=unused, arrived=arrived,
             )  # fmt: skip
         else:
             if column_tile < self.column_tiles - 1:
-                stage, phase, _, _ = multiply(
-                    tiled_mma, accumulators, fragments_a, fragment_b, shared, place, depth_tiles, unused=unused,
-                    arrived=arrived,
+                stage, phase = multiply(
+                    tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
                 )  # fmt: skip
             else:
                 layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, self.last_columns)))
                 narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-                stage, phase, _, _ = multiply(
-                    narrow_mma, narrow, fragments_a, narrow_b, shared, place, depth_tiles, unused=unused,
-                    arrived=arrived,
+                stage, phase = multiply(
+                    narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
                 )  # fmt: skip
         return stage, phase
 
