@@ -47,7 +47,6 @@ class GradientKernel:
     def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
         self.columns, self.stages, _ = tile
-        self.stages_a = self.stages + 1  # of A's own ring: gathered rows take longest to arrive
 
     @cute.jit
     def __call__(
@@ -57,14 +56,14 @@ class GradientKernel:
         _, height, width = out.shape
         self.across = out.stride[1] == 1
         self.high, self.wide = math.ceil(height / ROWS), math.ceil(width / self.columns)
-        layout_a = operand_layout(self.dtype, ROWS, False, self.stages_a)
+        layout_a = operand_layout(self.dtype, ROWS, False, self.stages)
         layout_b = operand_layout(self.dtype, self.columns, False, self.stages)
         pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE), self.across)
         atom, tensor = load_atom(ragged_columns(direct), one_stage(layout_b), (self.columns, DEPTH))
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
 
-        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, 2 * (self.stages + self.stages_a))
+        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, 2 * self.stages)
         self.kernel(
             atom, tensor, gathered, atom_out, tensor_out, token, offsets,
             consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
@@ -78,15 +77,14 @@ class GradientKernel:
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
-        shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, 1, (), (atom, atom_out), stages_a=self.stages_a,
-            arrivals_a=128,
-        )  # fmt: skip
+        shared = enter(self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (), (atom, atom_out))
         items = (offsets.shape[0] - 1) * (self.high * self.wide)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(56)
-            self.produce(atom, tensor, gathered, shared, token, offsets, items)
+            self.produce(
+                atom, tensor, shared.b, gathered, shared.a, shared.ring.full, shared.ring.empty, token, offsets, items
+            )
         else:
             cute.arch.setmaxregister_increase(224)
             half = group - 1
@@ -95,14 +93,14 @@ class GradientKernel:
                 tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.columns // PIECE, self.across
             )
             values = store.retile(accumulator)
-            at = (Int32(0),) * 4
+            stage, phase = Int32(0), Int32(0)
             item = cute.arch.block_idx()[0]
             while item < items:
                 expert, high, wide = self.place(item)
                 length = offsets[expert + 1] - offsets[expert]
-                at = multiply(
-                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared, at, length // DEPTH,
-                    rest=(length % DEPTH + 15) // 16,
+                stage, phase = multiply(
+                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
+                    phase, length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
                 )  # fmt: skip
                 boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
                 from_out, to_out = partition(atom_out, shared.pieces, boxes)
@@ -126,12 +124,10 @@ class GradientKernel:
 
     @cute.jit
     def produce(
-        self, atom, tensor, gathered: cute.Tensor, shared: cutlass.Constexpr, token: cute.Tensor, offsets: cute.Tensor,
-        items: Int32,
+        self, atom, tensor, shared_direct, gathered: cute.Tensor, shared_gathered, full, empty, token: cute.Tensor,
+        offsets: cute.Tensor, items: Int32,
     ):  # fmt: skip
-        """The producer warpgroup's part: 16-byte copies of token[r]'s columns into A's ring; the direct side by TMA into
-        B's, which has a stage less, a step later."""
-        ring, ring_a = shared.ring, shared.ring_a
+        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunks = ROWS // 8  # of a row
@@ -140,11 +136,11 @@ class GradientKernel:
         chunk, row_in_pass = thread % chunks, thread // chunks
         # 64 columns lie together, swizzled over eight rows
         target = (
-            shared.a.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
+            shared_gathered.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
             + (chunk % 8 ^ row_in_pass) * 16
         )  # fmt: skip
         width = gathered.shape[1]
-        stage, phase, stage_a, phase_a = Int32(0), Int32(1), Int32(0), Int32(1)
+        stage, phase = Int32(0), Int32(1)
         item = cute.arch.block_idx()[0]
         while item < items:
             expert, high, wide = self.place(item)
@@ -154,27 +150,21 @@ class GradientKernel:
             source = gathered.iterator.toint() + Int64(column * 2)
             of_expert = ragged_columns_rows(tensor, start, end)
             boxes = cute.local_tile(of_expert, (self.columns, DEPTH), (wide, None))
-            to_direct, from_direct = partition(atom, shared.b, boxes)
-            depth_tiles = (end - start + DEPTH - 1) // DEPTH
-            for depth in cutlass.range(depth_tiles + 1, unroll=1):
-                if depth < depth_tiles:
-                    places = cute.make_rmem_tensor(passes, Uint32)
-                    for i in cutlass.range_constexpr(passes):
-                        row = start + depth * DEPTH + row_in_pass + i * together
-                        places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
-                    cute.arch.mbarrier_wait(ring_a.empty + stage_a, phase_a)
-                    for i in cutlass.range_constexpr(passes):
-                        gather_chunk(
-                            target + stage_a * (DEPTH * ROWS * 2) + i * (together * 128), source + places[i].to(Int64)
-                        )
-                    cute.arch.cp_async_mbarrier_arrive_noinc(ring_a.full + stage_a)
-                    stage_a, phase_a = advance(stage_a, phase_a, self.stages_a)
-                if depth > 0 and warp_index == 0:
-                    cute.arch.mbarrier_wait(ring.empty + stage, phase)
+            to_direct, from_direct = partition(atom, shared_direct, boxes)
+            for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
+                places = cute.make_rmem_tensor(passes, Uint32)
+                for i in cutlass.range_constexpr(passes):
+                    row = start + depth * DEPTH + row_in_pass + i * together
+                    places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp_index == 0:
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, self.columns * DEPTH * 2)
-                    cute.copy(
-                        atom, from_direct[None, depth - 1], to_direct[None, stage], tma_bar_ptr=ring.full + stage
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * DEPTH * 2)
+                    cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
+                for i in cutlass.range_constexpr(passes):
+                    gather_chunk(
+                        target + stage * (DEPTH * ROWS * 2) + i * (together * 128), source + places[i].to(Int64)
                     )
-                    stage, phase = advance(stage, phase, self.stages)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = advance(stage, phase, self.stages)
             item += cute.arch.grid_dim()[0]
