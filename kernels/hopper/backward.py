@@ -49,7 +49,10 @@ class DownBackwardKernel(FinishedKernel):
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp < self.gather_warps:
-                self.produce_gathered(tensor_dout, atom_w, tensor_w, shared, token, tiles)
+                self.produce(
+                    None, tensor_dout, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                    tiles,
+                )  # fmt: skip
             else:
                 self.finish_tiles(shared, warp - self.gather_warps, h, routing_weight, dh, a, parts, pair, tiles)
         else:
@@ -78,21 +81,18 @@ class DownBackwardKernel(FinishedKernel):
                     row = first + turn * LANE_ROWS + lane_row
                     routed = self.load(now, h, routing_weight, pair, row, end, column_tile)
                     cute.arch.mbarrier_wait(handed_over + half, tile_phase)
-                    for group in cutlass.range(turn, groups, 2 * self.finishers, unroll=1):
+                    for group in cutlass.range(turn, groups, self.finishers, unroll=1):
                         row = first + group * LANE_ROWS + lane_row
-                        next_row = row + self.finishers * LANE_ROWS
-                        routed_ahead = self.load(ahead, h, routing_weight, pair, next_row, end, column_tile)
+                        routed_ahead = self.load(
+                            ahead, h, routing_weight, pair, row + self.finishers * LANE_ROWS, end, column_tile
+                        )
                         self.finish_group(
                             shared.pieces.iterator.toint(), half, now, routed, dh, a, parts, row, row - first, end,
                             column_tile,
                         )  # fmt: skip
-                        if group + self.finishers < groups:
-                            later_row = next_row + self.finishers * LANE_ROWS
-                            routed = self.load(now, h, routing_weight, pair, later_row, end, column_tile)
-                            self.finish_group(
-                                shared.pieces.iterator.toint(), half, ahead, routed_ahead, dh, a, parts, next_row,
-                                next_row - first, end, column_tile,
-                            )  # fmt: skip
+                        routed = routed_ahead
+                        for v in cutlass.range_constexpr(cute.size(now)):
+                            now[v] = ahead[v]
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(taken + half)
@@ -139,25 +139,23 @@ class DownBackwardKernel(FinishedKernel):
         """dh, a' and dw of one row a thread, a piece of columns at a time."""
         lane = cute.arch.lane_idx()
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
-        da, of_a = (cute.make_rmem_tensor(CHUNK, self.dtype) for _ in range(2))
-        of_dh = cute.make_rmem_tensor((CHUNK, 2), self.dtype)
+        da = cute.make_rmem_tensor(CHUNK, self.dtype)
         partial = Float32(0.0)
         for p in cutlass.range_constexpr(self.pieces):
             column = self.column_of(column_tile, p)
             cute.copy(copy, self.chunk_of(pieces, half, p, row_of_half, lane % (PIECE // CHUNK)), da)
-            slopes = self.unpacked(da)
-            of_row = self.unpacked(of_h[None, 0, p]) + self.unpacked(of_h[None, 1, p])
             for v in cutlass.range_constexpr(CHUNK):
                 gate, up = (2 * v, 2 * v + 1) if self.interleaved else (v, CHUNK + v)
-                slope = slopes[v]
-                act, slope_gate, slope_up = activate(of_row[gate], of_row[up], *self.activation)
+                gate, up = (i + 2 * CHUNK * p for i in (gate, up))
+                slope = da[v].to(Float32)
+                act, slope_gate, slope_up = activate(of_h[gate].to(Float32), of_h[up].to(Float32), *self.activation)
                 partial += slope * act
                 slope = routed * slope
-                of_dh[gate] = (slope * slope_gate).to(self.dtype)
-                of_dh[up] = (slope * slope_up).to(self.dtype)
-                of_a[v] = (routed * act).to(self.dtype)
+                of_h[gate] = (slope * slope_gate).to(self.dtype)
+                of_h[up] = (slope * slope_up).to(self.dtype)
+                da[v] = (routed * act).to(self.dtype)
             if row < end:
-                self.write(dh, a, of_dh, of_a, row, column)
+                self.write(dh, a, of_h, da, row, column, p)
         if const_expr(parts is not None):
             for distance in (1, 2, 4):
                 partial += cute.arch.shuffle_sync_bfly(partial, distance)
@@ -165,13 +163,13 @@ class DownBackwardKernel(FinishedKernel):
                 parts[column_tile, row] = partial
 
     @cute.jit
-    def write(self, dh, a, of_dh, of_a, row: Int32, column: Int32):
+    def write(self, dh, a, of_dh, of_a, row: Int32, column: Int32, p: cutlass.Constexpr):
         """A chunk of a' and two of dh, unless they are past the last column."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
         if const_expr(dh is not None):
             if column < dh.shape[1] // 2:
                 for side in cutlass.range_constexpr(2):
-                    cute.copy(copy, of_dh[None, side], self.chunk_of_h(dh, row, column, side))
+                    cute.copy(copy, of_dh[None, side, p], self.chunk_of_h(dh, row, column, side))
         if const_expr(a is not None):
             if column < a.shape[1]:
                 cute.copy(copy, of_a, global_chunk(a, Int64(row) * a.shape[1] + column))

@@ -26,7 +26,7 @@ TABLE: dict[str, dict[Tile, float]] = {
     "product": {Tile(192, 4, in_turns=True): 1.0},  # of weights contiguous along K
     "product_across": {Tile(192, 4): 1.0},  # of weights contiguous along N
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
-    "gradient": {Tile(256, 3): 1.0, Tile(192, 4): 0.92, Tile(128, 5): 0.75},
+    "gradient": {Tile(256, 3): 1.0, Tile(192, 4): 0.92, Tile(128, 6): 0.75},
 }
 
 

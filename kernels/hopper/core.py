@@ -26,7 +26,6 @@ BIG = 1 << 30  # more rows than any tensor has
 WRAP = 1 << 34  # elements; BIG * WRAP is 2 ** 64, where addresses begin again
 THREADS = 384
 CONSUMER_WARPS = 8
-MOST_SHARED = 227 << 10  # bytes of a block
 
 
 def major_mode(k_major: bool):
@@ -51,11 +50,9 @@ def one_stage(layout):
     return cute.slice_(layout, (None, None, 0))
 
 
-def load_atom(tensor, smem_layout, box, blocks: int = 1):
-    """A TMA load of `box` from `tensor` into one stage of `smem_layout`; `blocks` of a cluster share it, each loads its
-    part into all."""
-    op = cpasync.CopyBulkTensorTileG2SOp() if blocks == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-    return cpasync.make_tiled_tma_atom(op, tensor, smem_layout, box, num_multicast=blocks)
+def load_atom(tensor, smem_layout, box):
+    """A TMA load of `box` from `tensor` into one stage of `smem_layout`."""
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, box)
 
 
 def store_atom(tensor, smem_layout, box):
@@ -111,11 +108,10 @@ def ragged_columns_rows(tensor, first, end):
     return cute.domain_offset((0, BIG - (end - first)), tensor[None, None, BIG, end])
 
 
-def partition(atom, smem, gmem, block=0, blocks: int = 1):
-    """(shared [.., stage], global [.., box]) sides of a TMA copy; the first two modes of both are the box. Of a load that
-    `blocks` of a cluster share, the part of one."""
+def partition(atom, smem, gmem):
+    """(shared [.., stage], global [.., box]) sides of a TMA copy; the first two modes of both are the box."""
     return cpasync.tma_partition(
-        atom, block, cute.make_layout(blocks), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
     )
 
 
@@ -125,7 +121,6 @@ class Ring:
 
     full: cute.Pointer
     stages: int
-    peer: Int32 | None = None  # the other block of a cluster of two, whose loads fill our stages too
 
     @property
     def empty(self):
@@ -139,10 +134,6 @@ class Ring:
 
 def storage(dtype, layout_a, layout_b, layout_pieces, barriers: int):
     """Shared memory: barriers, the ring of operands, pieces of output."""
-
-    size = 1024 + sum(dtype.width // 8 * cute.cosize(layout) for layout in (layout_a, layout_b, layout_pieces))
-    if size > MOST_SHARED:
-        raise ValueError(f"a tile that takes {size} bytes of shared memory, of which a block has {MOST_SHARED}")
 
     @cute.struct
     class Storage:
@@ -162,34 +153,28 @@ class Shared:
     b: cute.Tensor
     pieces: cute.Tensor
     ring: Ring
-    ring_a: Ring | None
 
 
 def enter(
     Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms,
-    consumer_warps: int = CONSUMER_WARPS, stages_a: int = 0, arrivals_a: int = 0, peer=None,
+    consumer_warps: int = CONSUMER_WARPS,
 ) -> Shared:  # fmt: skip
-    """Lay out shared memory and initialise barriers, those of the ring, the kernel's own, and those of A's ring where it
-    has one (`stages_a`); by every thread. `consumer_warps`: how many empty a stage."""
+    """Lay out shared memory and initialise barriers, those of the ring and then the kernel's own; by every thread.
+    `consumer_warps`: how many empty a stage."""
     memory = SmemAllocator().allocate(Storage)
     a, b, pieces = (
         part.get_tensor(layout.outer, swizzle=layout.inner)
         for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.pieces, layout_pieces))
     )
-    ring = Ring(memory.barriers_.data_ptr(), stages, peer)
+    ring = Ring(memory.barriers_.data_ptr(), stages)
     arrivals = [pair for s in range(stages) for pair in ((s, producer_arrivals), (stages + s, consumer_warps))]
     arrivals += [(2 * stages + i, count) for i, count in enumerate(own_arrivals)]
-    ring_a = Ring(ring.end + len(own_arrivals), stages_a) if stages_a else None
-    first = 2 * stages + len(own_arrivals)
-    arrivals += [
-        pair for s in range(stages_a) for pair in ((first + s, arrivals_a), (first + stages_a + s, consumer_warps))
-    ]
-    _initialise(ring.full, arrivals, atoms, peer is not None)
-    return Shared(a, b, pieces, ring, ring_a)
+    _initialise(ring.full, arrivals, atoms)
+    return Shared(a, b, pieces, ring)
 
 
 @cute.jit
-def _initialise(barriers, arrivals: cutlass.Constexpr, atoms, of_cluster: cutlass.Constexpr):
+def _initialise(barriers, arrivals: cutlass.Constexpr, atoms):
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         for atom in atoms:
             cpasync.prefetch_descriptor(atom)
@@ -197,22 +182,12 @@ def _initialise(barriers, arrivals: cutlass.Constexpr, atoms, of_cluster: cutlas
             for i in cutlass.range_constexpr(len(arrivals)):
                 cute.arch.mbarrier_init(barriers + arrivals[i][0], arrivals[i][1])
         cute.arch.mbarrier_init_fence()
-    if const_expr(of_cluster):
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-    else:
-        cute.arch.sync_threads()
-
-
-@cute.jit
-def leave():
-    """No block of a cluster goes while another may still arrive at its barriers; by the consumers."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
+    cute.arch.sync_threads()
 
 
 def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
-    """A consumer warpgroup's operands, and its accumulator."""
+    """A consumer warpgroup's operands, and its accumulator; the product adds to it."""
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     of_thread = tiled_mma.get_slice(0)
     fragment_a = tiled_mma.make_fragment_A(
         of_thread.partition_A(cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)))
@@ -241,96 +216,67 @@ def skip(stage: Int32, phase: Int32, count: cutlass.Constexpr, stages: cutlass.C
 
 
 @cute.jit
-def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage_a: Int32, stage: Int32):
+def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32):
     """Start the products of a block of 16 of a stage."""
     for accumulator, fragment_a in zip(accumulators, fragments_a):
         cute.gemm(
-            tiled_mma, accumulator, fragment_a[None, None, block, stage_a], fragment_b[None, None, block, stage],
+            tiled_mma, accumulator, fragment_a[None, None, block, stage], fragment_b[None, None, block, stage],
             accumulator,
         )  # fmt: skip
 
 
 @cute.jit
-def await_stage(
-    ring: cutlass.Constexpr, stage: Int32, phase: Int32, ring_a: cutlass.Constexpr, stage_a: Int32, phase_a: Int32
-):
-    """Until a stage's operands have arrived."""
-    cute.arch.mbarrier_wait(ring.full + stage, phase)
-    if const_expr(ring_a is not None):
-        cute.arch.mbarrier_wait(ring_a.full + stage_a, phase_a)
-
-
-@cute.jit
-def release_stage(ring: cutlass.Constexpr, stage: Int32, ring_a: cutlass.Constexpr, stage_a: Int32):
-    """A stage's operands have been read; by every warp."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(ring.empty + stage)
-        if const_expr(ring.peer is not None):
-            cute.arch.mbarrier_arrive(ring.empty + stage, ring.peer)
-        if const_expr(ring_a is not None):
-            cute.arch.mbarrier_arrive(ring_a.empty + stage_a)
-
-
-@cute.jit
 def multiply(
-    tiled_mma, accumulators, fragments_a, fragment_b, shared: cutlass.Constexpr, place, depth_tiles: Int32, rest=None,
-    unused=None, arrived=None,
+    tiled_mma, accumulators, fragments_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
+    stages: cutlass.Constexpr, rest=None, unused=None, arrived=None,
 ):  # fmt: skip
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
     rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
-    arrives at the barrier `arrived` when all stages have. `place` is (stage, phase) of the ring and of A's ring (the same
-    where A has none of its own); returns the next."""
-    ring, ring_a = shared.ring, shared.ring_a
-    stages, stages_a = ring.stages, ring.stages if const_expr(ring_a is None) else ring_a.stages
-    stage, phase, stage_a, phase_a = place
-    tiled_mma = cutlass.new_from_mlir_values(tiled_mma, cutlass.extract_mlir_values(tiled_mma))  # the caller's stays
-    filled = const_expr(rest is not None or arrived is not None)  # in turns there is time to
-    tiled_mma.set(warpgroup.Field.ACCUMULATE, filled)  # at the latest from the second block on
-    if filled:
-        for accumulator in accumulators:
-            accumulator.fill(0.0)
-    previous, previous_a = stage, stage_a
+    arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
+    for accumulator in accumulators:
+        accumulator.fill(0.0)
+    previous = stage
     for tile in cutlass.range(depth_tiles, unroll=1):
-        await_stage(ring, stage, phase, ring_a, stage_a, phase_a)
+        cute.arch.mbarrier_wait(full + stage, phase)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
-            issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage_a, stage)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
         warpgroup.commit_group()
         warpgroup.wait_group(1)
         if tile > 0:
-            release_stage(ring, previous, ring_a, previous_a)
-        previous, previous_a = stage, stage_a
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + previous)
+        previous = stage
         stage, phase = advance(stage, phase, stages)
-        stage_a, phase_a = advance(stage_a, phase_a, stages_a)
     some = depth_tiles > 0
     if const_expr(rest is not None):
         if rest > 0:
-            await_stage(ring, stage, phase, ring_a, stage_a, phase_a)
+            cute.arch.mbarrier_wait(full + stage, phase)
             warpgroup.fence()
             for block in cutlass.range(rest, unroll=1):
-                issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage_a, stage)
+                issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if depth_tiles > 0:
-                release_stage(ring, previous, ring_a, previous_a)
-            previous, previous_a = stage, stage_a
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(empty + previous)
+            previous = stage
             stage, phase = advance(stage, phase, stages)
-            stage_a, phase_a = advance(stage_a, phase_a, stages_a)
             some = rest > 0
     if const_expr(arrived is not None):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(arrived)
     warpgroup.wait_group(0)
     if some:
-        release_stage(ring, previous, ring_a, previous_a)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + previous)
     if const_expr(unused is not None):
         for _ in cutlass.range(unused, unroll=1):
-            await_stage(ring, stage, phase, ring_a, stage_a, phase_a)
-            release_stage(ring, stage, ring_a, stage_a)
+            cute.arch.mbarrier_wait(full + stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty + stage)
             stage, phase = advance(stage, phase, stages)
-            stage_a, phase_a = advance(stage_a, phase_a, stages_a)
-    return stage, phase, stage_a, phase_a
+    return stage, phase
 
 
 @dsl_user_op

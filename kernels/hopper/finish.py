@@ -6,7 +6,7 @@ warpgroup is `gather_warps` producer warps and finishing warps; these read the t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from .configs import Tile
 from .core import (
@@ -40,15 +40,12 @@ class FinishedKernel(RowsKernel):
     def set_up_finish(self):
         self.layout = piece_layout(self.dtype, 2 * self.pieces)
         self.arrivals = (4, 4, self.finishers, self.finishers)
-        self.Storage = storage(
-            self.dtype, self.layout_a, self.layout_b, self.layout, 2 * (self.stages + self.stages_a) + 4
-        )
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, 2 * self.stages + 4)
 
     def enter_finish(self, layout_a, layout_b, layout, atoms):
         return enter(
-            self.Storage, layout_a, layout_b, layout, self.stages, 1, self.arrivals, atoms, stages_a=self.stages_a,
-            arrivals_a=32 * self.gather_warps,
-        )  # fmt: skip
+            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, atoms
+        )
 
     @cute.jit
     def multiply_tiles(self, tiled_mma, shared: cutlass.Constexpr, bias, tiles: cute.Tensor):
@@ -62,7 +59,7 @@ class FinishedKernel(RowsKernel):
         places = store.retile(
             tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
         )
-        at, taken_phase = (Int32(0),) * 4, Int32(1)
+        stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
         item, items = cute.arch.block_idx()[0], self.num_items(tiles)
         while item < items:
             row_tile, column_tile = self.place(item)
@@ -70,9 +67,9 @@ class FinishedKernel(RowsKernel):
             if expert >= 0:
                 # nothing to multiply where the half has no rows
                 depth_tiles = Int32(tiles[row_tile, 1] + HALF * half < tiles[row_tile, 2]) * self.depth_tiles
-                at = multiply(
-                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared, at, depth_tiles,
-                    unused=self.depth_tiles - depth_tiles,
+                stage, phase = multiply(
+                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
+                    phase, depth_tiles, self.stages, unused=self.depth_tiles - depth_tiles,
                 )  # fmt: skip
                 if const_expr(bias is not None):
                     width, limit = self.columns // self.halves, bias.shape[1] // self.halves
@@ -89,13 +86,6 @@ class FinishedKernel(RowsKernel):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(handed_over)
             item += cute.arch.grid_dim()[0]
-
-    def unpacked(self, chunk):
-        """The values of a chunk in registers, in fp32; of bf16 in an instruction each."""
-        if self.dtype is not cutlass.BFloat16:
-            return [chunk[v].to(Float32) for v in range(CHUNK)]
-        words = cute.recast_tensor(chunk, Int32)
-        return [(words[v // 2] << 16 if v % 2 == 0 else words[v // 2] & -65536).bitcast(Float32) for v in range(CHUNK)]
 
     def chunk_of(self, pieces, half, piece, row, chunk):
         """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""

@@ -3,7 +3,7 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from .activations import activate
 from .configs import Tile
@@ -49,7 +49,10 @@ class UpKernel(FinishedKernel):
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp < self.gather_warps:
-                self.produce_gathered(tensor_x, atom_w, tensor_w, shared, token, tiles)
+                self.produce(
+                    None, tensor_x, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                    tiles,
+                )  # fmt: skip
             else:
                 self.finish_tiles(shared, warp - self.gather_warps, atom_h, tensor_h, a, tiles)
         else:
@@ -115,10 +118,17 @@ class UpKernel(FinishedKernel):
                 of_right = self.chunk_of(pieces, half, piece + across, row, chunk)
             cute.copy(copy, of_left, left)
             cute.copy(copy, of_right, right)
-            values = self.unpacked(left) + self.unpacked(right)
             for v in cutlass.range_constexpr(CHUNK):
-                gate, up = (2 * v, 2 * v + 1) if self.interleaved else (v, CHUNK + v)
-                out[v] = activate(values[gate], values[up], *self.activation)[0].to(self.dtype)
+                gate, up = gate_and_up(left, right, v, self.interleaved)
+                out[v] = activate(gate.to(Float32), up.to(Float32), *self.activation)[0].to(self.dtype)
             column = (column_tile * across + piece) * PIECE + chunk * CHUNK
             if row < rows and column < width:
                 cute.copy(copy, out, global_chunk(a, Int64(first + row) * width + column))
+
+
+def gate_and_up(left, right, v: int, interleaved: bool):
+    """Gate and up of the v-th value of a chunk of a, from two chunks of h."""
+    if interleaved:
+        pair = (left, right)[2 * v // CHUNK]
+        return pair[2 * v % CHUNK], pair[2 * v % CHUNK + 1]
+    return left[v], right[v]

@@ -10,11 +10,10 @@ import math
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, Uint32
 
 from .configs import Tile
 from .core import (
-    CONSUMER_WARPS,
     DEPTH,
     HALF,
     PIECE,
@@ -25,7 +24,6 @@ from .core import (
     consumer_mma,
     enter,
     gather_chunk,
-    leave,
     load_atom,
     multiply,
     one_stage,
@@ -49,7 +47,6 @@ class GradientKernel:
     def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
         self.columns, self.stages, _ = tile
-        self.stages_a = self.stages + 1  # of A's own ring: gathered rows take longest to arrive
 
     @cute.jit
     def __call__(
@@ -59,23 +56,18 @@ class GradientKernel:
         _, height, width = out.shape
         self.across = out.stride[1] == 1
         self.high, self.wide = math.ceil(height / ROWS), math.ceil(width / self.columns)
-        layout_a = operand_layout(self.dtype, ROWS, False, self.stages_a)
+        layout_a = operand_layout(self.dtype, ROWS, False, self.stages)
         layout_b = operand_layout(self.dtype, self.columns, False, self.stages)
         pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE), self.across)
-        # clusters of two with neighbouring heights share the direct side, where none is left over
-        self.blocks = 2 if const_expr(self.high % 2 == 0) else 1
-        atom, tensor = load_atom(ragged_columns(direct), one_stage(layout_b), (self.columns, DEPTH), self.blocks)
+        atom, tensor = load_atom(ragged_columns(direct), one_stage(layout_b), (self.columns, DEPTH))
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
 
-        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, 2 * (self.stages + self.stages_a))
+        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, 2 * self.stages)
         self.kernel(
             atom, tensor, gathered, atom_out, tensor_out, token, offsets,
             consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
-        ).launch(
-            grid=(blocks // self.blocks * self.blocks, 1, 1), block=(THREADS, 1, 1), cluster=(self.blocks, 1, 1),
-            stream=stream, min_blocks_per_mp=1,
-        )  # fmt: skip
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -85,18 +77,14 @@ class GradientKernel:
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
-        peer = None
-        if const_expr(self.blocks == 2):
-            peer = 1 - cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, 1, (), (atom, atom_out),
-            consumer_warps=self.blocks * CONSUMER_WARPS, stages_a=self.stages_a, arrivals_a=128, peer=peer,
-        )  # fmt: skip
-        items = (offsets.shape[0] - 1) * (self.high * self.wide) // self.blocks
+        shared = enter(self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (), (atom, atom_out))
+        items = (offsets.shape[0] - 1) * (self.high * self.wide)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(56)
-            self.produce(atom, tensor, gathered, shared, token, offsets, items)
+            self.produce(
+                atom, tensor, shared.b, gathered, shared.a, shared.ring.full, shared.ring.empty, token, offsets, items
+            )
         else:
             cute.arch.setmaxregister_increase(224)
             half = group - 1
@@ -105,14 +93,14 @@ class GradientKernel:
                 tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.columns // PIECE, self.across
             )
             values = store.retile(accumulator)
-            at = (Int32(0),) * 4
-            item = cute.arch.block_idx()[0] // self.blocks
+            stage, phase = Int32(0), Int32(0)
+            item = cute.arch.block_idx()[0]
             while item < items:
-                expert, high, wide = self.place(item, shared)
+                expert, high, wide = self.place(item)
                 length = offsets[expert + 1] - offsets[expert]
-                at = multiply(
-                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared, at, length // DEPTH,
-                    rest=(length % DEPTH + 15) // 16,
+                stage, phase = multiply(
+                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
+                    phase, length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
                 )  # fmt: skip
                 boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
                 from_out, to_out = partition(atom_out, shared.pieces, boxes)
@@ -125,29 +113,21 @@ class GradientKernel:
                         box = wide * (self.columns // PIECE) + p
                         cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
                     cute.arch.cp_async_bulk_commit_group()
-                item += cute.arch.grid_dim()[0] // self.blocks
+                item += cute.arch.grid_dim()[0]
             cute.arch.cp_async_bulk_wait_group(0)
-            if const_expr(self.blocks == 2):
-                leave()
 
     @cute.jit
-    def place(self, item: Int32, shared: cutlass.Constexpr):
+    def place(self, item: Int32):
         """(expert, row of tiles, column of tiles) of a work item: an expert's tiles run together."""
-        rows = self.high // self.blocks
-        in_expert = item % (rows * self.wide)
-        high = in_expert % rows
-        if const_expr(self.blocks == 2):
-            high = 2 * high + 1 - shared.ring.peer
-        return item // (rows * self.wide), high, in_expert // rows
+        in_expert = item % (self.high * self.wide)
+        return item // (self.high * self.wide), in_expert % self.high, in_expert // self.high
 
     @cute.jit
     def produce(
-        self, atom, tensor, gathered: cute.Tensor, shared: cutlass.Constexpr, token: cute.Tensor, offsets: cute.Tensor,
-        items: Int32,
+        self, atom, tensor, shared_direct, gathered: cute.Tensor, shared_gathered, full, empty, token: cute.Tensor,
+        offsets: cute.Tensor, items: Int32,
     ):  # fmt: skip
-        """The producer warpgroup's part: 16-byte copies of token[r]'s columns into A's ring; the direct side by TMA into
-        B's, which has a stage less, a step later."""
-        ring, ring_a = shared.ring, shared.ring_a
+        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunks = ROWS // 8  # of a row
@@ -156,43 +136,35 @@ class GradientKernel:
         chunk, row_in_pass = thread % chunks, thread // chunks
         # 64 columns lie together, swizzled over eight rows
         target = (
-            shared.a.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
+            shared_gathered.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
             + (chunk % 8 ^ row_in_pass) * 16
         )  # fmt: skip
         width = gathered.shape[1]
-        stage, phase, stage_a, phase_a = Int32(0), Int32(1), Int32(0), Int32(1)
-        item = cute.arch.block_idx()[0] // self.blocks
+        stage, phase = Int32(0), Int32(1)
+        item = cute.arch.block_idx()[0]
         while item < items:
-            expert, high, wide = self.place(item, shared)
+            expert, high, wide = self.place(item)
             start, end = offsets[expert], offsets[expert + 1]
             # columns past the last are read twice instead, and clipped when stored
             column = cutlass.min(high * ROWS + chunk * 8, width - 8)
             source = gathered.iterator.toint() + Int64(column * 2)
             of_expert = ragged_columns_rows(tensor, start, end)
             boxes = cute.local_tile(of_expert, (self.columns, DEPTH), (wide, None))
-            rank = 1 - ring.peer if const_expr(self.blocks == 2) else 0
-            to_direct, from_direct = partition(atom, shared.b, boxes, rank, self.blocks)
-            depth_tiles = (end - start + DEPTH - 1) // DEPTH
-            for depth in cutlass.range(depth_tiles + 1, unroll=1):
-                if depth < depth_tiles:
-                    places = cute.make_rmem_tensor(passes, Uint32)
-                    for i in cutlass.range_constexpr(passes):
-                        row = start + depth * DEPTH + row_in_pass + i * together
-                        places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
-                    cute.arch.mbarrier_wait(ring_a.empty + stage_a, phase_a)
-                    for i in cutlass.range_constexpr(passes):
-                        gather_chunk(
-                            target + stage_a * (DEPTH * ROWS * 2) + i * (together * 128), source + places[i].to(Int64)
-                        )
-                    cute.arch.cp_async_mbarrier_arrive_noinc(ring_a.full + stage_a)
-                    stage_a, phase_a = advance(stage_a, phase_a, self.stages_a)
-                if depth > 0 and warp_index == 0:
-                    cute.arch.mbarrier_wait(ring.empty + stage, phase)
+            to_direct, from_direct = partition(atom, shared_direct, boxes)
+            for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
+                places = cute.make_rmem_tensor(passes, Uint32)
+                for i in cutlass.range_constexpr(passes):
+                    row = start + depth * DEPTH + row_in_pass + i * together
+                    places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp_index == 0:
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, self.columns * DEPTH * 2)
-                    cute.copy(
-                        atom, from_direct[None, depth - 1], to_direct[None, stage], tma_bar_ptr=ring.full + stage,
-                        **({"mcast_mask": cutlass.Int16(3)} if self.blocks == 2 else {}),
-                    )  # fmt: skip
-                    stage, phase = advance(stage, phase, self.stages)
-            item += cute.arch.grid_dim()[0] // self.blocks
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * DEPTH * 2)
+                    cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
+                for i in cutlass.range_constexpr(passes):
+                    gather_chunk(
+                        target + stage * (DEPTH * ROWS * 2) + i * (together * 128), source + places[i].to(Int64)
+                    )
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = advance(stage, phase, self.stages)
+            item += cute.arch.grid_dim()[0]

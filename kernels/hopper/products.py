@@ -4,6 +4,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
@@ -11,13 +12,10 @@ from .core import (
     DEPTH,
     HALF,
     PIECE,
-    ROWS,
     THREADS,
-    advance,
     consumer_fragments,
     consumer_mma,
     enter,
-    leave,
     multiply,
     one_stage,
     partition,
@@ -37,16 +35,13 @@ MOST_IN_TURNS = 192
 
 
 class ProductKernel(RowsKernel):
-    """source [R, K], weight [E, N, K]. Blocks run in clusters of two with the same rows and neighbouring columns: each
-    loads half of the rows for both. The last pair shares the columns that are left, multiplied by narrower instructions.
+    """source [R, K], weight [E, N, K]; a last tile of fewer columns is multiplied by narrower instructions.
 
     tile.in_turns: each consumer multiplies all 128 rows of every other tile and stores them while the other multiplies;
     otherwise both multiply 64 rows of every tile, and then store them. In turns, the kernel's own barriers, one of each
     consumer, let it begin when all stages of the other's tile have arrived: only then do the phases of the ring's
     barriers, which have one bit, tell its stages from earlier ones.
     """
-
-    blocks = 2
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
@@ -63,12 +58,9 @@ class ProductKernel(RowsKernel):
         tiles: cute.Tensor, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
-        pair = 2 * self.columns
-        self.column_tiles = -(-weight.shape[1] // pair)  # pairs of them
-        left = weight.shape[1] - (self.column_tiles - 1) * pair
-        self.last_columns = -(-left // (2 * PIECE)) * PIECE  # of a tile of the last pair
+        self.last_columns = -(-(weight.shape[1] % self.columns) // PIECE) * PIECE  # of the last tile; 0: all
         narrow_mma = None
-        if const_expr(self.last_columns != self.columns):
+        if const_expr(self.last_columns % self.columns):
             narrow_mma = consumer_mma(self.dtype, True, weight.stride[2] == 1, self.last_columns)
         pieces = piece_layout(self.dtype, 2 * self.pieces)
         atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
@@ -76,9 +68,7 @@ class ProductKernel(RowsKernel):
         self.kernel(
             atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, tiles, self.tiled_mma, narrow_mma,
             self.layout_a, self.layout_b, pieces,
-        ).launch(
-            grid=(blocks // 2 * 2, 1, 1), block=(THREADS, 1, 1), cluster=(2, 1, 1), stream=stream, min_blocks_per_mp=1
-        )  # fmt: skip
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -92,53 +82,22 @@ class ProductKernel(RowsKernel):
         producer_registers, consumer_registers = TURNS if const_expr(self.in_turns) else TOGETHER
         of_one = CONSUMER_WARPS // 2
         shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, 1, (of_one, of_one),
-            (atom_b, atom_out), consumer_warps=2 * (of_one if const_expr(self.in_turns) else CONSUMER_WARPS),
-            peer=1 - cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()),
+            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
+            (atom_b, atom_out), consumer_warps=of_one if const_expr(self.in_turns) else CONSUMER_WARPS,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, tiles)
+                self.produce(
+                    atom_a, tensor_a, atom_b, tensor_b, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
+                    tiles,
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             if const_expr(self.in_turns):
                 self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
             else:
                 self.multiply_together(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
-
-    @cute.jit
-    def produce(self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, tiles: cute.Tensor):
-        """The producer warp's part: fill the ring for every work item of this cluster."""
-        full, empty = shared.ring.full, shared.ring.empty
-        rank = 1 - shared.ring.peer
-        stage, phase = Int32(0), Int32(1)
-        item, items = cute.arch.block_idx()[0] // 2, self.num_items(tiles)
-        while item < items:
-            row_tile, pair = self.place(item)
-            expert = self.expert_of(tiles, row_tile)
-            if expert >= 0:
-                first_column = self.first_column(shared, pair)
-                first = tiles[row_tile, 1]
-                global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
-                to_a, from_a = partition(atom_a, shared.a, global_a, rank, 2)
-                for depth in cutlass.range(self.depth_tiles, unroll=1):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (self.columns + ROWS) * DEPTH * 2)
-                    self.load_b(atom_b, tensor_b, shared, expert, first_column, depth, stage)
-                    cute.copy(
-                        atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage,
-                        mcast_mask=cutlass.Int16(3),
-                    )  # fmt: skip
-                    stage, phase = advance(stage, phase, self.stages)
-            item += cute.arch.grid_dim()[0] // 2
-
-    def first_column(self, shared, pair: Int32):
-        """Of this block's tile."""
-        is_last = Int32(pair == self.column_tiles - 1)
-        columns = self.columns - is_last * (self.columns - self.last_columns)
-        return pair * (2 * self.columns) + (1 - shared.ring.peer) * columns
 
     @cute.jit
     def multiply_together(
@@ -149,7 +108,7 @@ class ProductKernel(RowsKernel):
         narrow_b = self.narrow_fragment(narrow_mma, shared)
         store, places = self.store_of(tiled_mma, shared, own)
         stage, phase = Int32(0), Int32(0)
-        item, items = cute.arch.block_idx()[0] // 2, self.num_items(tiles)
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
         while item < items:
             row_tile, column_tile = self.place(item)
             expert = self.expert_of(tiles, row_tile)
@@ -163,9 +122,8 @@ class ProductKernel(RowsKernel):
                 self.send(
                     store, accumulator, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile
                 )
-            item += cute.arch.grid_dim()[0] // 2
+            item += cute.arch.grid_dim()[0]
         cute.arch.cp_async_bulk_wait_group(0)
-        leave()
 
     @cute.jit
     def multiply_in_turns(
@@ -179,7 +137,7 @@ class ProductKernel(RowsKernel):
         store, places = self.store_of(tiled_mma, shared, own)
         ours, others = shared.ring.end + own, shared.ring.end + 1 - own
         stage, phase, turn, turn_phase = Int32(0), Int32(0), Int32(0), 1 - own
-        item, items = cute.arch.block_idx()[0] // 2, self.num_items(tiles)
+        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
         while item < items:
             row_tile, column_tile = self.place(item)
             expert = self.expert_of(tiles, row_tile)
@@ -207,14 +165,14 @@ class ProductKernel(RowsKernel):
                 else:
                     stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
                 turn ^= 1
-            item += cute.arch.grid_dim()[0] // 2
+            item += cute.arch.grid_dim()[0]
         cute.arch.cp_async_bulk_wait_group(0)
-        leave()
 
     def narrow_fragment(self, narrow_mma, shared):
         """B of a last tile with fewer columns, or None."""
         if narrow_mma is None:
             return None
+        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
         first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
         return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
 
@@ -231,24 +189,24 @@ class ProductKernel(RowsKernel):
         shared: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
     ):  # fmt: skip
         """`multiply` of a tile, narrower for the last."""
-        place = stage, phase, stage, phase
+        ring = shared.ring
         if const_expr(narrow_mma is None):
-            stage, phase, _, _ = multiply(
-                tiled_mma, accumulators, fragments_a, fragment_b, shared, place, depth_tiles, unused=unused,
-                arrived=arrived,
+            stage, phase = multiply(
+                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                self.stages, unused=unused, arrived=arrived,
             )  # fmt: skip
         else:
             if column_tile < self.column_tiles - 1:
-                stage, phase, _, _ = multiply(
-                    tiled_mma, accumulators, fragments_a, fragment_b, shared, place, depth_tiles, unused=unused,
-                    arrived=arrived,
+                stage, phase = multiply(
+                    tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
                 )  # fmt: skip
             else:
                 layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, self.last_columns)))
                 narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-                stage, phase, _, _ = multiply(
-                    narrow_mma, narrow, fragments_a, narrow_b, shared, place, depth_tiles, unused=unused,
-                    arrived=arrived,
+                stage, phase = multiply(
+                    narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
                 )  # fmt: skip
         return stage, phase
 
@@ -260,18 +218,14 @@ class ProductKernel(RowsKernel):
         """Store half a tile (+ bias), what of it is past row `end` or the last column excepted."""
         values = store.retile(accumulator)
         from_out, to_out = partition(atom_out, shared.pieces, ragged_pieces(tensor_out, first, end))
-        first_column = self.first_column(shared, column_tile)
         if const_expr(bias is not None):
-            add_bias(values, places, 0, cute.size(values), bias, expert, first_column, bias.shape[1])
+            column = column_tile * self.columns
+            add_bias(values, places, 0, cute.size(values), bias, expert, column, bias.shape[1])
         store.wait()
         for p in cutlass.range_constexpr(self.pieces):
             store.write(p, lambda v, start=p * store.size: values[start + v])
         store.publish()
         if store.issuer:
             for p in cutlass.range_constexpr(self.pieces):
-                if const_expr(p < self.last_columns // PIECE):
-                    cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, first_column // PIECE + p])
-                else:  # the neighbour's, in the last pair
-                    if column_tile < self.column_tiles - 1:
-                        cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, first_column // PIECE + p])
+                cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, column_tile * self.pieces + p])
             cute.arch.cp_async_bulk_commit_group()

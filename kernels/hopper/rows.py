@@ -38,14 +38,12 @@ class RowsKernel:
     halves, and a tile takes columns / 2 of each.
     """
 
-    blocks = 1  # of a cluster
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
         self.columns, self.stages, _ = tile
         self.gather = gather
-        self.stages_a = self.stages + 1 if gather else 0  # of A's own ring: gathered rows take longest to arrive
         self.halves = 2 if gated else 1
 
     def set_up(self, source, weight):
@@ -62,14 +60,14 @@ class RowsKernel:
                 (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
             ),
         )
-        self.layout_a = operand_layout(self.dtype, ROWS, True, self.stages_a or self.stages)
+        self.layout_a = operand_layout(self.dtype, ROWS, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         half_b = operand_layout(self.dtype, self.columns // self.halves, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
         if const_expr(self.gather):
             atom_a, tensor_a = None, source
         else:
-            atom_a, tensor_a = load_atom(source, one_stage(self.layout_a), (ROWS, DEPTH), self.blocks)
+            atom_a, tensor_a = load_atom(source, one_stage(self.layout_a), (ROWS, DEPTH))
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
 
@@ -91,36 +89,25 @@ class RowsKernel:
         return cute.ceil_div(tiles.shape[0], GROUP) * (GROUP * self.column_tiles)
 
     @cute.jit
-    def load_b(
+    def produce(
         self,
+        atom_a,
+        tensor_a,
         atom_b,
         tensor_b,
-        shared: cutlass.Constexpr,
-        expert: Int32,
-        first_column: Int32,
-        depth: Int32,
-        stage: Int32,
+        shared_a,
+        shared_b,
+        full,
+        empty,
+        token: cute.Tensor,
+        tiles: cute.Tensor,
     ):
-        """B of a stage by TMA; by one warp."""
-        half_columns = self.columns // self.halves
-        full = shared.ring.full + stage
-        for half in cutlass.range_constexpr(self.halves):
-            of_expert = cute.domain_offset((first_column, 0), tensor_b[None, None, half, expert])
-            box = cute.local_tile(of_expert, (half_columns, DEPTH), (0, depth))
-            slot = cute.local_tile(shared.b[None, None, stage], (half_columns, DEPTH), (half, 0))
-            to_b, from_b = partition(atom_b, slot, box)
-            cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full)
-
-    @cute.jit
-    def produce_gathered(
-        self, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, tiles: cute.Tensor
-    ):
-        """The producer warps' part where rows are gathered: all copy rows into A's ring; the first fills B's, which has a
-        stage less, a step later."""
+        """The producer warps' part: fill the ring for every work item of this block."""
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bytes_a, bytes_b = ROWS * DEPTH * 2, self.columns * DEPTH * 2
-        ring, ring_a = shared.ring, shared.ring_a
-        stage, phase, stage_a, phase_a = Int32(0), Int32(1), Int32(0), Int32(1)
+        bytes_b = self.columns * DEPTH * 2
+        bytes_a = ROWS * DEPTH * 2
+        half_columns = self.columns // self.halves
+        stage, phase = Int32(0), Int32(1)
         item, items = cute.arch.block_idx()[0], self.num_items(tiles)
         chunk, lane_row = lane % 8, lane // 8
         together = self.gather_warps * GATHER_ROWS  # rows copied at a time
@@ -128,7 +115,7 @@ class RowsKernel:
         top_row = warp * GATHER_ROWS + lane_row
         # rows come back to the same place in the swizzle after eight
         targets_of_stage_0 = [
-            shared.a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
+            shared_a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
             for skip in range(0, 8, together)
         ]
         while item < items:
@@ -137,39 +124,46 @@ class RowsKernel:
             if expert >= 0:
                 first, end = tiles[row_tile, 1], tiles[row_tile, 2]
                 offsets = cute.make_rmem_tensor(passes, Uint32)  # bytes from the first element of the source
-                for i in cutlass.range_constexpr(passes):
-                    row = cutlass.min(first + top_row + together * i, end - 1)
-                    offsets[i] = (token[row] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
-                for depth in cutlass.range(self.depth_tiles + 1, unroll=1):
-                    if depth < self.depth_tiles:
-                        cute.arch.mbarrier_wait(ring_a.empty + stage_a, phase_a)
+                if const_expr(self.gather):
+                    for i in cutlass.range_constexpr(passes):
+                        row = cutlass.min(first + top_row + together * i, end - 1)
+                        offsets[i] = (token[row] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
+                else:
+                    global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
+                    to_a, from_a = partition(atom_a, shared_a, global_a)
+                for depth in cutlass.range(self.depth_tiles, unroll=1):
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    if warp == 0:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                full + stage, bytes_b if const_expr(self.gather) else bytes_a + bytes_b
+                            )
+                        for half in cutlass.range_constexpr(self.halves):
+                            box = cute.local_tile(
+                                tensor_b[None, None, half, expert], (half_columns, DEPTH), (column_tile, depth)
+                            )
+                            slot = cute.local_tile(shared_b[None, None, stage], (half_columns, DEPTH), (half, 0))
+                            to_b, from_b = partition(atom_b, slot, box)
+                            cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full + stage)
+                    if const_expr(self.gather):
                         source = tensor_a.iterator.toint() + Int64(depth * (DEPTH * 2))
                         if const_expr(tensor_a.shape[1] % DEPTH):
                             # columns past the last are read twice instead: the weight is zero there
                             past = (depth * DEPTH + (chunk + 1) * CHUNK - tensor_a.shape[1]) * 2
                             source -= Int64(cutlass.max(past, 0))
-                        targets = [t + stage_a * bytes_a for t in targets_of_stage_0]
+                        targets = [t + stage * bytes_a for t in targets_of_stage_0]
                         for i in cutlass.range_constexpr(passes):
                             turn, place = divmod(i, len(targets))
                             target = targets[place] + turn * (len(targets) * together * DEPTH * 2)
                             gather_chunk(target, source + offsets[i].to(Int64))
-                        cute.arch.cp_async_mbarrier_arrive_noinc(ring_a.full + stage_a)
-                        stage_a, phase_a = advance(stage_a, phase_a, self.stages_a)
-                    if depth > 0 and warp == 0:
-                        cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, bytes_b)
-                        self.load_b(
-                            atom_b,
-                            tensor_b,
-                            shared,
-                            expert,
-                            column_tile * (self.columns // self.halves),
-                            depth - 1,
-                            stage,
-                        )
-                        stage, phase = advance(stage, phase, self.stages)
+                        cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                    else:
+                        cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
+                    stage, phase = advance(stage, phase, self.stages)
             item += cute.arch.grid_dim()[0]
+
+    def producer_arrivals(self):
+        return 1 + (32 * self.gather_warps if self.gather else 0)
 
 
 @cute.jit

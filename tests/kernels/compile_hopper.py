@@ -88,8 +88,7 @@ def main():
         elif kernel == "product":
             _, columns, *_, chosen = parameters
             steps *= 3 if chosen.in_turns else 1  # tiles of 128 rows, and of 64
-            left = columns % (2 * chosen.columns)
-            steps *= 2 if 0 < left <= 2 * chosen.columns - 128 else 1  # narrower tiles in the last pair
+            steps *= 2 if 0 < columns % chosen.columns <= chosen.columns - 64 else 1  # a narrower last tile
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
 
