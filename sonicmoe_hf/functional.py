@@ -163,7 +163,7 @@ def _gradients(ctx, dout):
     else:
         held = [h]
         del h
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained; undocumented, what torch.compile's backward calls
         found = iter(_run_backward(dout, x, held, *others))
     return tuple(next(found) if need else None for need in ctx.needs)
 
