@@ -59,7 +59,6 @@ def _fake_forward(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *opti
     return [out, x.new_empty(rows[1].shape[0], gate_up.shape[1])] if keep_h else [out]
 
 
-NUM_OTHERS = 5  # tensors saved between h and the rows
 NEEDS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")  # the order of `needs` and of the gradients
 
 
@@ -152,18 +151,18 @@ def _gradients(ctx, dout):
     """The gradients of NEEDS, None where nobody needs one."""
     if dout is None:
         return (None,) * len(NEEDS)
-    x, h, *others = ctx.saved_tensors
-    others = *others[:NUM_OTHERS], others[NUM_OTHERS:], *ctx.options, ctx.needs
+    x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
+    others = gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs
     if torch.is_grad_enabled() or ops.traced(dout):
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph=True: whatever is derived from these gradients meets the op's refusal
-            dout = dout if dout.requires_grad else dout.detach().requires_grad_()
+        if torch.is_grad_enabled() and not dout.requires_grad:
+            # create_graph=True: whatever is derived from these gradients meets the op's refusal
+            dout = dout.detach().requires_grad_()
         found = iter(_BACKWARD(dout, x, h, *others))
     else:
         held = [h]
         del h
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained; undocumented, what torch.compile's backward calls
+        # unless the graph is retained; undocumented, what torch.compile's backward calls
+        ctx.maybe_clear_saved_tensors()
         found = iter(_run_backward(dout, x, held, *others))
     return tuple(next(found) if need else None for need in ctx.needs)
 
