@@ -16,7 +16,7 @@ from transformers.utils import logging
 from . import backends
 from .auto import sizes_of
 from .config import TokenRounding
-from .support import REMEDIES, LayerSupport, find_layers, supports
+from .support import REMEDIES, LayerSupport, supported_layers, supports
 from .warmup import placement
 
 PACKAGES = (
@@ -206,12 +206,10 @@ def build_on_meta(name: str) -> PreTrainedModel:
 
 def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:
     """One forecast for each kind of layer (experts, top-k) where token rounding works."""
-    rounding = {layer.name for layer in found if layer.token_rounding}
     kinds = {}
-    for layer in find_layers(model):
-        if layer.name in rounding:
-            num_experts, top_k = layer.experts.num_experts, layer.router.top_k
-            kinds[num_experts, top_k] = policy.applies(tokens, top_k, num_experts)
+    for layer in supported_layers(model, found, "token_rounding"):
+        num_experts, top_k = layer.experts.num_experts, layer.router.top_k
+        kinds[num_experts, top_k] = policy.applies(tokens, top_k, num_experts)
     needed = policy.min_tiles_per_expert * policy.tile_rows
     return [
         RoundingForecast(tokens, experts, top_k, policy.tile_rows, applies, int(-(-needed * experts // top_k)))
@@ -223,8 +221,7 @@ def _placements(model, found: list[LayerSupport]) -> dict[str, str]:
     """For accelerated layers by name: what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
         return {}
-    accelerated = {layer.name for layer in found if layer.accelerated}
-    sizes = {layer.name: sizes_of(layer.experts) for layer in find_layers(model) if layer.name in accelerated}
+    sizes = {layer.name: sizes_of(layer.experts) for layer in supported_layers(model, found, "accelerated")}
     return {name: placement(size.hidden, size.intermediate) for name, size in sizes.items()}
 
 

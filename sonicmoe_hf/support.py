@@ -162,6 +162,12 @@ def supports(model: nn.Module) -> list[LayerSupport]:
     return found
 
 
+def supported_layers(model: nn.Module, found: list[LayerSupport], what: str) -> list[Layer]:
+    """The layers where `what`, "accelerated" or "token_rounding", works according to `found`, what `supports` says."""
+    names = {layer.name for layer in found if getattr(layer, what)}
+    return [layer for layer in find_layers(model) if layer.name in names]
+
+
 def check_accelerated(model: nn.Module) -> list[LayerSupport]:
     """`supports(model)`, or UnsupportedModelError where a layer is not accelerated or there is none."""
     layers = supports(model)

@@ -50,16 +50,14 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
     """The different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
     from .auto import sizes_of
     from .experts import experts_facts
-    from .support import find_layers, supports
+    from .support import supported_layers, supports
 
-    accelerated = {layer.name for layer in supports(model) if layer.accelerated}
     kinds = []
-    for layer in find_layers(model):
-        if layer.name in accelerated:
-            facts, sizes = experts_facts(layer.experts), sizes_of(layer.experts)
-            kinds.append(
-                LayerKind(sizes.hidden, sizes.intermediate, dtype, facts.activation, facts.layout, facts.has_bias)
-            )
+    for layer in supported_layers(model, supports(model), "accelerated"):
+        facts, sizes = experts_facts(layer.experts), sizes_of(layer.experts)
+        kinds.append(
+            LayerKind(sizes.hidden, sizes.intermediate, dtype, facts.activation, facts.layout, facts.has_bias)
+        )
     return list(dict.fromkeys(kinds))
 
 
