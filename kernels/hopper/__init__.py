@@ -17,7 +17,7 @@ from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
-from ..triton.blocks import TILE, max_row_tiles, tile_rows
+from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
 from .configs import product_tile, takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -30,11 +30,6 @@ def _compiled():
     from . import compiled
 
     return compiled
-
-
-@functools.cache
-def _blocks(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _fits(rows, sizes, *tensors) -> bool:
@@ -63,7 +58,7 @@ def _dense(weight) -> bool:
 
 def _tables(rows, tensor):
     num_tiles = max_row_tiles(rows.token.numel(), rows.offsets.numel() - 1)
-    return rows.token, rows.tiles[:num_tiles], _blocks(tensor.device)
+    return rows.token, rows.tiles[:num_tiles], processors(tensor.device)
 
 
 def _launch(kernel, tensor, *arguments):
@@ -144,7 +139,7 @@ def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
     gradient = torch.empty_like(like_EMN)
     _, height, width = gradient.shape
     kernel = _compiled().gradient(gathered_TM.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
-    _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, _blocks(gathered_TM.device))
+    _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, processors(gathered_TM.device))
     return gradient
 
 

@@ -182,5 +182,5 @@ def add_bias(
 
 
 def ragged_h(h, interleaved: bool):
-    """h for stores by `piece_of_h`."""
+    """h for stores by TMA, a piece of gate, of up, or of both at a time."""
     return ragged(h) if interleaved else ragged_halves(h)

@@ -75,7 +75,6 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
     for name in ("up", "product", "down_backward", "gradient"):
         monkeypatch.setattr(compiled, name, note(name))
     monkeypatch.setattr(hopper, "_launch", lambda *_: None)
-    monkeypatch.setattr(hopper, "_blocks", lambda _: 1)
     monkeypatch.setattr(hopper, "portable", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
     T, E, K = 64, 2, 2  # not few rows per expert
     transposed, interleaved = LAYOUTS[layout]
