@@ -17,7 +17,7 @@ from .gradients import down_gradient as _down_gradient
 from .gradients import gate_up_bias_gradient as _gate_up_bias_gradient
 from .gradients import gate_up_gradient as _gate_up_gradient
 from .rounding import round_rows as _round_rows
-from .rounding import round_rows_backward as _round_rows_backward
+from .rounding_backward import round_rows_backward as _round_rows_backward
 from .rows import down as _down
 from .rows import input_rows as _input_rows
 from .rows import up as _up

@@ -17,7 +17,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sonicmoe_hf.config import ROUNDINGS
-from sonicmoe_hf.kernels.triton import backward, blocks, gradients, rounding, rows, sort_pairs, sum_rows
+from sonicmoe_hf.kernels.triton import (
+    backward,
+    blocks,
+    gradients,
+    rounding,
+    rounding_backward,
+    rows,
+    sort_pairs,
+    sum_rows,
+)
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
@@ -156,8 +165,8 @@ def rounding_cases():
         for name in roundings:
             yield f"select, {name}", rounding.select_kernel, {**common, **padding, "ROUNDING": name}, held // 1024, 3
     yield "place", rounding.place_kernel, {**common, "TOKENS": rounding.MOST_PLACED // experts}, 4, 3
-    block = {"TOKENS": rounding.GRADIENT_TOKENS, "ENTRIES": rounding.GRADIENT_ENTRIES}
-    yield "weights_gradient", rounding.weights_gradient_kernel, {**common, **block}, 4, 3
+    block = {"TOKENS": rounding_backward.TOKENS, "ENTRIES": rounding_backward.ENTRIES}
+    yield "weights_gradient", rounding_backward.weights_gradient_kernel, {**common, **block}, 4, 3
 
 
 def report(name, variant, compiled):
