@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from shapes import Shape, problem
-from sweep_triton import as_tensors
+from sweep_triton import as_tensors, captured
 
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
@@ -105,14 +105,6 @@ def compile_all(shapes, wanted):
     for _ in warmup.compile_kernels(list(kernels), os.cpu_count()):
         pass
     print(f"{len(kernels)} kernels compiled", flush=True)
-
-
-def captured(call):
-    """The call as a CUDA graph: the device's time without the host's."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def microseconds(graphs, rounds=5, repeats=4):
