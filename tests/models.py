@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
 
 VOCABULARY = 64
+ORDER_OF_SUMS = "fp32: the same numbers summed in another order"
 SHARED = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
 from training import POLICY, TILE, trainer_for
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.patching import router_hooks, start_counting
 
-ORDER_OF_SUMS = "fp32: the same numbers summed in another order"
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import (
     CONFIGS,
+    ORDER_OF_SUMS,
     VOCABULARY,
     assert_all_close,
     batch,
@@ -28,7 +29,6 @@ from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.patching import router_hooks, start_counting
 
-ORDER_OF_SUMS = "fp32: the same numbers summed in another order"
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from models import build
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import TILE, Watch, rounded_rows, trainer_for
+from training import CHECKPOINTING, TILE, Watch, rounded_rows, trainer_for
 from transformers import TrainerCallback
 
 import sonicmoe_hf
@@ -17,7 +17,6 @@ METRICS = {
     for name in ("load_max_over_mean", "load_cv", "dead_experts", "rows_added", "rows_dropped", "padded_rows_avoided",
                  "top_k_fallbacks")
 }  # fmt: skip
-CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
 
 
 class Reporter(TrainerCallback):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
-from training import POLICY, TILE, Watch, trainer_for
+from training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import sonicmoe_hf
@@ -11,7 +11,6 @@ from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.routing import TokenRounding
 
 SAME_COMPUTATION = "the same kernels on the same numbers: only the order of additions in autograd may differ"
-CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
 
 
 def weights(model):

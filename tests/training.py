@@ -8,6 +8,7 @@ from sonicmoe_hf.routing import Routing, TokenRounding
 from sonicmoe_hf.support import find_layers
 
 TILE = 8
+CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
 POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 24 rows on average, padded 19.5
 
 
