@@ -58,7 +58,8 @@ class Rows(NamedTuple):
     token_rows [P]: rows of each token, in the routing's order; an entry >= R is a dropped pair. The dropped pairs of a
         general list (token_P given) belong to no token: they come last, past token_offsets[T].
     tiles [L, 3]: for a backend that cuts rows into tiles, (expert, first row, end of its rows) of every tile,
-        then expert -1; how many tiles there can be, and L, are the backend's affair.
+        then expert -1; how many tiles there can be, L, and what lies behind them are the backend's affair. Kernels may
+        count their work there, so one Rows is for one stream at a time.
     """
 
     offsets: torch.Tensor

@@ -56,9 +56,10 @@ def _dense(weight) -> bool:
     return weight.stride() in strides or weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
 
 
-def _tables(rows, tensor):
-    num_tiles = max_row_tiles(rows.token.numel(), rows.offsets.numel() - 1)
-    return rows.token, rows.tiles[:num_tiles], processors(tensor.device)
+def _tiles(rows, tensor):
+    """The tables of tiles, its row that holds their number and the counter of claimed work, and the number of blocks."""
+    last = max_row_tiles(rows.token.numel(), rows.offsets.numel() - 1)
+    return rows.tiles, last, processors(tensor.device)
 
 
 def _launch(kernel, tensor, *arguments):
@@ -82,7 +83,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
         x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h, want_a, activation,
         interleaved, tile("up", width),
     )  # fmt: skip
-    _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, *_tables(rows, x_TH))
+    _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, *_tiles(rows, x_TH))
     return h_R2I, a_RI
 
 
@@ -93,9 +94,9 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
     contiguous = weight_ENK.stride(2) == 1
     kernel = _compiled().product(
-        source_RK.dtype, columns, depth, contiguous, bias_EN is not None, product_tile(columns, contiguous)
+        source_RK.dtype, columns, depth, contiguous, bias_EN is not None, product_tile(columns, depth, contiguous)
     )
-    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, *_tables(rows, source_RK))
+    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN
 
 
@@ -126,8 +127,8 @@ def down_backward(
         interleaved, chosen,
     )  # fmt: skip
     _launch(
-        kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair,
-        *_tables(rows, dout_TH),
+        kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
+        *_tiles(rows, dout_TH),
     )  # fmt: skip
     return dh_R2I, a_RI, portable.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 
@@ -139,7 +140,7 @@ def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
     gradient = torch.empty_like(like_EMN)
     _, height, width = gradient.shape
     kernel = _compiled().gradient(gathered_TM.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
-    _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, processors(gathered_TM.device))
+    _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, *_tiles(rows, direct_RN))
     return gradient
 
 

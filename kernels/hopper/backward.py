@@ -14,6 +14,7 @@ from .activations import activate
 from .configs import Tile
 from .core import CHUNK, HALF, PIECE, THREADS, global_chunk
 from .finish import LANE_ROWS, REGISTERS, FinishedKernel
+from .rows import table_and_counter
 
 
 class DownBackwardKernel(FinishedKernel):
@@ -27,37 +28,35 @@ class DownBackwardKernel(FinishedKernel):
     @cute.jit
     def __call__(
         self, dout: cute.Tensor, weight: cute.Tensor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
-        pair: cute.Tensor, token: cute.Tensor, tiles: cute.Tensor, blocks: Int32, stream: cuda.CUstream,
+        pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_dout, atom_w, tensor_w = self.set_up(dout, weight)
         self.set_up_finish()
         self.kernel(
-            tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, tiles, self.tiled_mma,
-            self.layout_a, self.layout_b, self.layout,
+            tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, table, last,
+            self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, h: cute.Tensor,
-        routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor, token: cute.Tensor, tiles: cute.Tensor,
-        tiled_mma: cute.TiledMma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
         layout: cute.ComposedLayout,
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,))
+        tiles, counter = table_and_counter(table, last)
+        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,), counter, tiles)
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp < self.gather_warps:
-                self.produce(
-                    None, tensor_dout, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
-                    tiles,
-                )  # fmt: skip
+                self.produce(None, tensor_dout, atom_w, tensor_w, shared, token, tiles)
             else:
                 self.finish_tiles(shared, warp - self.gather_warps, h, routing_weight, dh, a, parts, pair, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(tiled_mma, shared, None, tiles)
+            self.multiply_tiles(tiled_mma, narrow_mma, shared, None, tiles)
 
     @cute.jit
     def finish_tiles(
@@ -65,30 +64,30 @@ class DownBackwardKernel(FinishedKernel):
         pair: cute.Tensor, tiles: cute.Tensor,
     ):  # fmt: skip
         """A finishing warp's part: every third group of LANE_ROWS rows, over all the tile's columns."""
-        handed_over, taken = shared.ring.end, shared.ring.end + 2
+        handed_over, taken = shared.own, shared.own + 2
         lane = cute.arch.lane_idx()
         lane_row = lane // (PIECE // CHUNK)
         now = cute.make_rmem_tensor((CHUNK, 2, self.pieces), self.dtype)  # h of a group of rows
         ahead = cute.make_rmem_tensor((CHUNK, 2, self.pieces), self.dtype)
-        tile_phase, turn = Int32(0), Int32(finisher)
-        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
-        while item < items:
+        tile_phase, own_group = Int32(0), Int32(finisher)
+        item, turn = shared.work.first()
+        while item >= 0:
             row_tile, column_tile = self.place(item)
             if self.expert_of(tiles, row_tile) >= 0:
                 for half in cutlass.range_constexpr(2):
                     first, end = tiles[row_tile, 1] + HALF * half, tiles[row_tile, 2]
                     groups = (cutlass.max(cutlass.min(end - first, HALF), 0) + LANE_ROWS - 1) // LANE_ROWS
-                    row = first + turn * LANE_ROWS + lane_row
+                    row = first + own_group * LANE_ROWS + lane_row
                     routed = self.load(now, h, routing_weight, pair, row, end, column_tile)
                     cute.arch.mbarrier_wait(handed_over + half, tile_phase)
-                    for group in cutlass.range(turn, groups, self.finishers, unroll=1):
+                    for group in cutlass.range(own_group, groups, self.finishers, unroll=1):
                         row = first + group * LANE_ROWS + lane_row
                         routed_ahead = self.load(
                             ahead, h, routing_weight, pair, row + self.finishers * LANE_ROWS, end, column_tile
                         )
                         self.finish_group(
                             shared.pieces.iterator.toint(), half, now, routed, dh, a, parts, row, row - first, end,
-                            column_tile,
+                            column_tile, h.shape[1] // 2,
                         )  # fmt: skip
                         routed = routed_ahead
                         for v in cutlass.range_constexpr(cute.size(now)):
@@ -97,9 +96,9 @@ class DownBackwardKernel(FinishedKernel):
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(taken + half)
                     # who is next in turn goes first
-                    turn = (turn + self.finishers - HALF // LANE_ROWS % self.finishers) % self.finishers
+                    own_group = (own_group + self.finishers - HALF // LANE_ROWS % self.finishers) % self.finishers
                 tile_phase ^= 1
-            item += cute.arch.grid_dim()[0]
+            item, turn = shared.work.receive(turn)
 
     @cute.jit
     def load(
@@ -134,16 +133,21 @@ class DownBackwardKernel(FinishedKernel):
     @cute.jit
     def finish_group(
         self, pieces, half: cutlass.Constexpr, of_h, routed: Float32, dh, a, parts, row: Int32, row_of_half: Int32,
-        end: Int32, column_tile: Int32,
+        end: Int32, column_tile: Int32, width: cutlass.Constexpr,
     ):  # fmt: skip
-        """dh, a' and dw of one row a thread, a piece of columns at a time."""
+        """dh, a' and dw of one row a thread, a piece of da's columns (`width` in all) at a time."""
         lane = cute.arch.lane_idx()
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
         da = cute.make_rmem_tensor(CHUNK, self.dtype)
         partial = Float32(0.0)
         for p in cutlass.range_constexpr(self.pieces):
             column = self.column_of(column_tile, p)
-            cute.copy(copy, self.chunk_of(pieces, half, p, row_of_half, lane % (PIECE // CHUNK)), da)
+            if const_expr(self.last_columns):
+                da.fill(0.0)  # past a narrower last tile lies what was there before
+                if column < width:
+                    cute.copy(copy, self.chunk_of(pieces, half, p, row_of_half, lane % (PIECE // CHUNK)), da)
+            else:
+                cute.copy(copy, self.chunk_of(pieces, half, p, row_of_half, lane % (PIECE // CHUNK)), da)
             for v in cutlass.range_constexpr(CHUNK):
                 gate, up = (2 * v, 2 * v + 1) if self.interleaved else (v, CHUNK + v)
                 gate, up = (i + 2 * CHUNK * p for i in (gate, up))

@@ -32,6 +32,11 @@ def _weight(dtype, rows, depth, depth_contiguous):
     return _tensor(dtype, (cute.sym_int(), rows, depth), (2, 1, 0) if depth_contiguous else (2, 0, 1))
 
 
+def _tiles():
+    """The table of tiles, the row of it behind the last, the number of blocks."""
+    return _indices(cute.sym_int(), 3), Int32(1), Int32(1)
+
+
 def _stream():
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
 
@@ -46,7 +51,7 @@ def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
         _tensor(kind, (pairs, rows_of_weight)),
-        _indices(pairs), _indices(cute.sym_int(), 3), Int32(1), _stream(), options=OPTIONS,
+        _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -62,7 +67,7 @@ def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want
         _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
         _tensor(kind, (pairs, 2 * inner)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
-        _indices(pairs), _indices(cute.sym_int(), 3), Int32(1), _stream(), options=OPTIONS,
+        _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -80,7 +85,7 @@ def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_
         _tensor(kind, (pairs, 2 * inner)) if want_dh else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
-        _indices(pairs), _indices(pairs), _indices(cute.sym_int(), 3), Int32(1), _stream(), options=OPTIONS,
+        _indices(pairs), _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -93,5 +98,5 @@ def gradient(dtype, height: int, width: int, width_contiguous: bool, tile: Tile)
         _tensor(kind, (cute.sym_int(), height)),
         _tensor(kind, (pairs, width)),
         _weight(kind, height, width, width_contiguous),
-        _indices(pairs), _indices(cute.sym_int()), Int32(1), _stream(), options=OPTIONS,
+        _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import functools
 from typing import NamedTuple
 
 SMALLEST = 64  # columns of a stored piece; sizes are above it
+SHALLOW = 512  # depth of a product
 ALIGNMENT = 8  # elements: 16 bytes
 
 
@@ -25,6 +26,7 @@ TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "product": {Tile(192, 4, in_turns=True): 1.0},  # of weights contiguous along K
     "product_across": {Tile(192, 4): 1.0},  # of weights contiguous along N
+    "product_across, shallow": {Tile(192, 4, in_turns=True): 1.0},  # whose tiles are stored as long as multiplied
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
     "gradient": {Tile(256, 3): 1.0, Tile(192, 4): 0.92, Tile(128, 6): 0.75},
 }
@@ -38,9 +40,11 @@ def tile(kernel: str, width: int) -> Tile:
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
 
 
-def product_tile(columns: int, depth_contiguous: bool) -> Tile:
+def product_tile(columns: int, depth: int, depth_contiguous: bool) -> Tile:
     """The tile of down or input_rows: of a product with weights [E, columns, depth]."""
-    return tile("product" if depth_contiguous else "product_across", columns)
+    if depth_contiguous:
+        return tile("product", columns)
+    return tile("product_across, shallow" if depth <= SHALLOW else "product_across", columns)
 
 
 @functools.cache

@@ -17,6 +17,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from .work import SLOTS, Work, arrivals
+
 ROWS = 128  # of a tile
 HALF = 64  # rows of one consumer warpgroup
 DEPTH = 64  # of a stage: 128 bytes of a 16-bit dtype
@@ -128,16 +130,17 @@ class Ring:
 
     @property
     def end(self):
-        """Where the barriers of the kernel's own begin."""
+        """Where the ring's barriers end, and those of Work begin."""
         return self.full + 2 * self.stages
 
 
-def storage(dtype, layout_a, layout_b, layout_pieces, barriers: int):
-    """Shared memory: barriers, the ring of operands, pieces of output."""
+def storage(dtype, layout_a, layout_b, layout_pieces, stages: int, own_barriers: int):
+    """Shared memory: barriers, items passed on, the ring of operands, pieces of output."""
 
     @cute.struct
     class Storage:
-        barriers_: cute.struct.MemRange[cutlass.Int64, barriers]
+        barriers_: cute.struct.MemRange[cutlass.Int64, 2 * stages + 2 * SLOTS + own_barriers]
+        items: cute.struct.MemRange[Int32, SLOTS]
         a: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_a)], 1024]
         b: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_b)], 1024]
         pieces: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_pieces)], 1024]
@@ -147,40 +150,49 @@ def storage(dtype, layout_a, layout_b, layout_pieces, barriers: int):
 
 @dataclass(frozen=True)
 class Shared:
-    """A block's shared memory: operands (extent, DEPTH, stages), pieces (HALF, PIECE, buffers), barriers."""
+    """A block's shared memory: operands (extent, DEPTH, stages), pieces (HALF, PIECE, buffers), barriers; its work."""
 
     a: cute.Tensor
     b: cute.Tensor
     pieces: cute.Tensor
     ring: Ring
+    work: Work
+
+    @property
+    def own(self):
+        """Where the barriers of the kernel's own begin."""
+        return self.work.full + 2 * SLOTS
 
 
 def enter(
-    Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms,
-    consumer_warps: int = CONSUMER_WARPS,
+    Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms, counter, items,
+    working_warps: int, consumer_warps: int = CONSUMER_WARPS,
 ) -> Shared:  # fmt: skip
-    """Lay out shared memory and initialise barriers, those of the ring and then the kernel's own; by every thread.
-    `consumer_warps`: how many empty a stage."""
+    """Lay out shared memory and initialise barriers, of the ring, of work and then the kernel's own; by every thread.
+
+    counter, items: see Work. working_warps: how many take part in every item. consumer_warps: how many empty a stage.
+    """
     memory = SmemAllocator().allocate(Storage)
     a, b, pieces = (
         part.get_tensor(layout.outer, swizzle=layout.inner)
         for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.pieces, layout_pieces))
     )
     ring = Ring(memory.barriers_.data_ptr(), stages)
-    arrivals = [pair for s in range(stages) for pair in ((s, producer_arrivals), (stages + s, consumer_warps))]
-    arrivals += [(2 * stages + i, count) for i, count in enumerate(own_arrivals)]
-    _initialise(ring.full, arrivals, atoms)
-    return Shared(a, b, pieces, ring)
+    work = Work(counter, items, memory.items.get_tensor(cute.make_layout(SLOTS)), ring.end)
+    counts = [producer_arrivals] * stages + [consumer_warps] * stages
+    counts += [*arrivals(working_warps - 1), *own_arrivals]
+    _initialise(ring.full, counts, atoms)
+    return Shared(a, b, pieces, ring, work)
 
 
 @cute.jit
-def _initialise(barriers, arrivals: cutlass.Constexpr, atoms):
+def _initialise(barriers, counts: cutlass.Constexpr, atoms):
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         for atom in atoms:
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(arrivals)):
-                cute.arch.mbarrier_init(barriers + arrivals[i][0], arrivals[i][1])
+            for i in cutlass.range_constexpr(len(counts)):
+                cute.arch.mbarrier_init(barriers + i, counts[i])
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 

@@ -11,11 +11,11 @@ from cutlass import Int32, const_expr
 from .configs import Tile
 from .core import (
     CHUNK,
+    CONSUMER_WARPS,
     HALF,
     PIECE,
     consumer_fragments,
     enter,
-    multiply,
     piece_layout,
     piece_store,
     shared_chunk,
@@ -40,36 +40,38 @@ class FinishedKernel(RowsKernel):
     def set_up_finish(self):
         self.layout = piece_layout(self.dtype, 2 * self.pieces)
         self.arrivals = (4, 4, self.finishers, self.finishers)
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, 2 * self.stages + 4)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, self.stages, 4)
 
-    def enter_finish(self, layout_a, layout_b, layout, atoms):
+    def enter_finish(self, layout_a, layout_b, layout, atoms, counter, tiles):
         return enter(
-            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, atoms
-        )
+            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, atoms,
+            counter, self.num_items(tiles), 4 + CONSUMER_WARPS,
+        )  # fmt: skip
 
     @cute.jit
-    def multiply_tiles(self, tiled_mma, shared: cutlass.Constexpr, bias, tiles: cute.Tensor):
+    def multiply_tiles(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias, tiles: cute.Tensor):
         """A consumer's part: its half of every tile of the product (+ bias), handed over in shared memory."""
         thread = cute.arch.thread_idx()[0]
         half = cute.arch.make_warp_uniform(thread // 128) - 1
-        handed_over, taken = shared.ring.end + half, shared.ring.end + 2 + half
+        handed_over, taken = shared.own + half, shared.own + 2 + half
         fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
+        narrow_b = self.narrow_fragment(narrow_mma, shared)
         store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.pieces)
         values = store.retile(accumulator)
         places = store.retile(
             tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
         )
         stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
-        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
-        while item < items:
+        item, turn = shared.work.first()
+        while item >= 0:
             row_tile, column_tile = self.place(item)
             expert = self.expert_of(tiles, row_tile)
             if expert >= 0:
                 # nothing to multiply where the half has no rows
                 depth_tiles = Int32(tiles[row_tile, 1] + HALF * half < tiles[row_tile, 2]) * self.depth_tiles
-                stage, phase = multiply(
-                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
-                    phase, depth_tiles, self.stages, unused=self.depth_tiles - depth_tiles,
+                stage, phase = self.product(
+                    tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
+                    stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
                 )  # fmt: skip
                 if const_expr(bias is not None):
                     width, limit = self.columns // self.halves, bias.shape[1] // self.halves
@@ -85,7 +87,7 @@ class FinishedKernel(RowsKernel):
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(handed_over)
-            item += cute.arch.grid_dim()[0]
+            item, turn = shared.work.receive(turn)
 
     def chunk_of(self, pieces, half, piece, row, chunk):
         """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""

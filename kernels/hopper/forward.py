@@ -9,7 +9,7 @@ from .activations import activate
 from .configs import Tile
 from .core import CHUNK, HALF, PIECE, THREADS, global_chunk, one_stage, partition, ragged_pieces, store_atom
 from .finish import LANE_ROWS, REGISTERS, FinishedKernel
-from .rows import ragged_h
+from .rows import ragged_h, table_and_counter
 
 
 class UpKernel(FinishedKernel):
@@ -24,8 +24,8 @@ class UpKernel(FinishedKernel):
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, gate_up: cute.Tensor, bias, h, a, token: cute.Tensor, tiles: cute.Tensor,
-        blocks: Int32, stream: cuda.CUstream,
+        self, x: cute.Tensor, gate_up: cute.Tensor, bias, h, a, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_x, atom_w, tensor_w = self.set_up(x, gate_up)
         self.set_up_finish()
@@ -33,39 +33,37 @@ class UpKernel(FinishedKernel):
         if const_expr(h is not None):
             atom_h, tensor_h = store_atom(ragged_h(h, self.interleaved), one_stage(self.layout), (HALF, PIECE))
         self.kernel(
-            tensor_x, atom_w, tensor_w, atom_h, tensor_h, a, bias, token, tiles, self.tiled_mma, self.layout_a,
-            self.layout_b, self.layout,
+            tensor_x, atom_w, tensor_w, atom_h, tensor_h, a, bias, token, table, last, self.tiled_mma,
+            self.narrow_mma, self.layout_a, self.layout_b, self.layout,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tensor_x: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_h, tensor_h, a,
-        bias, token: cute.Tensor, tiles: cute.Tensor, tiled_mma: cute.TiledMma, layout_a: cute.ComposedLayout,
-        layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
+        bias, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma, narrow_mma,
+        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,))
+        tiles, counter = table_and_counter(table, last)
+        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,), counter, tiles)
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp < self.gather_warps:
-                self.produce(
-                    None, tensor_x, atom_w, tensor_w, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
-                    tiles,
-                )  # fmt: skip
+                self.produce(None, tensor_x, atom_w, tensor_w, shared, token, tiles)
             else:
                 self.finish_tiles(shared, warp - self.gather_warps, atom_h, tensor_h, a, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(tiled_mma, shared, bias, tiles)
+            self.multiply_tiles(tiled_mma, narrow_mma, shared, bias, tiles)
 
     @cute.jit
     def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, a, tiles: cute.Tensor):
         """A finishing warp's part: h is sent by the first of them, a computed by all."""
-        handed_over, taken = shared.ring.end, shared.ring.end + 2
+        handed_over, taken = shared.own, shared.own + 2
         tile_phase = Int32(0)
-        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
-        while item < items:
+        item, turn = shared.work.first()
+        while item >= 0:
             row_tile, column_tile = self.place(item)
             if self.expert_of(tiles, row_tile) >= 0:
                 for half in cutlass.range_constexpr(2):
@@ -83,7 +81,7 @@ class UpKernel(FinishedKernel):
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(taken + half)
                 tile_phase ^= 1
-            item += cute.arch.grid_dim()[0]
+            item, turn = shared.work.receive(turn)
         cute.arch.cp_async_bulk_wait_group(0)
 
     def send_h(self, pieces, atom_h, tensor_h, first, end, column_tile, half):

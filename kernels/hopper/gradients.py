@@ -14,6 +14,7 @@ from cutlass import Int32, Int64, Uint32
 
 from .configs import Tile
 from .core import (
+    CONSUMER_WARPS,
     DEPTH,
     HALF,
     PIECE,
@@ -36,6 +37,7 @@ from .core import (
     storage,
     store_atom,
 )
+from .rows import table_and_counter
 
 
 class GradientKernel:
@@ -51,7 +53,7 @@ class GradientKernel:
     @cute.jit
     def __call__(
         self, gathered: cute.Tensor, direct: cute.Tensor, out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor,
-        blocks: Int32, stream: cuda.CUstream,
+        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, height, width = out.shape
         self.across = out.stride[1] == 1
@@ -63,28 +65,31 @@ class GradientKernel:
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
 
-        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, 2 * self.stages)
+        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, self.stages, 0)
         self.kernel(
-            atom, tensor, gathered, atom_out, tensor_out, token, offsets,
+            atom, tensor, gathered, atom_out, tensor_out, token, offsets, table, last,
             consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom: cute.CopyAtom, tensor: cute.Tensor, gathered: cute.Tensor, atom_out: cute.CopyAtom,
-        tensor_out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, tiled_mma: cute.TiledMma,
-        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, pieces: cute.ComposedLayout,
+        tensor_out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, table: cute.Tensor, last: Int32,
+        tiled_mma: cute.TiledMma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        pieces: cute.ComposedLayout,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
-        shared = enter(self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (), (atom, atom_out))
+        _, counter = table_and_counter(table, last)
         items = (offsets.shape[0] - 1) * (self.high * self.wide)
+        shared = enter(
+            self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (), (atom, atom_out), counter, items,
+            4 + CONSUMER_WARPS,
+        )  # fmt: skip
 
         if group == 0:
             cute.arch.setmaxregister_decrease(56)
-            self.produce(
-                atom, tensor, shared.b, gathered, shared.a, shared.ring.full, shared.ring.empty, token, offsets, items
-            )
+            self.produce(atom, tensor, gathered, shared, token, offsets)
         else:
             cute.arch.setmaxregister_increase(224)
             half = group - 1
@@ -94,8 +99,8 @@ class GradientKernel:
             )
             values = store.retile(accumulator)
             stage, phase = Int32(0), Int32(0)
-            item = cute.arch.block_idx()[0]
-            while item < items:
+            item, turn = shared.work.first()
+            while item >= 0:
                 expert, high, wide = self.place(item)
                 length = offsets[expert + 1] - offsets[expert]
                 stage, phase = multiply(
@@ -113,7 +118,7 @@ class GradientKernel:
                         box = wide * (self.columns // PIECE) + p
                         cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
                     cute.arch.cp_async_bulk_commit_group()
-                item += cute.arch.grid_dim()[0]
+                item, turn = shared.work.receive(turn)
             cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
@@ -124,11 +129,11 @@ class GradientKernel:
 
     @cute.jit
     def produce(
-        self, atom, tensor, shared_direct, gathered: cute.Tensor, shared_gathered, full, empty, token: cute.Tensor,
-        offsets: cute.Tensor, items: Int32,
+        self, atom, tensor, gathered: cute.Tensor, shared: cutlass.Constexpr, token: cute.Tensor, offsets: cute.Tensor
     ):  # fmt: skip
         """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
         thread = cute.arch.thread_idx()[0]
+        work, full, empty = shared.work, shared.ring.full, shared.ring.empty
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunks = ROWS // 8  # of a row
         together = 128 // chunks  # rows copied at a time
@@ -136,13 +141,16 @@ class GradientKernel:
         chunk, row_in_pass = thread % chunks, thread // chunks
         # 64 columns lie together, swizzled over eight rows
         target = (
-            shared_gathered.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
+            shared.a.iterator.toint() + chunk // 8 * (DEPTH * 128) + row_in_pass * 128
             + (chunk % 8 ^ row_in_pass) * 16
         )  # fmt: skip
         width = gathered.shape[1]
         stage, phase = Int32(0), Int32(1)
-        item = cute.arch.block_idx()[0]
-        while item < items:
+        item, turn = work.first()
+        while item >= 0:
+            claimed = Int32(0)
+            if warp_index == 0:
+                claimed = work.claim()
             expert, high, wide = self.place(item)
             start, end = offsets[expert], offsets[expert + 1]
             # columns past the last are read twice instead, and clipped when stored
@@ -150,7 +158,7 @@ class GradientKernel:
             source = gathered.iterator.toint() + Int64(column * 2)
             of_expert = ragged_columns_rows(tensor, start, end)
             boxes = cute.local_tile(of_expert, (self.columns, DEPTH), (wide, None))
-            to_direct, from_direct = partition(atom, shared_direct, boxes)
+            to_direct, from_direct = partition(atom, shared.b, boxes)
             for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
                 places = cute.make_rmem_tensor(passes, Uint32)
                 for i in cutlass.range_constexpr(passes):
@@ -167,4 +175,7 @@ class GradientKernel:
                     )
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = advance(stage, phase, self.stages)
-            item += cute.arch.grid_dim()[0]
+            if warp_index == 0:
+                item, turn = work.pass_on(claimed, turn)
+            else:
+                item, turn = work.receive(turn)

@@ -4,19 +4,15 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
     CONSUMER_WARPS,
-    DEPTH,
     HALF,
     PIECE,
     THREADS,
     consumer_fragments,
-    consumer_mma,
     enter,
-    multiply,
     one_stage,
     partition,
     piece_layout,
@@ -27,7 +23,7 @@ from .core import (
     storage,
     store_atom,
 )
-from .rows import RowsKernel, add_bias
+from .rows import RowsKernel, add_bias, table_and_counter
 
 TURNS = (24, 240)  # registers of the producer's warpgroup and of consumers whose accumulators take 192: 3 * 168 in all
 TOGETHER = (40, 232)
@@ -35,7 +31,7 @@ MOST_IN_TURNS = 192
 
 
 class ProductKernel(RowsKernel):
-    """source [R, K], weight [E, N, K]; a last tile of fewer columns is multiplied by narrower instructions.
+    """source [R, K], weight [E, N, K].
 
     tile.in_turns: each consumer multiplies all 128 rows of every other tile and stores them while the other multiplies;
     otherwise both multiply 64 rows of every tile, and then store them. In turns, the kernel's own barriers, one of each
@@ -55,43 +51,38 @@ class ProductKernel(RowsKernel):
     @cute.jit
     def __call__(
         self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
-        tiles: cute.Tensor, blocks: Int32, stream: cuda.CUstream,
+        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
-        self.last_columns = -(-(weight.shape[1] % self.columns) // PIECE) * PIECE  # of the last tile; 0: all
-        narrow_mma = None
-        if const_expr(self.last_columns % self.columns):
-            narrow_mma = consumer_mma(self.dtype, True, weight.stride[2] == 1, self.last_columns)
         pieces = piece_layout(self.dtype, 2 * self.pieces)
         atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, 2 * self.stages + 2)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, self.stages, 2)
         self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, tiles, self.tiled_mma, narrow_mma,
-            self.layout_a, self.layout_b, pieces,
+            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
+            self.narrow_mma, self.layout_a, self.layout_b, pieces,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
-        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, tiles: cute.Tensor,
-        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
         pieces: cute.ComposedLayout,
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         producer_registers, consumer_registers = TURNS if const_expr(self.in_turns) else TOGETHER
         of_one = CONSUMER_WARPS // 2
+        tiles, counter = table_and_counter(table, last)
         shared = enter(
             self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
-            (atom_b, atom_out), consumer_warps=of_one if const_expr(self.in_turns) else CONSUMER_WARPS,
+            (atom_b, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
+            consumer_warps=of_one if const_expr(self.in_turns) else CONSUMER_WARPS,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                self.produce(
-                    atom_a, tensor_a, atom_b, tensor_b, shared.a, shared.b, shared.ring.full, shared.ring.empty, token,
-                    tiles,
-                )  # fmt: skip
+                self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             if const_expr(self.in_turns):
@@ -108,8 +99,8 @@ class ProductKernel(RowsKernel):
         narrow_b = self.narrow_fragment(narrow_mma, shared)
         store, places = self.store_of(tiled_mma, shared, own)
         stage, phase = Int32(0), Int32(0)
-        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
-        while item < items:
+        item, turn = shared.work.first()
+        while item >= 0:
             row_tile, column_tile = self.place(item)
             expert = self.expert_of(tiles, row_tile)
             if expert >= 0:
@@ -122,7 +113,7 @@ class ProductKernel(RowsKernel):
                 self.send(
                     store, accumulator, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile
                 )
-            item += cute.arch.grid_dim()[0]
+            item, turn = shared.work.receive(turn)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
@@ -135,17 +126,17 @@ class ProductKernel(RowsKernel):
         )
         narrow_b = self.narrow_fragment(narrow_mma, shared)
         store, places = self.store_of(tiled_mma, shared, own)
-        ours, others = shared.ring.end + own, shared.ring.end + 1 - own
-        stage, phase, turn, turn_phase = Int32(0), Int32(0), Int32(0), 1 - own
-        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
-        while item < items:
+        ours, others = shared.own + own, shared.own + 1 - own
+        stage, phase, whose, whose_phase = Int32(0), Int32(0), Int32(0), 1 - own
+        item, turn = shared.work.first()
+        while item >= 0:
             row_tile, column_tile = self.place(item)
             expert = self.expert_of(tiles, row_tile)
             if expert >= 0:
-                if turn == own:
+                if whose == own:
                     first, end = tiles[row_tile, 1], tiles[row_tile, 2]
-                    cute.arch.mbarrier_wait(ours, turn_phase)
-                    turn_phase ^= 1
+                    cute.arch.mbarrier_wait(ours, whose_phase)
+                    whose_phase ^= 1
                     if first + HALF < end:
                         stage, phase = self.product(
                             tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, column_tile,
@@ -164,17 +155,9 @@ class ProductKernel(RowsKernel):
                         )  # fmt: skip
                 else:
                     stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
-                turn ^= 1
-            item += cute.arch.grid_dim()[0]
+                whose ^= 1
+            item, turn = shared.work.receive(turn)
         cute.arch.cp_async_bulk_wait_group(0)
-
-    def narrow_fragment(self, narrow_mma, shared):
-        """B of a last tile with fewer columns, or None."""
-        if narrow_mma is None:
-            return None
-        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
-        first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
-        return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
 
     def store_of(self, tiled_mma, shared, own):
         """A consumer's store, and the (row, column) of every value of its accumulators."""
@@ -182,33 +165,6 @@ class ProductKernel(RowsKernel):
         store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.pieces)
         of_tile = cute.make_identity_tensor((HALF, self.columns))
         return store, store.retile(tiled_mma.get_slice(thread).partition_C(of_tile))
-
-    @cute.jit
-    def product(
-        self, tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, column_tile: Int32,
-        shared: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
-    ):  # fmt: skip
-        """`multiply` of a tile, narrower for the last."""
-        ring = shared.ring
-        if const_expr(narrow_mma is None):
-            stage, phase = multiply(
-                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                self.stages, unused=unused, arrived=arrived,
-            )  # fmt: skip
-        else:
-            if column_tile < self.column_tiles - 1:
-                stage, phase = multiply(
-                    tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                    self.stages, unused=unused, arrived=arrived,
-                )  # fmt: skip
-            else:
-                layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, self.last_columns)))
-                narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-                stage, phase = multiply(
-                    narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                    self.stages, unused=unused, arrived=arrived,
-                )  # fmt: skip
-        return stage, phase
 
     @cute.jit
     def send(

@@ -10,16 +10,20 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
     CHUNK,
     DEPTH,
+    HALF,
+    PIECE,
     ROWS,
     advance,
     consumer_mma,
     gather_chunk,
     load_atom,
+    multiply,
     one_stage,
     operand_layout,
     partition,
@@ -34,8 +38,9 @@ GATHER_ROWS = 4  # copied at a time by the producer's warp, 128 bytes of each
 class RowsKernel:
     """Shared by the kernels over sorted rows: sources, weights, the producer, the order of work items.
 
-    columns: of the product's tile. gather: rows of the source are named by `token`. gated: the weight's 2I rows are two
-    halves, and a tile takes columns / 2 of each.
+    columns: of the product's tile; a last one that is narrower is multiplied by narrower instructions, unless gated.
+    gather: rows of the source are named by `token`. gated: the weight's 2I rows are two halves, and a tile takes
+    columns / 2 of each.
     """
 
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
@@ -64,6 +69,14 @@ class RowsKernel:
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         half_b = operand_layout(self.dtype, self.columns // self.halves, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
+        self.last_columns = (
+            -(-(per_half % self.columns) // PIECE) * PIECE % self.columns
+        )  # of a narrower last tile, or 0
+        if const_expr(self.halves > 1):
+            self.last_columns = 0
+        self.narrow_mma = None
+        if const_expr(self.last_columns):
+            self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
         if const_expr(self.gather):
             atom_a, tensor_a = None, source
         else:
@@ -71,9 +84,44 @@ class RowsKernel:
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
 
+    def narrow_fragment(self, narrow_mma, shared):
+        """B of a last tile with fewer columns, or None."""
+        if narrow_mma is None:
+            return None
+        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
+        first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
+        return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
+
+    @cute.jit
+    def product(
+        self, tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, column_tile: Int32,
+        shared: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
+    ):  # fmt: skip
+        """`multiply` of a tile, narrower for the last."""
+        ring = shared.ring
+        if const_expr(narrow_b is None):
+            stage, phase = multiply(
+                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                self.stages, unused=unused, arrived=arrived,
+            )  # fmt: skip
+        else:
+            if column_tile < self.column_tiles - 1:
+                stage, phase = multiply(
+                    tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
+                )  # fmt: skip
+            else:
+                layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, self.last_columns)))
+                narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
+                stage, phase = multiply(
+                    narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
+                    self.stages, unused=unused, arrived=arrived,
+                )  # fmt: skip
+        return stage, phase
+
     @cute.jit
     def place(self, item: Int32):
-        """(row tile, column tile) of a work item."""
+        """(row tile, column tile) of a work item; the last group's may lie past the table's tiles."""
         in_group = item % (GROUP * self.column_tiles)
         return item // (GROUP * self.column_tiles) * GROUP + in_group % GROUP, in_group // GROUP
 
@@ -95,30 +143,31 @@ class RowsKernel:
         tensor_a,
         atom_b,
         tensor_b,
-        shared_a,
-        shared_b,
-        full,
-        empty,
+        shared: cutlass.Constexpr,
         token: cute.Tensor,
         tiles: cute.Tensor,
     ):
         """The producer warps' part: fill the ring for every work item of this block."""
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        work, full, empty = shared.work, shared.ring.full, shared.ring.empty
         bytes_b = self.columns * DEPTH * 2
         bytes_a = ROWS * DEPTH * 2
         half_columns = self.columns // self.halves
         stage, phase = Int32(0), Int32(1)
-        item, items = cute.arch.block_idx()[0], self.num_items(tiles)
+        item, turn = work.first()
         chunk, lane_row = lane % 8, lane // 8
         together = self.gather_warps * GATHER_ROWS  # rows copied at a time
         passes = ROWS // together
         top_row = warp * GATHER_ROWS + lane_row
         # rows come back to the same place in the swizzle after eight
         targets_of_stage_0 = [
-            shared_a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
+            shared.a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
             for skip in range(0, 8, together)
         ]
-        while item < items:
+        while item >= 0:
+            claimed = Int32(0)
+            if warp == 0:
+                claimed = work.claim()
             row_tile, column_tile = self.place(item)
             expert = self.expert_of(tiles, row_tile)
             if expert >= 0:
@@ -130,7 +179,7 @@ class RowsKernel:
                         offsets[i] = (token[row] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
                 else:
                     global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
-                    to_a, from_a = partition(atom_a, shared_a, global_a)
+                    to_a, from_a = partition(atom_a, shared.a, global_a)
                 for depth in cutlass.range(self.depth_tiles, unroll=1):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     if warp == 0:
@@ -142,7 +191,7 @@ class RowsKernel:
                             box = cute.local_tile(
                                 tensor_b[None, None, half, expert], (half_columns, DEPTH), (column_tile, depth)
                             )
-                            slot = cute.local_tile(shared_b[None, None, stage], (half_columns, DEPTH), (half, 0))
+                            slot = cute.local_tile(shared.b[None, None, stage], (half_columns, DEPTH), (half, 0))
                             to_b, from_b = partition(atom_b, slot, box)
                             cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full + stage)
                     if const_expr(self.gather):
@@ -153,14 +202,17 @@ class RowsKernel:
                             source -= Int64(cutlass.max(past, 0))
                         targets = [t + stage * bytes_a for t in targets_of_stage_0]
                         for i in cutlass.range_constexpr(passes):
-                            turn, place = divmod(i, len(targets))
-                            target = targets[place] + turn * (len(targets) * together * DEPTH * 2)
+                            lap, place = divmod(i, len(targets))
+                            target = targets[place] + lap * (len(targets) * together * DEPTH * 2)
                             gather_chunk(target, source + offsets[i].to(Int64))
                         cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                     else:
                         cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
                     stage, phase = advance(stage, phase, self.stages)
-            item += cute.arch.grid_dim()[0]
+            if warp == 0:
+                item, turn = work.pass_on(claimed, turn)
+            else:
+                item, turn = work.receive(turn)
 
     def producer_arrivals(self):
         return 1 + (32 * self.gather_warps if self.gather else 0)
@@ -179,6 +231,12 @@ def add_bias(
                 value = bias[expert, column].to(Float32)
                 values[v] += value
                 values[v + 2] += value
+
+
+def table_and_counter(table, last):
+    """(the tiles there are [n, 3], the counter of claimed items) of Rows.tiles, whose row `last` holds counter and n."""
+    tiles = cute.make_tensor(table.iterator, cute.make_layout((table[last, 1], 3), stride=(3, 1)))
+    return tiles, table.iterator + last * 3
 
 
 def ragged_h(h, interleaved: bool):

@@ -37,9 +37,11 @@ def variants(
         for want in DOWN_BACKWARD:
             chosen = tile("down_backward", inner)
             found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
-        found.append(("product", (dtype, hidden, inner, not transposed, bias, product_tile(hidden, not transposed))))
+        chosen = product_tile(hidden, inner, not transposed)
+        found.append(("product", (dtype, hidden, inner, not transposed, bias, chosen)))
         found.append(("gradient", (dtype, hidden, inner, not transposed, tile("gradient", inner))))
     if takes(hidden, width):
-        found.append(("product", (dtype, hidden, width, transposed, False, product_tile(hidden, transposed))))
+        chosen = product_tile(hidden, width, transposed)
+        found.append(("product", (dtype, hidden, width, transposed, False, chosen)))
         found.append(("gradient", (dtype, hidden, width, transposed, tile("gradient", width))))
     return list(dict.fromkeys(found))

@@ -22,7 +22,8 @@ def write_tiles(
     tiles, first_row, end_row, which, num_row_tiles,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row tiles of expert `which`; for which = E, the rest of the table. first_row, end_row [BINS]: equal past E."""
+    """Row tiles of expert `which`; for which = E, the rest of the table, and behind it a counter of claimed work, 0, and
+    the number of tiles (kernels/hopper/work.py). first_row, end_row [BINS]: equal past E."""
     bins = tl.arange(0, BINS)
     num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
     if which < NUM_EXPERTS:
@@ -34,8 +35,11 @@ def write_tiles(
             tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, end))
             tile += 1
     else:
-        for start in range(tl.sum(num_tiles), num_row_tiles, BINS):
+        used = tl.sum(num_tiles)
+        for start in range(used, num_row_tiles, BINS):
             tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
+        tl.store(tiles + num_row_tiles * 3, 0)
+        tl.store(tiles + num_row_tiles * 3 + 1, used)
 
 
 @triton.jit

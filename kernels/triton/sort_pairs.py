@@ -162,8 +162,9 @@ def order_kernel(row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.
 
 
 def tile_table_length(num_pairs, num_experts):
-    # for the smallest tile: a length without a branch, so that a symbolic number of pairs brings no guard
-    return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts
+    # for the smallest tile, and the row behind the last: a length without a branch, so that a symbolic number of pairs
+    # brings no guard
+    return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
 
 
 class Steps(NamedTuple):
@@ -206,7 +207,7 @@ def _no_rows(num_tokens, num_experts, device):
     def new(*size):
         return torch.zeros(size, dtype=torch.int32, device=device)
 
-    return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts, 3) - 1)
+    return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts + 1, 3) - 1)
 
 
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):

@@ -26,7 +26,7 @@ def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SW
 
 
 def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
-    return "product", (dtype, N, K, contiguous, bias, product_tile(N, contiguous))
+    return "product", (dtype, N, K, contiguous, bias, product_tile(N, K, contiguous))
 
 
 def down_backward(
@@ -56,7 +56,7 @@ CASES = {
     "down_backward, transposed": down_backward(2880, 2880, transposed=True),
     "down_backward, frozen experts": down_backward(want=(True, False, True)),
     "down_backward, frozen router": down_backward(want=(True, True, False)),
-    "down_backward, fp16, odd sizes": down_backward(264, 200, dtype=FP16),
+    "down_backward, fp16, odd sizes": down_backward(264, 328, dtype=FP16),
     "down_backward, interleaved": down_backward(interleaved=True),
     "down_backward, interleaved, transposed": down_backward(
         2880, 2880, transposed=True, act=Activation("clamped_swiglu"), interleaved=True
@@ -73,6 +73,13 @@ for function in (up, product, down_backward, gradient):
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 
 
+def columns_of(kernel, parameters):
+    """The columns of a product whose last tile may be narrower, or 0."""
+    if kernel == "up":  # the tile's halves would have to be narrower
+        return 2 * parameters[2] if parameters[-2] else 0
+    return parameters[2 if kernel == "down_backward" else 1]
+
+
 def main():
     dump = Path(os.environ["CUTE_DSL_DUMP_DIR"])
     for name, (kernel, parameters) in CASES.items():
@@ -82,13 +89,12 @@ def main():
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         local, wgmma = len(re.findall(r"\b(LDL|STL)\b", sass)), len(re.findall(r"\bHGMMA\b", sass))
-        steps = 4  # a stage's depth of 64 in steps of 16
+        steps, chosen = 4, parameters[-1]  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
-        elif kernel == "product":
-            _, columns, *_, chosen = parameters
+        else:
             steps *= 3 if chosen.in_turns else 1  # tiles of 128 rows, and of 64
-            steps *= 2 if 0 < columns % chosen.columns <= chosen.columns - 64 else 1  # a narrower last tile
+            steps *= 2 if 0 < columns_of(kernel, parameters) % chosen.columns <= chosen.columns - 64 else 1
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
 

@@ -12,7 +12,8 @@ from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as portable
-from sonicmoe_hf.kernels.interface import ACTIVATIONS
+from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,6 +121,28 @@ def test_many_reruns_give_the_same_bits(on_hopper_alone, layout):
     for _ in range(200):
         again = run(tensors, dout, ids, layout, "swiglu", "hopper")
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(("T", "E", "K"), [(5000, 16, 4), (130, 2, 1)])
+def test_the_same_rows_serve_again(on_hopper_alone, T, E, K):
+    """A launch leaves the counter of claimed work at zero, for more items than blocks and for fewer."""
+    tensors, dout, (expert, token) = problem(T, E=E, K=K)
+    x, gate_up, down, weight = (tensors[name] for name in ("x", "gate_up", "down", "weight"))
+    kernels, act, weight = backends.load("hopper"), Activation(), weight.float().flatten()
+    rows = kernels.dispatch(expert, token, T, E, True)
+    counter = rows.tiles[max_row_tiles(expert.numel(), E)]
+
+    def everything():
+        h, a = kernels.up(x, gate_up, None, rows, act, False, True, True)
+        yield from (h, a, kernels.down(a, down, None, rows))
+        yield from kernels.down_backward(dout, down, None, h, weight, rows, act, False, True, True, True)
+        yield from (kernels.input_rows(h, gate_up, rows), kernels.gate_up_gradient(h, x, rows, gate_up))
+        yield kernels.down_gradient(dout, a, rows, down)
+
+    first = list(everything())
+    for _ in range(3):
+        assert counter[0] == 0
+        assert all(map(torch.equal, everything(), first))
 
 
 def test_nothing_synchronises(on_hopper_alone):

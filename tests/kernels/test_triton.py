@@ -46,6 +46,7 @@ def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind):
     table = found.tiles[: max_row_tiles(expert.numel(), E)]
     assert table[: len(tiles)].tolist() == tiles
     assert (table[len(tiles) :, 0] == -1).all()
+    assert found.tiles[len(table), :2].tolist() == [0, len(tiles)]
 
 
 def test_dispatch_of_no_pairs_has_no_rows(device):
