@@ -53,15 +53,15 @@ class DownBackwardKernel(FinishedKernel):
             if warp < self.gather_warps:
                 self.produce(None, tensor_dout, atom_w, tensor_w, shared, token, tiles)
             else:
-                self.finish_tiles(shared, warp - self.gather_warps, h, routing_weight, dh, a, parts, pair, tiles)
+                self.finish_tiles(shared, warp - self.gather_warps, h, routing_weight, dh, a, parts, pair)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(tiled_mma, narrow_mma, shared, None, tiles)
+            self.multiply_tiles(tiled_mma, narrow_mma, shared, None)
 
     @cute.jit
     def finish_tiles(
         self, shared: cutlass.Constexpr, finisher, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
-        pair: cute.Tensor, tiles: cute.Tensor,
+        pair: cute.Tensor,
     ):  # fmt: skip
         """A finishing warp's part: every third group of LANE_ROWS rows, over all the tile's columns."""
         handed_over, taken = shared.own, shared.own + 2
@@ -70,35 +70,35 @@ class DownBackwardKernel(FinishedKernel):
         now = cute.make_rmem_tensor((CHUNK, 2, self.pieces), self.dtype)  # h of a group of rows
         ahead = cute.make_rmem_tensor((CHUNK, 2, self.pieces), self.dtype)
         tile_phase, own_group = Int32(0), Int32(finisher)
-        item, turn = shared.work.first()
-        while item >= 0:
-            row_tile, column_tile = self.place(item)
-            if self.expert_of(tiles, row_tile) >= 0:
-                for half in cutlass.range_constexpr(2):
-                    first, end = tiles[row_tile, 1] + HALF * half, tiles[row_tile, 2]
-                    groups = (cutlass.max(cutlass.min(end - first, HALF), 0) + LANE_ROWS - 1) // LANE_ROWS
-                    row = first + own_group * LANE_ROWS + lane_row
-                    routed = self.load(now, h, routing_weight, pair, row, end, column_tile)
-                    cute.arch.mbarrier_wait(handed_over + half, tile_phase)
-                    for group in cutlass.range(own_group, groups, self.finishers, unroll=1):
-                        row = first + group * LANE_ROWS + lane_row
-                        routed_ahead = self.load(
-                            ahead, h, routing_weight, pair, row + self.finishers * LANE_ROWS, end, column_tile
-                        )
-                        self.finish_group(
-                            shared.pieces.iterator.toint(), half, now, routed, dh, a, parts, row, row - first, end,
-                            column_tile, h.shape[1] // 2,
-                        )  # fmt: skip
-                        routed = routed_ahead
-                        for v in cutlass.range_constexpr(cute.size(now)):
-                            now[v] = ahead[v]
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(taken + half)
-                    # who is next in turn goes first
-                    own_group = (own_group + self.finishers - HALF // LANE_ROWS % self.finishers) % self.finishers
-                tile_phase ^= 1
-            item, turn = shared.work.receive(turn)
+        expert, top, end, column_tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            for half in cutlass.range_constexpr(2):
+                first = top + HALF * half
+                groups = (cutlass.max(cutlass.min(end - first, HALF), 0) + LANE_ROWS - 1) // LANE_ROWS
+                row = first + own_group * LANE_ROWS + lane_row
+                routed = self.load(now, h, routing_weight, pair, row, end, column_tile)
+                cute.arch.mbarrier_wait(handed_over + half, tile_phase)
+                for group in cutlass.range(own_group, groups, self.finishers, unroll=1):
+                    row = first + group * LANE_ROWS + lane_row
+                    routed_ahead = self.load(
+                        ahead, h, routing_weight, pair, row + self.finishers * LANE_ROWS, end, column_tile
+                    )
+                    self.finish_group(
+                        shared.pieces.iterator.toint(), half, now, routed, dh, a, parts, row, row - first, end,
+                        column_tile, h.shape[1] // 2,
+                    )  # fmt: skip
+                    routed = routed_ahead
+                    for v in cutlass.range_constexpr(cute.size(now)):
+                        now[v] = ahead[v]
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(taken + half)
+                # who is next in turn goes first
+                own_group = (own_group + self.finishers - HALF // LANE_ROWS % self.finishers) % self.finishers
+            tile_phase ^= 1
+            expert, top, end, column_tile = shared.work.receive(turn)
+            turn += 1
 
     @cute.jit
     def load(

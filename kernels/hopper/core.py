@@ -140,7 +140,7 @@ def storage(dtype, layout_a, layout_b, layout_pieces, stages: int, own_barriers:
     @cute.struct
     class Storage:
         barriers_: cute.struct.MemRange[cutlass.Int64, 2 * stages + 2 * SLOTS + own_barriers]
-        items: cute.struct.MemRange[Int32, SLOTS]
+        items: cute.struct.MemRange[Int32, 4 * SLOTS]
         a: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_a)], 1024]
         b: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_b)], 1024]
         pieces: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_pieces)], 1024]
@@ -178,7 +178,7 @@ def enter(
         for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.pieces, layout_pieces))
     )
     ring = Ring(memory.barriers_.data_ptr(), stages)
-    work = Work(counter, items, memory.items.get_tensor(cute.make_layout(SLOTS)), ring.end)
+    work = Work(counter, items, memory.items.get_tensor(cute.make_layout((4, SLOTS))), ring.end)
     counts = [producer_arrivals] * stages + [consumer_warps] * stages
     counts += [*arrivals(working_warps - 1), *own_arrivals]
     _initialise(ring.full, counts, atoms)

@@ -49,7 +49,7 @@ class FinishedKernel(RowsKernel):
         )  # fmt: skip
 
     @cute.jit
-    def multiply_tiles(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias, tiles: cute.Tensor):
+    def multiply_tiles(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias):
         """A consumer's part: its half of every tile of the product (+ bias), handed over in shared memory."""
         thread = cute.arch.thread_idx()[0]
         half = cute.arch.make_warp_uniform(thread // 128) - 1
@@ -62,32 +62,31 @@ class FinishedKernel(RowsKernel):
             tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
         )
         stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
-        item, turn = shared.work.first()
-        while item >= 0:
-            row_tile, column_tile = self.place(item)
-            expert = self.expert_of(tiles, row_tile)
-            if expert >= 0:
-                # nothing to multiply where the half has no rows
-                depth_tiles = Int32(tiles[row_tile, 1] + HALF * half < tiles[row_tile, 2]) * self.depth_tiles
-                stage, phase = self.product(
-                    tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
-                    stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
-                )  # fmt: skip
-                if const_expr(bias is not None):
-                    width, limit = self.columns // self.halves, bias.shape[1] // self.halves
-                    count = cute.size(values) // self.halves
-                    for side in cutlass.range_constexpr(self.halves):
-                        first = column_tile * width + side * (limit - width)
-                        add_bias(values, places, side * count, count, bias, expert, first, (side + 1) * limit)
-                cute.arch.mbarrier_wait(taken, taken_phase)
-                taken_phase ^= 1
-                for p in cutlass.range_constexpr(self.pieces):
-                    store.write(p, lambda v, start=p * store.size: values[start + v])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(handed_over)
-            item, turn = shared.work.receive(turn)
+        expert, first, end, column_tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            # nothing to multiply where the half has no rows
+            depth_tiles = Int32(first + HALF * half < end) * self.depth_tiles
+            stage, phase = self.product(
+                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
+                stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
+            )  # fmt: skip
+            if const_expr(bias is not None):
+                width, limit = self.columns // self.halves, bias.shape[1] // self.halves
+                count = cute.size(values) // self.halves
+                for side in cutlass.range_constexpr(self.halves):
+                    column = column_tile * width + side * (limit - width)
+                    add_bias(values, places, side * count, count, bias, expert, column, (side + 1) * limit)
+            cute.arch.mbarrier_wait(taken, taken_phase)
+            taken_phase ^= 1
+            for p in cutlass.range_constexpr(self.pieces):
+                store.write(p, lambda v, start=p * store.size: values[start + v])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(handed_over)
+            expert, first, end, column_tile = shared.work.receive(turn)
+            turn += 1
 
     def chunk_of(self, pieces, half, piece, row, chunk):
         """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""

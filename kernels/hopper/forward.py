@@ -52,36 +52,36 @@ class UpKernel(FinishedKernel):
             if warp < self.gather_warps:
                 self.produce(None, tensor_x, atom_w, tensor_w, shared, token, tiles)
             else:
-                self.finish_tiles(shared, warp - self.gather_warps, atom_h, tensor_h, a, tiles)
+                self.finish_tiles(shared, warp - self.gather_warps, atom_h, tensor_h, a)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(tiled_mma, narrow_mma, shared, bias, tiles)
+            self.multiply_tiles(tiled_mma, narrow_mma, shared, bias)
 
     @cute.jit
-    def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, a, tiles: cute.Tensor):
+    def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, a):
         """A finishing warp's part: h is sent by the first of them, a computed by all."""
         handed_over, taken = shared.own, shared.own + 2
         tile_phase = Int32(0)
-        item, turn = shared.work.first()
-        while item >= 0:
-            row_tile, column_tile = self.place(item)
-            if self.expert_of(tiles, row_tile) >= 0:
-                for half in cutlass.range_constexpr(2):
-                    first, end = tiles[row_tile, 1] + HALF * half, tiles[row_tile, 2]
-                    cute.arch.mbarrier_wait(handed_over + half, tile_phase)
-                    if const_expr(atom_h is not None):
-                        if finisher == 0 and first < end:
-                            self.send_h(shared.pieces, atom_h, tensor_h, first, end, column_tile, half)
-                    if const_expr(a is not None):
-                        self.write_a(shared.pieces.iterator.toint(), a, first, end, column_tile, half, finisher)
-                    if const_expr(atom_h is not None):
-                        if finisher == 0:
-                            cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(taken + half)
-                tile_phase ^= 1
-            item, turn = shared.work.receive(turn)
+        expert, top, end, column_tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            for half in cutlass.range_constexpr(2):
+                first = top + HALF * half
+                cute.arch.mbarrier_wait(handed_over + half, tile_phase)
+                if const_expr(atom_h is not None):
+                    if finisher == 0 and first < end:
+                        self.send_h(shared.pieces, atom_h, tensor_h, first, end, column_tile, half)
+                if const_expr(a is not None):
+                    self.write_a(shared.pieces.iterator.toint(), a, first, end, column_tile, half, finisher)
+                if const_expr(atom_h is not None):
+                    if finisher == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(taken + half)
+            tile_phase ^= 1
+            expert, top, end, column_tile = shared.work.receive(turn)
+            turn += 1
         cute.arch.cp_async_bulk_wait_group(0)
 
     def send_h(self, pieces, atom_h, tensor_h, first, end, column_tile, half):

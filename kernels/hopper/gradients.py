@@ -38,6 +38,7 @@ from .core import (
     store_atom,
 )
 from .rows import table_and_counter
+from .work import NONE_LEFT
 
 
 class GradientKernel:
@@ -99,10 +100,11 @@ class GradientKernel:
             )
             values = store.retile(accumulator)
             stage, phase = Int32(0), Int32(0)
-            item, turn = shared.work.first()
-            while item >= 0:
-                expert, high, wide = self.place(item)
-                length = offsets[expert + 1] - offsets[expert]
+            expert, start, end, tile = shared.work.receive(Int32(0))
+            turn = Int32(1)
+            while expert >= 0:
+                high, wide = self.place(tile)
+                length = end - start
                 stage, phase = multiply(
                     tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
                     phase, length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
@@ -118,14 +120,22 @@ class GradientKernel:
                         box = wide * (self.columns // PIECE) + p
                         cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
                     cute.arch.cp_async_bulk_commit_group()
-                item, turn = shared.work.receive(turn)
+                expert, start, end, tile = shared.work.receive(turn)
+                turn += 1
             cute.arch.cp_async_bulk_wait_group(0)
 
+    def place(self, tile):
+        """(row, column) of an expert's tile."""
+        return tile % self.high, tile // self.high
+
     @cute.jit
-    def place(self, item: Int32):
-        """(expert, row of tiles, column of tiles) of a work item: an expert's tiles run together."""
-        in_expert = item % (self.high * self.wide)
-        return item // (self.high * self.wide), in_expert % self.high, in_expert // self.high
+    def find(self, offsets: cute.Tensor, number: Int32):
+        """The work item of a number, which may be -1, as an Item's fields: an expert's tiles run together."""
+        expert, start, end, tile = NONE_LEFT
+        if number >= 0:
+            expert, tile = number // (self.high * self.wide), number % (self.high * self.wide)
+            start, end = offsets[expert], offsets[expert + 1]
+        return expert, start, end, tile
 
     @cute.jit
     def produce(
@@ -145,14 +155,17 @@ class GradientKernel:
             + (chunk % 8 ^ row_in_pass) * 16
         )  # fmt: skip
         width = gathered.shape[1]
-        stage, phase = Int32(0), Int32(1)
-        item, turn = work.first()
-        while item >= 0:
-            claimed = Int32(0)
+        number = work.first()
+        expert, start, end, tile = self.find(offsets, number)
+        if warp_index == 0:
+            work.pass_on((expert, start, end, tile), Int32(0))
+        else:
+            work.receive(Int32(0))
+        stage, phase, turn = Int32(0), Int32(1), Int32(1)
+        while expert >= 0:
             if warp_index == 0:
-                claimed = work.claim()
-            expert, high, wide = self.place(item)
-            start, end = offsets[expert], offsets[expert + 1]
+                number = work.claim()
+            high, wide = self.place(tile)
             # columns past the last are read twice instead, and clipped when stored
             column = cutlass.min(high * ROWS + chunk * 8, width - 8)
             source = gathered.iterator.toint() + Int64(column * 2)
@@ -176,6 +189,8 @@ class GradientKernel:
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             if warp_index == 0:
-                item, turn = work.pass_on(claimed, turn)
+                expert, start, end, tile = self.find(offsets, work.claimed(number))
+                work.pass_on((expert, start, end, tile), turn)
             else:
-                item, turn = work.receive(turn)
+                expert, start, end, tile = work.receive(turn)
+            turn += 1

@@ -86,40 +86,33 @@ class ProductKernel(RowsKernel):
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             if const_expr(self.in_turns):
-                self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
+                self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
             else:
-                self.multiply_together(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias, tiles)
+                self.multiply_together(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
 
     @cute.jit
-    def multiply_together(
-        self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias, tiles: cute.Tensor
-    ):
+    def multiply_together(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
         """The part of a consumer, `own` 0 or 1: its half of every tile."""
         fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, own, self.columns)
         narrow_b = self.narrow_fragment(narrow_mma, shared)
         store, places = self.store_of(tiled_mma, shared, own)
         stage, phase = Int32(0), Int32(0)
-        item, turn = shared.work.first()
-        while item >= 0:
-            row_tile, column_tile = self.place(item)
-            expert = self.expert_of(tiles, row_tile)
-            if expert >= 0:
-                first, end = tiles[row_tile, 1] + HALF * own, tiles[row_tile, 2]
-                depth_tiles = Int32(first < end) * self.depth_tiles  # none where the half has no rows
-                stage, phase = self.product(
-                    tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
-                    stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
-                )  # fmt: skip
-                self.send(
-                    store, accumulator, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile
-                )
-            item, turn = shared.work.receive(turn)
+        expert, first, end, column_tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            first += HALF * own
+            depth_tiles = Int32(first < end) * self.depth_tiles  # none where the half has no rows
+            stage, phase = self.product(
+                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
+                stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
+            )  # fmt: skip
+            self.send(store, accumulator, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
+            expert, first, end, column_tile = shared.work.receive(turn)
+            turn += 1
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def multiply_in_turns(
-        self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias, tiles: cute.Tensor
-    ):
+    def multiply_in_turns(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
         """The part of a consumer, `own` 0 or 1: every other tile."""
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
@@ -127,36 +120,32 @@ class ProductKernel(RowsKernel):
         narrow_b = self.narrow_fragment(narrow_mma, shared)
         store, places = self.store_of(tiled_mma, shared, own)
         ours, others = shared.own + own, shared.own + 1 - own
-        stage, phase, whose, whose_phase = Int32(0), Int32(0), Int32(0), 1 - own
-        item, turn = shared.work.first()
-        while item >= 0:
-            row_tile, column_tile = self.place(item)
-            expert = self.expert_of(tiles, row_tile)
-            if expert >= 0:
-                if whose == own:
-                    first, end = tiles[row_tile, 1], tiles[row_tile, 2]
-                    cute.arch.mbarrier_wait(ours, whose_phase)
-                    whose_phase ^= 1
-                    if first + HALF < end:
-                        stage, phase = self.product(
-                            tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, column_tile,
-                            shared, stage, phase, Int32(self.depth_tiles), arrived=others,
-                        )  # fmt: skip
-                    else:
-                        stage, phase = self.product(
-                            tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, column_tile, shared, stage,
-                            phase, Int32(self.depth_tiles), arrived=others,
-                        )  # fmt: skip
-                    self.send(store, top, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
-                    if first + HALF < end:
-                        self.send(
-                            store, bottom, places, shared, atom_out, tensor_out, bias, expert, first + HALF, end,
-                            column_tile,
-                        )  # fmt: skip
+        stage, phase = Int32(0), Int32(0)
+        expert, first, end, column_tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            if (turn - 1) % 2 == own:
+                cute.arch.mbarrier_wait(ours, ((turn - 1) // 2 + 1 - own) % 2)
+                if first + HALF < end:
+                    stage, phase = self.product(
+                        tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, column_tile,
+                        shared, stage, phase, Int32(self.depth_tiles), arrived=others,
+                    )  # fmt: skip
                 else:
-                    stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
-                whose ^= 1
-            item, turn = shared.work.receive(turn)
+                    stage, phase = self.product(
+                        tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, column_tile, shared, stage,
+                        phase, Int32(self.depth_tiles), arrived=others,
+                    )  # fmt: skip
+                self.send(store, top, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
+                if first + HALF < end:
+                    self.send(
+                        store, bottom, places, shared, atom_out, tensor_out, bias, expert, first + HALF, end,
+                        column_tile,
+                    )  # fmt: skip
+            else:
+                stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
+            expert, first, end, column_tile = shared.work.receive(turn)
+            turn += 1
         cute.arch.cp_async_bulk_wait_group(0)
 
     def store_of(self, tiled_mma, shared, own):
@@ -174,11 +163,11 @@ class ProductKernel(RowsKernel):
         """Store half a tile (+ bias), what of it is past row `end` or the last column excepted."""
         values = store.retile(accumulator)
         from_out, to_out = partition(atom_out, shared.pieces, ragged_pieces(tensor_out, first, end))
-        if const_expr(bias is not None):
-            column = column_tile * self.columns
-            add_bias(values, places, 0, cute.size(values), bias, expert, column, bias.shape[1])
         store.wait()
         for p in cutlass.range_constexpr(self.pieces):
+            if const_expr(bias is not None):
+                column = column_tile * self.columns
+                add_bias(values, places, p * store.size, store.size, bias, expert, column, bias.shape[1])
             store.write(p, lambda v, start=p * store.size: values[start + v])
         store.publish()
         if store.issuer:

@@ -30,6 +30,7 @@ from .core import (
     ragged,
     ragged_halves,
 )
+from .work import NONE_LEFT
 
 GROUP = 8
 GATHER_ROWS = 4  # copied at a time by the producer's warp, 128 bytes of each
@@ -119,42 +120,35 @@ class RowsKernel:
                 )  # fmt: skip
         return stage, phase
 
-    @cute.jit
-    def place(self, item: Int32):
-        """(row tile, column tile) of a work item; the last group's may lie past the table's tiles."""
-        in_group = item % (GROUP * self.column_tiles)
-        return item // (GROUP * self.column_tiles) * GROUP + in_group % GROUP, in_group // GROUP
-
-    @cute.jit
-    def expert_of(self, tiles: cute.Tensor, row_tile: Int32):
-        """The expert of a row tile, -1 where there is none."""
-        expert = Int32(-1)
-        if row_tile < tiles.shape[0]:
-            expert = tiles[row_tile, 0]
-        return expert
-
     def num_items(self, tiles):
-        return cute.ceil_div(tiles.shape[0], GROUP) * (GROUP * self.column_tiles)
+        return tiles.shape[0] * self.column_tiles
+
+    @cute.jit
+    def find(self, tiles: cute.Tensor, number: Int32):
+        """The work item of a number, which may be -1; as an Item's fields."""
+        expert, first, end, column_tile = NONE_LEFT
+        if number >= 0:
+            group = number // (GROUP * self.column_tiles)
+            in_group = number - group * (GROUP * self.column_tiles)
+            row_tiles = cutlass.min(tiles.shape[0] - group * GROUP, GROUP)
+            column_tile = in_group // row_tiles
+            row_tile = group * GROUP + in_group - column_tile * row_tiles
+            expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
+        return expert, first, end, column_tile
 
     @cute.jit
     def produce(
-        self,
-        atom_a,
-        tensor_a,
-        atom_b,
-        tensor_b,
-        shared: cutlass.Constexpr,
-        token: cute.Tensor,
-        tiles: cute.Tensor,
+        self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, tiles: cute.Tensor
     ):
-        """The producer warps' part: fill the ring for every work item of this block."""
+        """The producer warps' part: fill the ring for every work item of this block.
+
+        The next item is found, and its rows are looked up, while the last stages of this one are waited for.
+        """
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         work, full, empty = shared.work, shared.ring.full, shared.ring.empty
         bytes_b = self.columns * DEPTH * 2
         bytes_a = ROWS * DEPTH * 2
         half_columns = self.columns // self.halves
-        stage, phase = Int32(0), Int32(1)
-        item, turn = work.first()
         chunk, lane_row = lane % 8, lane // 8
         together = self.gather_warps * GATHER_ROWS  # rows copied at a time
         passes = ROWS // together
@@ -164,55 +158,78 @@ class RowsKernel:
             shared.a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
             for skip in range(0, 8, together)
         ]
-        while item >= 0:
-            claimed = Int32(0)
+        offsets, next_offsets = (cute.make_rmem_tensor(passes, Uint32) for _ in range(2))
+        number = work.first()
+        expert, first, end, column_tile = self.find(tiles, number)
+        if warp == 0:
+            work.pass_on((expert, first, end, column_tile), Int32(0))
+        else:
+            work.receive(Int32(0))
+        if const_expr(self.gather):
+            self.look_up(offsets, token, tensor_a, first, end, top_row, together, chunk)
+        stage, phase, turn = Int32(0), Int32(1), Int32(1)
+        while expert >= 0:
             if warp == 0:
-                claimed = work.claim()
-            row_tile, column_tile = self.place(item)
-            expert = self.expert_of(tiles, row_tile)
-            if expert >= 0:
-                first, end = tiles[row_tile, 1], tiles[row_tile, 2]
-                offsets = cute.make_rmem_tensor(passes, Uint32)  # bytes from the first element of the source
-                if const_expr(self.gather):
-                    for i in cutlass.range_constexpr(passes):
-                        row = cutlass.min(first + top_row + together * i, end - 1)
-                        offsets[i] = (token[row] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
-                else:
-                    global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
-                    to_a, from_a = partition(atom_a, shared.a, global_a)
-                for depth in cutlass.range(self.depth_tiles, unroll=1):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
+                number = work.claim()
+            next_expert, next_first, next_end, next_tile = NONE_LEFT
+            if const_expr(not self.gather):
+                global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
+                to_a, from_a = partition(atom_a, shared.a, global_a)
+            for depth in cutlass.range(self.depth_tiles, unroll=1):
+                if warp == 0:
+                    if depth == max(self.depth_tiles - 2, 0):
+                        next_expert, next_first, next_end, next_tile = self.find(tiles, work.claimed(number))
+                if depth == self.depth_tiles - 1:
                     if warp == 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                full + stage, bytes_b if const_expr(self.gather) else bytes_a + bytes_b
-                            )
-                        for half in cutlass.range_constexpr(self.halves):
-                            box = cute.local_tile(
-                                tensor_b[None, None, half, expert], (half_columns, DEPTH), (column_tile, depth)
-                            )
-                            slot = cute.local_tile(shared.b[None, None, stage], (half_columns, DEPTH), (half, 0))
-                            to_b, from_b = partition(atom_b, slot, box)
-                            cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full + stage)
-                    if const_expr(self.gather):
-                        source = tensor_a.iterator.toint() + Int64(depth * (DEPTH * 2))
-                        if const_expr(tensor_a.shape[1] % DEPTH):
-                            # columns past the last are read twice instead: the weight is zero there
-                            past = (depth * DEPTH + (chunk + 1) * CHUNK - tensor_a.shape[1]) * 2
-                            source -= Int64(cutlass.max(past, 0))
-                        targets = [t + stage * bytes_a for t in targets_of_stage_0]
-                        for i in cutlass.range_constexpr(passes):
-                            lap, place = divmod(i, len(targets))
-                            target = targets[place] + lap * (len(targets) * together * DEPTH * 2)
-                            gather_chunk(target, source + offsets[i].to(Int64))
-                        cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                        work.pass_on((next_expert, next_first, next_end, next_tile), turn)
                     else:
-                        cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
-                    stage, phase = advance(stage, phase, self.stages)
-            if warp == 0:
-                item, turn = work.pass_on(claimed, turn)
-            else:
-                item, turn = work.receive(turn)
+                        next_expert, next_first, next_end, next_tile = work.receive(turn)
+                    turn += 1
+                    if const_expr(self.gather):
+                        self.look_up(next_offsets, token, tensor_a, next_first, next_end, top_row, together, chunk)
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(
+                            full + stage, bytes_b if const_expr(self.gather) else bytes_a + bytes_b
+                        )
+                    for half in cutlass.range_constexpr(self.halves):
+                        box = cute.local_tile(
+                            tensor_b[None, None, half, expert], (half_columns, DEPTH), (column_tile, depth)
+                        )
+                        slot = cute.local_tile(shared.b[None, None, stage], (half_columns, DEPTH), (half, 0))
+                        to_b, from_b = partition(atom_b, slot, box)
+                        cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full + stage)
+                if const_expr(self.gather):
+                    source = tensor_a.iterator.toint() + Int64(depth * (DEPTH * 2))
+                    if const_expr(tensor_a.shape[1] % DEPTH):
+                        # columns past the last are read twice instead: the weight is zero there
+                        past = (depth * DEPTH + (chunk + 1) * CHUNK - tensor_a.shape[1]) * 2
+                        source -= Int64(cutlass.max(past, 0))
+                    targets = [t + stage * bytes_a for t in targets_of_stage_0]
+                    for i in cutlass.range_constexpr(passes):
+                        lap, place = divmod(i, len(targets))
+                        target = targets[place] + lap * (len(targets) * together * DEPTH * 2)
+                        gather_chunk(target, source + offsets[i].to(Int64))
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                else:
+                    cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
+                stage, phase = advance(stage, phase, self.stages)
+            expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
+            if const_expr(self.gather):
+                for i in cutlass.range_constexpr(passes):
+                    offsets[i] = next_offsets[i]
+
+    @cute.jit
+    def look_up(
+        self, offsets, token: cute.Tensor, source: cute.Tensor, first: Int32, end: Int32, top_row: Int32,
+        together: cutlass.Constexpr, chunk: Int32,
+    ):  # fmt: skip
+        """offsets [passes]: bytes from the first element of the source to this thread's chunks of its rows; past the end
+        the last row is repeated."""
+        for i in cutlass.range_constexpr(cute.size(offsets)):
+            row = cutlass.max(cutlass.min(first + top_row + together * i, end - 1), 0)
+            offsets[i] = (token[row] * source.shape[1] + chunk * CHUNK).to(Uint32) * 2
 
     def producer_arrivals(self):
         return 1 + (32 * self.gather_warps if self.gather else 0)

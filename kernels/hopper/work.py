@@ -1,4 +1,4 @@
-"""Which work items a block computes: each claims its next one when it begins the one before, so that a block whose tiles
+"""Which work items a block computes: it claims its next one when it begins the one before, so that a block whose tiles
 have few rows takes more of them, and none waits for another at the end.
 
 The counter of claimed items lies in global memory, is zero before a launch, and again after it. Launches that share a
@@ -6,6 +6,7 @@ counter must run one after the other, as those on one stream do.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -13,12 +14,24 @@ from cutlass import Int32
 SLOTS = 4  # items passed on that not every warp has read yet
 
 
+class Item(NamedTuple):
+    """The rows first .. end of an expert, and a tile of columns or a tile of its gradient. expert -1: none left."""
+
+    expert: Int32
+    first: Int32
+    end: Int32
+    tile: Int32
+
+
+NONE_LEFT = Item(Int32(-1), Int32(0), Int32(0), Int32(0))
+
+
 @dataclass(frozen=True)
 class Work:
-    """The items of a block, claimed by its first warp and passed on to the others through shared memory.
+    """The items of a block, found by its first warp and passed on to the others through shared memory.
 
-    An item is -1 where there is none left. `turn` counts the items a warp has had after its first. full: barriers of the
-    slots, then those of empty slots.
+    items: how many there are in all. slots: (4, SLOTS). full: barriers of the slots, then those of empty slots. `turn`
+    counts the items that a warp has passed on or received.
     """
 
     counter: cute.Pointer
@@ -31,20 +44,24 @@ class Work:
         return self.full + SLOTS
 
     def first(self):
-        """(item, turn) to begin with."""
-        return _within(cute.arch.block_idx()[0], self.items), Int32(0)
+        """The number of a block's first item, -1 where there is none."""
+        return _within(cute.arch.block_idx()[0], self.items)
 
     def claim(self):
-        """The item to be computed after this one, in lane 0 of the first warp; nothing waits for it until `pass_on`."""
+        """By the first warp when it begins an item: the number of its next one, for `claimed`; nothing waits for it."""
         return _claim(self.counter, self.items)
 
-    def pass_on(self, claimed, turn):
-        """By the first warp: (item, turn) that come next."""
-        return _pass_on(self.slots, self.full, self.empty, claimed, turn)
+    def claimed(self, number):
+        """What `claim` returned, in every lane; -1 where there is none."""
+        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, 0))
 
-    def receive(self, turn):
-        """By every other warp: (item, turn) that come next."""
-        return _receive(self.slots, self.full, self.empty, turn)
+    def pass_on(self, item, turn):
+        """By the first warp."""
+        _pass_on(self.slots, self.full, self.empty, *item, turn)
+
+    def receive(self, turn) -> Item:
+        """By every other warp."""
+        return Item(*_receive(self.slots, self.full, self.empty, turn))
 
 
 def arrivals(readers: int):
@@ -53,40 +70,40 @@ def arrivals(readers: int):
 
 
 @cute.jit
-def _within(item: Int32, items: Int32):
-    if item >= items:
-        item = Int32(-1)
-    return item
+def _within(number: Int32, items: Int32):
+    if number >= items:
+        number = Int32(-1)
+    return number
 
 
 @cute.jit
 def _claim(counter, items: Int32):
-    claimed = Int32(0)
+    number = Int32(0)
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        # every block stops at the first item there is not, so as many are claimed as there are, and this is the last
+        # every item begun claims one, so as many are claimed as there are, and this is the last
         if before == items - 1:
             cute.arch.atomic_exch(counter, Int32(0), sem="relaxed", scope="gpu")
-        claimed = _within(before + cute.arch.grid_dim()[0], items)
-    return claimed
+        number = _within(before + cute.arch.grid_dim()[0], items)
+    return number
 
 
 @cute.jit
-def _pass_on(slots: cute.Tensor, full, empty, claimed: Int32, turn: Int32):
+def _pass_on(slots: cute.Tensor, full, empty, expert: Int32, first: Int32, end: Int32, tile: Int32, turn: Int32):
     slot = turn % SLOTS
     cute.arch.mbarrier_wait(empty + slot, (turn // SLOTS & 1) ^ 1)
     if cute.arch.lane_idx() == 0:
-        slots[slot] = claimed
+        slots[0, slot], slots[1, slot], slots[2, slot], slots[3, slot] = expert, first, end, tile
         cute.arch.mbarrier_arrive(full + slot)
-    return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(claimed, 0)), turn + 1
+    cute.arch.sync_warp()
 
 
 @cute.jit
 def _receive(slots: cute.Tensor, full, empty, turn: Int32):
     slot = turn % SLOTS
     cute.arch.mbarrier_wait(full + slot, turn // SLOTS & 1)
-    item = cute.arch.make_warp_uniform(slots[slot])
+    item = [cute.arch.make_warp_uniform(slots[i, slot]) for i in range(4)]
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(empty + slot)
-    return item, turn + 1
+    return item
