@@ -28,8 +28,8 @@ from sonicmoe_hf.kernels.hopper import compiled
 from sonicmoe_hf.kernels.hopper.configs import Tile
 from sonicmoe_hf.kernels.interface import Activation
 
-PRODUCTS = [Tile(192, 4), Tile(192, 4, in_turns=True), Tile(256, 3), Tile(128, 6, in_turns=True)]
-GRADIENTS = [Tile(256, 3), Tile(192, 4), Tile(128, 6)]
+PRODUCTS = [Tile(192, 4), Tile(128, 6)]
+GRADIENTS = [Tile(256, 3), Tile(192, 4, in_turns=True), Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
 CANDIDATES = {
@@ -81,7 +81,7 @@ def calls(shape: Shape, inputs):
 def using(tile: Tile):
     """The table answers `tile`, and few rows per expert stay on the Hopper kernels too."""
     answer = lambda *_: tile  # noqa: E731
-    with mock.patch.multiple(hopper, tile=answer, product_tile=answer, _few=lambda _: False):
+    with mock.patch.multiple(hopper, tile=answer, _few=lambda _: False):
         yield
 
 

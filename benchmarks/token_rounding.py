@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,10 +126,11 @@ class Step:
 
 
 def interleaved_times(steps, graphs, rounds):
-    """(contender, part, launch) -> milliseconds of every round; a round runs every contender once."""
-    times = {}
+    """(contender, part, launch) -> milliseconds of every round; a round runs every contender once, in an order of its own:
+    what ran before decides how warm the GPU is, and so its clock."""
+    times, order = {}, random.Random(0)
     for _ in range(rounds):
-        for name, step in steps.items():
+        for name, step in order.sample(list(steps.items()), len(steps)):
             torch.cuda.synchronize()
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             marks[0].record()
@@ -140,7 +142,7 @@ def interleaved_times(steps, graphs, rounds):
             del out
             for part, start, end in zip(PARTS, (0, 1, 0), (1, 2, 2)):
                 times.setdefault((name, part, "eager"), []).append(marks[start].elapsed_time(marks[end]))
-        for (name, part), replay in graphs.items():
+        for (name, part), replay in order.sample(list(graphs.items()), len(graphs)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             replay()

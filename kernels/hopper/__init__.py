@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import product_tile, takes, tile
+from .configs import takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -94,7 +94,7 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
     contiguous = weight_ENK.stride(2) == 1
     kernel = _compiled().product(
-        source_RK.dtype, columns, depth, contiguous, bias_EN is not None, product_tile(columns, depth, contiguous)
+        source_RK.dtype, columns, depth, contiguous, bias_EN is not None, tile("product", columns)
     )
     _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN

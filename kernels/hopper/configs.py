@@ -5,13 +5,12 @@ import functools
 from typing import NamedTuple
 
 SMALLEST = 64  # columns of a stored piece; sizes are above it
-SHALLOW = 512  # depth of a product
 ALIGNMENT = 8  # elements: 16 bytes
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile, whose rows are 128; stages of the operands' ring; whether consumers take turns (see
-    products.py, for which it is)."""
+    """Columns of a product's tile, whose rows are 128; stages of the operands' ring; whether the consumers of `gradient`
+    take turns, as those of `product` always do (see products.py)."""
 
     columns: int
     stages: int
@@ -24,11 +23,9 @@ class Tile(NamedTuple):
 # kernel -> its tiles, and how fast each computes a column relative to the others
 TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
-    "product": {Tile(192, 4, in_turns=True): 1.0},  # of weights contiguous along K
-    "product_across": {Tile(192, 4): 1.0},  # of weights contiguous along N
-    "product_across, shallow": {Tile(192, 4, in_turns=True): 1.0},  # whose tiles are stored as long as multiplied
+    "product": {Tile(192, 4): 1.0},
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
-    "gradient": {Tile(256, 3): 1.0, Tile(192, 4): 0.92, Tile(128, 6): 0.75},
+    "gradient": {Tile(256, 3): 1.0, Tile(192, 4, in_turns=True): 1.0, Tile(128, 6): 0.75},
 }
 
 
@@ -38,13 +35,6 @@ def tile(kernel: str, width: int) -> Tile:
     columns it computes, those past the last included."""
     speeds = TABLE[kernel]
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
-
-
-def product_tile(columns: int, depth: int, depth_contiguous: bool) -> Tile:
-    """The tile of down or input_rows: of a product with weights [E, columns, depth]."""
-    if depth_contiguous:
-        return tile("product", columns)
-    return tile("product_across, shallow" if depth <= SHALLOW else "product_across", columns)
 
 
 @functools.cache

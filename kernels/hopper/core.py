@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
@@ -197,18 +197,6 @@ def _initialise(barriers, counts: cutlass.Constexpr, atoms):
     cute.arch.sync_threads()
 
 
-def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
-    """A consumer warpgroup's operands, and its accumulator; the product adds to it."""
-    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-    of_thread = tiled_mma.get_slice(0)
-    fragment_a = tiled_mma.make_fragment_A(
-        of_thread.partition_A(cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)))
-    )
-    fragment_b = tiled_mma.make_fragment_B(of_thread.partition_B(shared.b))
-    accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((HALF, columns)), Float32)
-    return fragment_a, fragment_b, accumulator
-
-
 @cute.jit
 def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
     """The next stage of the ring; the phase flips when it wraps."""
@@ -216,78 +204,6 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
     if stage == stages:
         stage = Int32(0)
         phase ^= 1
-    return stage, phase
-
-
-@cute.jit
-def skip(stage: Int32, phase: Int32, count: cutlass.Constexpr, stages: cutlass.Constexpr):
-    """`advance` by a number of stages."""
-    stage += count % stages
-    laps = stage // stages
-    return stage - laps * stages, phase ^ ((laps + count // stages) & 1)
-
-
-@cute.jit
-def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32):
-    """Start the products of a block of 16 of a stage."""
-    for accumulator, fragment_a in zip(accumulators, fragments_a):
-        cute.gemm(
-            tiled_mma, accumulator, fragment_a[None, None, block, stage], fragment_b[None, None, block, stage],
-            accumulator,
-        )  # fmt: skip
-
-
-@cute.jit
-def multiply(
-    tiled_mma, accumulators, fragments_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
-    stages: cutlass.Constexpr, rest=None, unused=None, arrived=None,
-):  # fmt: skip
-    """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
-    rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
-    arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
-    for accumulator in accumulators:
-        accumulator.fill(0.0)
-    previous = stage
-    for tile in cutlass.range(depth_tiles, unroll=1):
-        cute.arch.mbarrier_wait(full + stage, phase)
-        warpgroup.fence()
-        for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
-            issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if tile > 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + previous)
-        previous = stage
-        stage, phase = advance(stage, phase, stages)
-    some = depth_tiles > 0
-    if const_expr(rest is not None):
-        if rest > 0:
-            cute.arch.mbarrier_wait(full + stage, phase)
-            warpgroup.fence()
-            for block in cutlass.range(rest, unroll=1):
-                issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if depth_tiles > 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + previous)
-            previous = stage
-            stage, phase = advance(stage, phase, stages)
-            some = rest > 0
-    if const_expr(arrived is not None):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(arrived)
-    warpgroup.wait_group(0)
-    if some:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + previous)
-    if const_expr(unused is not None):
-        for _ in cutlass.range(unused, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + stage)
-            stage, phase = advance(stage, phase, stages)
     return stage, phase
 
 
@@ -377,10 +293,3 @@ def piece_store(tiled_mma, smem, dtype, thread, group, buffers: int, across: boo
     registers = cute.make_rmem_tensor(cute.shape(thread_copy.partition_S(smem))[:3], dtype)
     issuer = cute.arch.make_warp_uniform(thread // 32) == 0
     return PieceStore(copy, thread_copy.partition_D(smem), registers, buffers, group, issuer)
-
-
-def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
-    """One warpgroup's product: HALF x columns of an instruction."""
-    return sm90.make_trivial_tiled_mma(
-        dtype, dtype, major_mode(k_major_a), major_mode(k_major_b), Float32, (1, 1, 1), tiler_mn=(HALF, columns)
-    )

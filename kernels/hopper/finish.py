@@ -14,13 +14,13 @@ from .core import (
     CONSUMER_WARPS,
     HALF,
     PIECE,
-    consumer_fragments,
     enter,
     piece_layout,
     piece_store,
     shared_chunk,
     storage,
 )
+from .multiply import consumer_fragments, multiply_tile, narrow_fragment
 from .rows import RowsKernel, add_bias
 
 REGISTERS = (136, 184)  # of the first warpgroup and of the consumers: 3 * 168 in all
@@ -55,7 +55,7 @@ class FinishedKernel(RowsKernel):
         half = cute.arch.make_warp_uniform(thread // 128) - 1
         handed_over, taken = shared.own + half, shared.own + 2 + half
         fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
-        narrow_b = self.narrow_fragment(narrow_mma, shared)
+        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
         store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.pieces)
         values = store.retile(accumulator)
         places = store.retile(
@@ -67,9 +67,10 @@ class FinishedKernel(RowsKernel):
         while expert >= 0:
             # nothing to multiply where the half has no rows
             depth_tiles = Int32(first + HALF * half < end) * self.depth_tiles
-            stage, phase = self.product(
-                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
-                stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
+            stage, phase = multiply_tile(
+                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
+                column_tile == self.column_tiles - 1, shared.ring, stage, phase, depth_tiles,
+                unused=self.depth_tiles - depth_tiles,
             )  # fmt: skip
             if const_expr(bias is not None):
                 width, limit = self.columns // self.halves, bias.shape[1] // self.halves

@@ -10,7 +10,7 @@ import math
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from .configs import Tile
 from .core import (
@@ -21,12 +21,9 @@ from .core import (
     ROWS,
     THREADS,
     advance,
-    consumer_fragments,
-    consumer_mma,
     enter,
     gather_chunk,
     load_atom,
-    multiply,
     one_stage,
     operand_layout,
     partition,
@@ -37,8 +34,11 @@ from .core import (
     storage,
     store_atom,
 )
+from .multiply import consumer_fragments, consumer_mma, multiply, multiply_tile, narrow_fragment, narrower, skip
 from .rows import table_and_counter
 from .work import NONE_LEFT
+
+TOGETHER, IN_TURNS = (56, 224), (40, 232)  # registers of the first warpgroup and of the consumers: 3 * 168 in all
 
 
 class GradientKernel:
@@ -49,7 +49,7 @@ class GradientKernel:
 
     def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
-        self.columns, self.stages, _ = tile
+        self.columns, self.stages, self.in_turns = tile
 
     @cute.jit
     def __call__(
@@ -66,17 +66,20 @@ class GradientKernel:
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
 
-        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, self.stages, 0)
+        self.last_columns, narrow_mma = narrower(width, self.columns) if const_expr(self.in_turns) else 0, None
+        if const_expr(self.last_columns):
+            narrow_mma = consumer_mma(self.dtype, False, False, self.last_columns)
+        self.Storage = storage(self.dtype, layout_a, layout_b, pieces, self.stages, 2)
         self.kernel(
             atom, tensor, gathered, atom_out, tensor_out, token, offsets, table, last,
-            consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
+            consumer_mma(self.dtype, False, False, self.columns), narrow_mma, layout_a, layout_b, pieces,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom: cute.CopyAtom, tensor: cute.Tensor, gathered: cute.Tensor, atom_out: cute.CopyAtom,
         tensor_out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, table: cute.Tensor, last: Int32,
-        tiled_mma: cute.TiledMma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
         pieces: cute.ComposedLayout,
     ):  # fmt: skip
         thread = cute.arch.thread_idx()[0]
@@ -84,45 +87,89 @@ class GradientKernel:
         _, counter = table_and_counter(table, last)
         items = (offsets.shape[0] - 1) * (self.high * self.wide)
         shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (), (atom, atom_out), counter, items,
-            4 + CONSUMER_WARPS,
+            self.Storage, layout_a, layout_b, pieces, self.stages, 1 + 128, (CONSUMER_WARPS // 2,) * 2, (atom, atom_out),
+            counter, items, 4 + CONSUMER_WARPS,
+            consumer_warps=CONSUMER_WARPS // 2 if const_expr(self.in_turns) else CONSUMER_WARPS,
         )  # fmt: skip
 
         if group == 0:
-            cute.arch.setmaxregister_decrease(56)
+            cute.arch.setmaxregister_decrease(IN_TURNS[0] if const_expr(self.in_turns) else TOGETHER[0])
             self.produce(atom, tensor, gathered, shared, token, offsets)
+        elif const_expr(self.in_turns):
+            cute.arch.setmaxregister_increase(IN_TURNS[1])
+            self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out)
         else:
-            cute.arch.setmaxregister_increase(224)
-            half = group - 1
-            fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
-            store = piece_store(
-                tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.columns // PIECE, self.across
-            )
-            values = store.retile(accumulator)
-            stage, phase = Int32(0), Int32(0)
-            expert, start, end, tile = shared.work.receive(Int32(0))
-            turn = Int32(1)
-            while expert >= 0:
-                high, wide = self.place(tile)
-                length = end - start
-                stage, phase = multiply(
-                    tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage,
-                    phase, length // DEPTH, self.stages, (length % DEPTH + 15) // 16,
+            cute.arch.setmaxregister_increase(TOGETHER[1])
+            self.multiply_together(tiled_mma, shared, group - 1, atom_out, tensor_out)
+
+    @cute.jit
+    def multiply_together(self, tiled_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out):
+        """The part of a consumer, `own` 0 or 1: its half of every tile."""
+        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, own, self.columns)
+        store = self.store_of(tiled_mma, shared, own)
+        stage, phase = Int32(0), Int32(0)
+        expert, start, end, tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            stage, phase = multiply(
+                tiled_mma, (accumulator,), (fragment_a,), fragment_b, shared.ring.full, shared.ring.empty, stage, phase,
+                (end - start) // DEPTH, self.stages, rest=((end - start) % DEPTH + 15) // 16,
+            )  # fmt: skip
+            self.send(store, accumulator, shared, atom_out, tensor_out, expert, tile, own)
+            expert, start, end, tile = shared.work.receive(turn)
+            turn += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def multiply_in_turns(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out):
+        """The part of a consumer, `own` 0 or 1: every other tile, as in products.py."""
+        (top_a, fragment_b, top), (bottom_a, _, bottom) = (
+            consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
+        )
+        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
+        store = self.store_of(tiled_mma, shared, own)
+        stage, phase = Int32(0), Int32(0)
+        expert, start, end, tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            if (turn - 1) % 2 == own:
+                cute.arch.mbarrier_wait(shared.own + own, ((turn - 1) // 2 + 1 - own) % 2)
+                stage, phase = multiply_tile(
+                    tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, self.last_columns,
+                    self.place(tile)[1] == self.wide - 1, shared.ring, stage, phase, (end - start) // DEPTH,
+                    rest=((end - start) % DEPTH + 15) // 16, arrived=shared.own + 1 - own,
                 )  # fmt: skip
-                boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
-                from_out, to_out = partition(atom_out, shared.pieces, boxes)
-                store.wait()
-                for p in cutlass.range_constexpr(self.columns // PIECE):
-                    store.write(p, lambda v, start=p * store.size: values[start + v])
-                store.publish()
-                if store.issuer:
-                    for p in cutlass.range_constexpr(self.columns // PIECE):
-                        box = wide * (self.columns // PIECE) + p
-                        cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
-                    cute.arch.cp_async_bulk_commit_group()
-                expert, start, end, tile = shared.work.receive(turn)
-                turn += 1
-            cute.arch.cp_async_bulk_wait_group(0)
+                self.send(store, top, shared, atom_out, tensor_out, expert, tile, 0)
+                self.send(store, bottom, shared, atom_out, tensor_out, expert, tile, 1)
+            else:
+                stage, phase = skip(stage, phase, (end - start + DEPTH - 1) // DEPTH, self.stages)
+            expert, start, end, tile = shared.work.receive(turn)
+            turn += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def store_of(self, tiled_mma, shared, own):
+        thread = cute.arch.thread_idx()[0] % 128
+        return piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.columns // PIECE, self.across)
+
+    @cute.jit
+    def send(
+        self, store: cutlass.Constexpr, accumulator: cute.Tensor, shared: cutlass.Constexpr, atom_out, tensor_out,
+        expert: Int32, tile: Int32, half,
+    ):  # fmt: skip
+        """Store half a tile, what of it is past the last row or column excepted."""
+        high, wide = self.place(tile)
+        values = store.retile(accumulator)
+        boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (2 * high + half, None))
+        from_out, to_out = partition(atom_out, shared.pieces, boxes)
+        store.wait()
+        for p in cutlass.range_constexpr(self.columns // PIECE):
+            store.write(p, lambda v, start=p * store.size: values[start + v])
+        store.publish()
+        if store.issuer:
+            for p in cutlass.range_constexpr(self.columns // PIECE):
+                box = wide * (self.columns // PIECE) + p
+                cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, box])
+            cute.arch.cp_async_bulk_commit_group()
 
     def place(self, tile):
         """(row, column) of an expert's tile."""

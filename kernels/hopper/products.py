@@ -11,7 +11,6 @@ from .core import (
     HALF,
     PIECE,
     THREADS,
-    consumer_fragments,
     enter,
     one_stage,
     partition,
@@ -19,34 +18,30 @@ from .core import (
     piece_store,
     ragged,
     ragged_pieces,
-    skip,
     storage,
     store_atom,
 )
+from .multiply import consumer_fragments, multiply_tile, narrow_fragment, skip
 from .rows import RowsKernel, add_bias, table_and_counter
 
-TURNS = (24, 240)  # registers of the producer's warpgroup and of consumers whose accumulators take 192: 3 * 168 in all
-TOGETHER = (40, 232)
-MOST_IN_TURNS = 192
+REGISTERS = (24, 240)  # of the producer's warpgroup and of the consumers, whose accumulators take 192: 3 * 168 in all
+MOST_COLUMNS = 192
 
 
 class ProductKernel(RowsKernel):
     """source [R, K], weight [E, N, K].
 
-    tile.in_turns: each consumer multiplies all 128 rows of every other tile and stores them while the other multiplies;
-    otherwise both multiply 64 rows of every tile, and then store them. In turns, the kernel's own barriers, one of each
-    consumer, let it begin when all stages of the other's tile have arrived: only then do the phases of the ring's
-    barriers, which have one bit, tell its stages from earlier ones.
+    The consumers take turns: each multiplies all 128 rows of every other tile, and stores them while the other
+    multiplies.
+    The kernel's own barriers, one of each consumer, let it begin when all stages of the other's tile have arrived: only
+    then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
     """
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
-        if tile.in_turns and tile.columns > MOST_IN_TURNS:
-            raise ValueError(
-                f"tiles of {tile.columns} columns in turns: accumulators of over {MOST_IN_TURNS} do not fit"
-            )
+        if tile.columns > MOST_COLUMNS:
+            raise ValueError(f"tiles of {tile.columns} columns: accumulators of over {MOST_COLUMNS} do not fit")
         self.pieces = self.columns // PIECE
-        self.in_turns = tile.in_turns
 
     @cute.jit
     def __call__(
@@ -71,53 +66,28 @@ class ProductKernel(RowsKernel):
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        producer_registers, consumer_registers = TURNS if const_expr(self.in_turns) else TOGETHER
         of_one = CONSUMER_WARPS // 2
         tiles, counter = table_and_counter(table, last)
         shared = enter(
             self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
             (atom_b, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
-            consumer_warps=of_one if const_expr(self.in_turns) else CONSUMER_WARPS,
+            consumer_warps=of_one,
         )  # fmt: skip
         if group == 0:
-            cute.arch.setmaxregister_decrease(producer_registers)
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
                 self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, token, tiles)
         else:
-            cute.arch.setmaxregister_increase(consumer_registers)
-            if const_expr(self.in_turns):
-                self.multiply_in_turns(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
-            else:
-                self.multiply_together(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            self.multiply(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
 
     @cute.jit
-    def multiply_together(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
-        """The part of a consumer, `own` 0 or 1: its half of every tile."""
-        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, own, self.columns)
-        narrow_b = self.narrow_fragment(narrow_mma, shared)
-        store, places = self.store_of(tiled_mma, shared, own)
-        stage, phase = Int32(0), Int32(0)
-        expert, first, end, column_tile = shared.work.receive(Int32(0))
-        turn = Int32(1)
-        while expert >= 0:
-            first += HALF * own
-            depth_tiles = Int32(first < end) * self.depth_tiles  # none where the half has no rows
-            stage, phase = self.product(
-                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, column_tile, shared,
-                stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
-            )  # fmt: skip
-            self.send(store, accumulator, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
-            expert, first, end, column_tile = shared.work.receive(turn)
-            turn += 1
-        cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def multiply_in_turns(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
+    def multiply(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
         """The part of a consumer, `own` 0 or 1: every other tile."""
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
         )
-        narrow_b = self.narrow_fragment(narrow_mma, shared)
+        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
         store, places = self.store_of(tiled_mma, shared, own)
         ours, others = shared.own + own, shared.own + 1 - own
         stage, phase = Int32(0), Int32(0)
@@ -126,15 +96,16 @@ class ProductKernel(RowsKernel):
         while expert >= 0:
             if (turn - 1) % 2 == own:
                 cute.arch.mbarrier_wait(ours, ((turn - 1) // 2 + 1 - own) % 2)
+                is_last, depth_tiles = column_tile == self.column_tiles - 1, Int32(self.depth_tiles)
                 if first + HALF < end:
-                    stage, phase = self.product(
-                        tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, column_tile,
-                        shared, stage, phase, Int32(self.depth_tiles), arrived=others,
+                    stage, phase = multiply_tile(
+                        tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
+                        self.last_columns, is_last, shared.ring, stage, phase, depth_tiles, arrived=others,
                     )  # fmt: skip
                 else:
-                    stage, phase = self.product(
-                        tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, column_tile, shared, stage,
-                        phase, Int32(self.depth_tiles), arrived=others,
+                    stage, phase = multiply_tile(
+                        tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, self.last_columns, is_last,
+                        shared.ring, stage, phase, depth_tiles, arrived=others,
                     )  # fmt: skip
                 self.send(store, top, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
                 if first + HALF < end:

@@ -10,26 +10,22 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
     CHUNK,
     DEPTH,
-    HALF,
-    PIECE,
     ROWS,
     advance,
-    consumer_mma,
     gather_chunk,
     load_atom,
-    multiply,
     one_stage,
     operand_layout,
     partition,
     ragged,
     ragged_halves,
 )
+from .multiply import consumer_mma, narrower
 from .work import NONE_LEFT
 
 GROUP = 8
@@ -70,11 +66,7 @@ class RowsKernel:
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         half_b = operand_layout(self.dtype, self.columns // self.halves, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
-        self.last_columns = (
-            -(-(per_half % self.columns) // PIECE) * PIECE % self.columns
-        )  # of a narrower last tile, or 0
-        if const_expr(self.halves > 1):
-            self.last_columns = 0
+        self.last_columns = narrower(per_half, self.columns) if const_expr(self.halves == 1) else 0
         self.narrow_mma = None
         if const_expr(self.last_columns):
             self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
@@ -84,41 +76,6 @@ class RowsKernel:
             atom_a, tensor_a = load_atom(source, one_stage(self.layout_a), (ROWS, DEPTH))
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
-
-    def narrow_fragment(self, narrow_mma, shared):
-        """B of a last tile with fewer columns, or None."""
-        if narrow_mma is None:
-            return None
-        narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
-        first = cute.local_tile(shared.b, (self.last_columns, DEPTH), (0, 0, None))
-        return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
-
-    @cute.jit
-    def product(
-        self, tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, column_tile: Int32,
-        shared: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
-    ):  # fmt: skip
-        """`multiply` of a tile, narrower for the last."""
-        ring = shared.ring
-        if const_expr(narrow_b is None):
-            stage, phase = multiply(
-                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                self.stages, unused=unused, arrived=arrived,
-            )  # fmt: skip
-        else:
-            if column_tile < self.column_tiles - 1:
-                stage, phase = multiply(
-                    tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                    self.stages, unused=unused, arrived=arrived,
-                )  # fmt: skip
-            else:
-                layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, self.last_columns)))
-                narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-                stage, phase = multiply(
-                    narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                    self.stages, unused=unused, arrived=arrived,
-                )  # fmt: skip
-        return stage, phase
 
     def num_items(self, tiles):
         return tiles.shape[0] * self.column_tiles

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import TABLE, product_tile, tile
+from sonicmoe_hf.kernels.hopper.configs import TABLE, Tile, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -26,7 +26,7 @@ def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SW
 
 
 def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
-    return "product", (dtype, N, K, contiguous, bias, product_tile(N, K, contiguous))
+    return "product", (dtype, N, K, contiguous, bias, tile("product", N))
 
 
 def down_backward(
@@ -63,6 +63,7 @@ CASES = {
     ),
     "gradient, stored across": gradient(2048, 1536, contiguous=False),
     "gradient, fp16, odd sizes": gradient(264, 200, dtype=FP16),
+    "gradient, a narrower last tile": ("gradient", (BF16, 2048, 1024, False, Tile(192, 4, in_turns=True))),
 }
 for name in ACTIVATIONS[1:]:
     CASES[f"up, {name}"] = up(act=Activation(name))
@@ -73,11 +74,14 @@ for function in (up, product, down_backward, gradient):
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 
 
-def columns_of(kernel, parameters):
-    """The columns of a product whose last tile may be narrower, or 0."""
-    if kernel == "up":  # the tile's halves would have to be narrower
-        return 2 * parameters[2] if parameters[-2] else 0
-    return parameters[2 if kernel == "down_backward" else 1]
+def narrower_too(kernel, parameters):
+    """2 where the last tile is narrower and so multiplied by instructions of its own, otherwise 1."""
+    if kernel == "up":  # of concatenated weights a tile has two halves
+        width = 2 * parameters[2] if parameters[-2] else 0
+    else:
+        width = parameters[1 if kernel == "product" else 2]
+    columns = parameters[-1].columns
+    return 2 if 0 < width % columns <= columns - 64 else 1
 
 
 def main():
@@ -92,9 +96,11 @@ def main():
         steps, chosen = 4, parameters[-1]  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
+            # in turns two accumulators; and an empty group, which the compiler puts after the loop
+            steps = (2 * steps - 1) * narrower_too(kernel, parameters) if chosen.in_turns else steps
         else:
-            steps *= 3 if chosen.in_turns else 1  # tiles of 128 rows, and of 64
-            steps *= 2 if 0 < columns_of(kernel, parameters) % chosen.columns <= chosen.columns - 64 else 1
+            steps *= 3 if kernel == "product" else 1  # tiles of 128 rows, and of 64
+            steps *= narrower_too(kernel, parameters)
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
 
