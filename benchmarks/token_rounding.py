@@ -12,6 +12,7 @@ shape, where it tunes for minutes; it sorts its rows itself in either case. --sw
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import random
 from pathlib import Path
@@ -126,8 +127,8 @@ class Step:
 
 
 def interleaved_times(steps, graphs, rounds):
-    """(contender, part, launch) -> milliseconds of every round; a round runs every contender once, in an order of its own:
-    what ran before decides how warm the GPU is, and so its clock."""
+    """(contender, part, launch) -> milliseconds of every round; a round runs each once, in an order of its own, because
+    what ran just before decides how warm the GPU is."""
     times, order = {}, random.Random(0)
     for _ in range(rounds):
         for name, step in order.sample(list(steps.items()), len(steps)):
@@ -234,7 +235,7 @@ def plot(table, path, texts):
         factor = table.get(config="rows", shape=text, contender=TOP_K, metric="padded_row_factor")
         left.plot([place - 0.42, place + 0.42], [factor - 1] * 2, color="black", linestyle=":")
     left.axhline(0, color="black", linewidth=0.8)
-    left.set_xticks(range(len(bars)), [text.replace(",", ",\n", 1) for text in bars], fontsize=7)
+    left.set_xticks(range(len(bars)), [text.replace(",", ",\n", 2) for text in bars], fontsize=6)
     left.set_ylabel("faster than top-k (dotted: top-k's padding)")
     left.legend(fontsize=7)
     shapes = [Shape(*map(int, text.split(","))) for text in texts]
@@ -252,12 +253,18 @@ def plot(table, path, texts):
     figure.savefig(path, dpi=150)
 
 
+def rows_of_other_shapes(path, texts):
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if row["shape"] not in texts]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
     parser.add_argument("--sweep", action="store_true", help="also the first shape with more rows per expert")
     parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, at the first shape")
     parser.add_argument("--backend", choices=("hopper", "triton"), help="ours; the best that fits unless given")
+    parser.add_argument("--add", action="store_true", help="keep the CSV's rows of other shapes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -267,12 +274,14 @@ def main():
     texts = [*(options.shape or SHAPES), *(SWEEP if options.sweep else ())]
     table = Table()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.add:
+        table.rows = rows_of_other_shapes(options.out / "token_rounding.csv", texts)
     for number, text in enumerate(texts):
         names = [TOP_K, "nearest"] if text in SWEEP else [TOP_K, *ROUNDINGS]
         names += [UPSTREAM] if options.upstream and number == 0 else []
         measure(table, text, names, options.rounds, backend)
         table.write(options.out / "token_rounding.csv")
-    plot(table, options.out / "token_rounding.png", texts)
+    plot(table, options.out / "token_rounding.png", [*dict.fromkeys(row["shape"] for row in table.rows)])
 
 
 if __name__ == "__main__":
