@@ -57,7 +57,7 @@ def _dense(weight) -> bool:
 
 
 def _tiles(rows, tensor):
-    """The tables of tiles, its row that holds their number and the counter of claimed work, and the number of blocks."""
+    """The table of tiles, its row that holds their number and the counter of claimed work, and the number of blocks."""
     last = max_row_tiles(rows.token.numel(), rows.offsets.numel() - 1)
     return rows.tiles, last, processors(tensor.device)
 
@@ -92,9 +92,8 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
         return fallback()
     _, columns, depth = weight_ENK.shape
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
-    contiguous = weight_ENK.stride(2) == 1
     kernel = _compiled().product(
-        source_RK.dtype, columns, depth, contiguous, bias_EN is not None, tile("product", columns)
+        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, tile("product", columns)
     )
     _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN

@@ -13,8 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .activations import activate
 from .configs import Tile
 from .core import CHUNK, HALF, PIECE, THREADS, global_chunk
-from .finish import LANE_ROWS, REGISTERS, FinishedKernel
-from .rows import table_and_counter
+from .finish import LANE_ROWS, FinishedKernel
 
 
 class DownBackwardKernel(FinishedKernel):
@@ -44,19 +43,10 @@ class DownBackwardKernel(FinishedKernel):
         last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
         layout: cute.ComposedLayout,
     ):  # fmt: skip
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tiles, counter = table_and_counter(table, last)
-        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,), counter, tiles)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
-            if warp < self.gather_warps:
-                self.produce(None, tensor_dout, atom_w, tensor_w, shared, token, tiles)
-            else:
-                self.finish_tiles(shared, warp - self.gather_warps, h, routing_weight, dh, a, parts, pair)
-        else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(tiled_mma, narrow_mma, shared, None)
+        self.divide_work(
+            tensor_dout, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, None, layout_a, layout_b, layout,
+            (h, routing_weight, dh, a, parts, pair),
+        )  # fmt: skip
 
     @cute.jit
     def finish_tiles(

@@ -16,12 +16,11 @@ from .core import (
     PIECE,
     enter,
     piece_layout,
-    piece_store,
     shared_chunk,
     storage,
 )
 from .multiply import consumer_fragments, multiply_tile, narrow_fragment
-from .rows import RowsKernel, add_bias
+from .rows import RowsKernel, add_bias, table_and_counter
 
 REGISTERS = (136, 184)  # of the first warpgroup and of the consumers: 3 * 168 in all
 LANE_ROWS = 32 * CHUNK // PIECE  # rows of a piece that a warp reads at a time
@@ -34,7 +33,6 @@ class FinishedKernel(RowsKernel):
 
     def __init__(self, dtype, tile: Tile, gated: bool = False):
         super().__init__(dtype, tile, gather=True, gated=gated)
-        self.pieces = self.columns // PIECE
         self.finishers = 4 - self.gather_warps
 
     def set_up_finish(self):
@@ -42,25 +40,38 @@ class FinishedKernel(RowsKernel):
         self.arrivals = (4, 4, self.finishers, self.finishers)
         self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, self.stages, 4)
 
-    def enter_finish(self, layout_a, layout_b, layout, atoms, counter, tiles):
-        return enter(
-            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, atoms,
+    @cute.jit
+    def divide_work(
+        self, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma,
+        narrow_mma, bias, layout_a, layout_b, layout, of_finishers: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Every warp's part; `of_finishers`: what the subclass's `finish_tiles` takes beside `shared` and the warp."""
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tiles, counter = table_and_counter(table, last)
+        shared = enter(
+            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, (atom_w,),
             counter, self.num_items(tiles), 4 + CONSUMER_WARPS,
         )  # fmt: skip
+        if group == 0:
+            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            if warp < self.gather_warps:
+                self.produce(None, source, atom_w, tensor_w, shared, token, tiles)
+            else:
+                self.finish_tiles(shared, warp - self.gather_warps, *of_finishers)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[1])
+            self.multiply_tiles(tiled_mma, narrow_mma, shared, bias)
 
     @cute.jit
     def multiply_tiles(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias):
         """A consumer's part: its half of every tile of the product (+ bias), handed over in shared memory."""
-        thread = cute.arch.thread_idx()[0]
-        half = cute.arch.make_warp_uniform(thread // 128) - 1
+        half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         handed_over, taken = shared.own + half, shared.own + 2 + half
         fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
         narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
-        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread % 128, half, self.pieces)
+        store, places = self.store_of(tiled_mma, shared, half)
         values = store.retile(accumulator)
-        places = store.retile(
-            tiled_mma.get_slice(thread % 128).partition_C(cute.make_identity_tensor((HALF, self.columns)))
-        )
         stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
         expert, first, end, column_tile = shared.work.receive(Int32(0))
         turn = Int32(1)

@@ -8,8 +8,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .activations import activate
 from .configs import Tile
 from .core import CHUNK, HALF, PIECE, THREADS, global_chunk, one_stage, partition, ragged_pieces, store_atom
-from .finish import LANE_ROWS, REGISTERS, FinishedKernel
-from .rows import ragged_h, table_and_counter
+from .finish import LANE_ROWS, FinishedKernel
+from .rows import ragged_h
 
 
 class UpKernel(FinishedKernel):
@@ -43,19 +43,10 @@ class UpKernel(FinishedKernel):
         bias, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma, narrow_mma,
         layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
     ):  # fmt: skip
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tiles, counter = table_and_counter(table, last)
-        shared = self.enter_finish(layout_a, layout_b, layout, (atom_w,), counter, tiles)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
-            if warp < self.gather_warps:
-                self.produce(None, tensor_x, atom_w, tensor_w, shared, token, tiles)
-            else:
-                self.finish_tiles(shared, warp - self.gather_warps, atom_h, tensor_h, a)
-        else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply_tiles(tiled_mma, narrow_mma, shared, bias)
+        self.divide_work(
+            tensor_x, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout,
+            (atom_h, tensor_h, a),
+        )  # fmt: skip
 
     @cute.jit
     def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, a):

@@ -121,22 +121,14 @@ def multiply_tile(
     arrived=None,
 ):  # fmt: skip
     """`multiply`, the last tile by narrower instructions if there are any."""
+    others = ring.full, ring.empty, stage, phase, depth_tiles, ring.stages, rest, unused, arrived
     if const_expr(narrow_mma is None):
-        stage, phase = multiply(
-            tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
-            ring.stages, rest=rest, unused=unused, arrived=arrived,
-        )  # fmt: skip
+        stage, phase = multiply(tiled_mma, accumulators, fragments_a, fragment_b, *others)
     else:
         if is_last:
             layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, last_columns)))
             narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-            stage, phase = multiply(
-                narrow_mma, narrow, fragments_a, narrow_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                ring.stages, rest=rest, unused=unused, arrived=arrived,
-            )  # fmt: skip
+            stage, phase = multiply(narrow_mma, narrow, fragments_a, narrow_b, *others)
         else:
-            stage, phase = multiply(
-                tiled_mma, accumulators, fragments_a, fragment_b, ring.full, ring.empty, stage, phase, depth_tiles,
-                ring.stages, rest=rest, unused=unused, arrived=arrived,
-            )  # fmt: skip
+            stage, phase = multiply(tiled_mma, accumulators, fragments_a, fragment_b, *others)
     return stage, phase

@@ -15,7 +15,6 @@ from .core import (
     one_stage,
     partition,
     piece_layout,
-    piece_store,
     ragged,
     ragged_pieces,
     storage,
@@ -32,16 +31,14 @@ class ProductKernel(RowsKernel):
     """source [R, K], weight [E, N, K].
 
     The consumers take turns: each multiplies all 128 rows of every other tile, and stores them while the other
-    multiplies.
-    The kernel's own barriers, one of each consumer, let it begin when all stages of the other's tile have arrived: only
-    then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
+    multiplies. The kernel's own barriers, one of each consumer, let it begin when all stages of the other's tile have
+    arrived: only then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
     """
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
         if tile.columns > MOST_COLUMNS:
             raise ValueError(f"tiles of {tile.columns} columns: accumulators of over {MOST_COLUMNS} do not fit")
-        self.pieces = self.columns // PIECE
 
     @cute.jit
     def __call__(
@@ -118,13 +115,6 @@ class ProductKernel(RowsKernel):
             expert, first, end, column_tile = shared.work.receive(turn)
             turn += 1
         cute.arch.cp_async_bulk_wait_group(0)
-
-    def store_of(self, tiled_mma, shared, own):
-        """A consumer's store, and the (row, column) of every value of its accumulators."""
-        thread = cute.arch.thread_idx()[0] % 128
-        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.pieces)
-        of_tile = cute.make_identity_tensor((HALF, self.columns))
-        return store, store.retile(tiled_mma.get_slice(thread).partition_C(of_tile))
 
     @cute.jit
     def send(

@@ -15,6 +15,8 @@ from .configs import Tile
 from .core import (
     CHUNK,
     DEPTH,
+    HALF,
+    PIECE,
     ROWS,
     advance,
     gather_chunk,
@@ -22,6 +24,7 @@ from .core import (
     one_stage,
     operand_layout,
     partition,
+    piece_store,
     ragged,
     ragged_halves,
 )
@@ -47,6 +50,7 @@ class RowsKernel:
         self.columns, self.stages, _ = tile
         self.gather = gather
         self.halves = 2 if gated else 1
+        self.pieces = self.columns // PIECE
 
     def set_up(self, source, weight):
         """Layouts and TMA atoms of the operands; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
@@ -187,6 +191,13 @@ class RowsKernel:
         for i in cutlass.range_constexpr(cute.size(offsets)):
             row = cutlass.max(cutlass.min(first + top_row + together * i, end - 1), 0)
             offsets[i] = (token[row] * source.shape[1] + chunk * CHUNK).to(Uint32) * 2
+
+    def store_of(self, tiled_mma, shared, own):
+        """A consumer's store, and the (row, column) of every value of its accumulators."""
+        thread = cute.arch.thread_idx()[0] % 128
+        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.pieces)
+        of_tile = cute.make_identity_tensor((HALF, self.columns))
+        return store, store.retile(tiled_mma.get_slice(thread).partition_C(of_tile))
 
     def producer_arrivals(self):
         return 1 + (32 * self.gather_warps if self.gather else 0)
