@@ -103,7 +103,8 @@ class RowsKernel:
     ):
         """The producer warps' part: fill the ring for every work item of this block.
 
-        The next item is found, and its rows are looked up, while the last stages of this one are waited for.
+        The next item is found, and its rows are looked up, while stages of this one are waited for; what is loaded for
+        that is used a stage later at the earliest, so that nothing waits for it.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         work, full, empty = shared.work, shared.ring.full, shared.ring.empty
@@ -119,7 +120,7 @@ class RowsKernel:
             shared.a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
             for skip in range(0, 8, together)
         ]
-        offsets, next_offsets = (cute.make_rmem_tensor(passes, Uint32) for _ in range(2))
+        tokens, offsets = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
         expert, first, end, column_tile = self.find(tiles, number)
         if warp == 0:
@@ -127,18 +128,21 @@ class RowsKernel:
         else:
             work.receive(Int32(0))
         if const_expr(self.gather):
-            self.look_up(offsets, token, tensor_a, first, end, top_row, together, chunk)
+            self.look_up(tokens, token, first, end, top_row, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
                 number = work.claim()
             next_expert, next_first, next_end, next_tile = NONE_LEFT
-            if const_expr(not self.gather):
+            if const_expr(self.gather):
+                for i in cutlass.range_constexpr(passes):  # bytes from the first element of the source
+                    offsets[i] = (tokens[i] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
+            else:
                 global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
                 to_a, from_a = partition(atom_a, shared.a, global_a)
             for depth in cutlass.range(self.depth_tiles, unroll=1):
                 if warp == 0:
-                    if depth == max(self.depth_tiles - 2, 0):
+                    if depth == self.depth_tiles // 2:
                         next_expert, next_first, next_end, next_tile = self.find(tiles, work.claimed(number))
                 if depth == self.depth_tiles - 1:
                     if warp == 0:
@@ -147,7 +151,7 @@ class RowsKernel:
                         next_expert, next_first, next_end, next_tile = work.receive(turn)
                     turn += 1
                     if const_expr(self.gather):
-                        self.look_up(next_offsets, token, tensor_a, next_first, next_end, top_row, together, chunk)
+                        self.look_up(tokens, token, next_first, next_end, top_row, together)
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if warp == 0:
                     with cute.arch.elect_one():
@@ -177,20 +181,15 @@ class RowsKernel:
                     cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
-            if const_expr(self.gather):
-                for i in cutlass.range_constexpr(passes):
-                    offsets[i] = next_offsets[i]
 
     @cute.jit
     def look_up(
-        self, offsets, token: cute.Tensor, source: cute.Tensor, first: Int32, end: Int32, top_row: Int32,
-        together: cutlass.Constexpr, chunk: Int32,
+        self, tokens, token: cute.Tensor, first: Int32, end: Int32, top_row: Int32, together: cutlass.Constexpr
     ):  # fmt: skip
-        """offsets [passes]: bytes from the first element of the source to this thread's chunks of its rows; past the end
-        the last row is repeated."""
-        for i in cutlass.range_constexpr(cute.size(offsets)):
+        """tokens [passes]: of this thread's rows; past the end the last row is repeated."""
+        for i in cutlass.range_constexpr(cute.size(tokens)):
             row = cutlass.max(cutlass.min(first + top_row + together * i, end - 1), 0)
-            offsets[i] = (token[row] * source.shape[1] + chunk * CHUNK).to(Uint32) * 2
+            tokens[i] = token[row]
 
     def store_of(self, tiled_mma, shared, own):
         """A consumer's store, and the (row, column) of every value of its accumulators."""
