@@ -132,23 +132,23 @@ def down_backward(
     return dh_R2I, a_RI, portable.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 
 
-def _gradient(fallback, gathered_TM, direct_RN, rows, like_EMN):
-    """sum over rows of gathered[token]^T direct, in the strides of `like_EMN`."""
-    if not _fits(rows, like_EMN.shape[1:], gathered_TM, direct_RN) or not _dense(like_EMN):
+def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
+    """sum over rows of direct^T gathered[token], in the strides of `like_EMN`."""
+    if not _fits(rows, like_EMN.shape[1:], gathered_TN, direct_RM) or not _dense(like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
     _, height, width = gradient.shape
-    kernel = _compiled().gradient(gathered_TM.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
-    _launch(kernel, gathered_TM, direct_RN, gradient, rows.token, rows.offsets, *_tiles(rows, direct_RN))
+    kernel = _compiled().gradient(gathered_TN.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
+    _launch(kernel, gathered_TN, direct_RM, gradient, rows.token, rows.offsets, *_tiles(rows, direct_RM))
     return gradient
 
 
 def gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH):
-    return _gradient(
-        lambda: portable.gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH).transpose(1, 2),
-        x_TH, dh_R2I, rows, like_E2IH.transpose(1, 2),
-    ).transpose(1, 2)  # fmt: skip
+    return _gradient(lambda: portable.gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH), x_TH, dh_R2I, rows, like_E2IH)
 
 
 def down_gradient(dout_TH, a_RI, rows, like_EHI):
-    return _gradient(lambda: portable.down_gradient(dout_TH, a_RI, rows, like_EHI), dout_TH, a_RI, rows, like_EHI)
+    return _gradient(
+        lambda: portable.down_gradient(dout_TH, a_RI, rows, like_EHI).transpose(1, 2),
+        dout_TH, a_RI, rows, like_EHI.transpose(1, 2),
+    ).transpose(1, 2)  # fmt: skip

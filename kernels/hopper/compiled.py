@@ -91,12 +91,12 @@ def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_
 
 @cached
 def gradient(dtype, height: int, width: int, width_contiguous: bool, tile: Tile):
-    """GradientKernel: gathered [T, height], direct [R, width] -> [E, height, width]."""
+    """GradientKernel: gathered [T, width], direct [R, height] -> [E, height, width]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
         GradientKernel(kind, tile),
-        _tensor(kind, (cute.sym_int(), height)),
-        _tensor(kind, (pairs, width)),
+        _tensor(kind, (cute.sym_int(), width)),
+        _tensor(kind, (pairs, height)),
         _weight(kind, height, width, width_contiguous),
         _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip

@@ -9,15 +9,13 @@ ALIGNMENT = 8  # elements: 16 bytes
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile, whose rows are 128; stages of the operands' ring; whether the consumers of `gradient`
-    take turns, as those of `product` always do (see products.py)."""
+    """Columns of a product's tile, whose rows are 128 (256 for `gradient`); stages of the operands' ring."""
 
     columns: int
     stages: int
-    in_turns: bool = False
 
     def __str__(self):
-        return f"{self.columns}x{self.stages}{' in turns' if self.in_turns else ''}"
+        return f"{self.columns}x{self.stages}"
 
 
 # kernel -> its tiles, and how fast each computes a column relative to the others
@@ -25,7 +23,7 @@ TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "product": {Tile(192, 4): 1.0},
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
-    "gradient": {Tile(256, 3): 1.0, Tile(192, 4, in_turns=True): 0.98, Tile(128, 6): 0.75},
+    "gradient": {Tile(192, 3): 1.0},
 }
 
 

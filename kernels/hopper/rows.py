@@ -47,7 +47,7 @@ class RowsKernel:
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
-        self.columns, self.stages, _ = tile
+        self.columns, self.stages = tile
         self.gather = gather
         self.halves = 2 if gated else 1
         self.pieces = self.columns // PIECE

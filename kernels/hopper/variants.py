@@ -38,8 +38,8 @@ def variants(
             chosen = tile("down_backward", inner)
             found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
         found.append(("product", (dtype, hidden, inner, not transposed, bias, tile("product", hidden))))
-        found.append(("gradient", (dtype, hidden, inner, not transposed, tile("gradient", inner))))
+        found.append(("gradient", (dtype, inner, hidden, transposed, tile("gradient", hidden))))
     if takes(hidden, width):
         found.append(("product", (dtype, hidden, width, transposed, False, tile("product", hidden))))
-        found.append(("gradient", (dtype, hidden, width, transposed, tile("gradient", width))))
+        found.append(("gradient", (dtype, width, hidden, not transposed, tile("gradient", hidden))))
     return list(dict.fromkeys(found))

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import TABLE, Tile, tile
+from sonicmoe_hf.kernels.hopper.configs import TABLE, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -35,7 +35,7 @@ def down_backward(
     return "down_backward", (dtype, H, I, transposed, *want, act, interleaved, tile("down_backward", I))
 
 
-def gradient(M=2048, N=768, *, contiguous=True, dtype=BF16):
+def gradient(M=768, N=2048, *, contiguous=True, dtype=BF16):
     return "gradient", (dtype, M, N, contiguous, tile("gradient", N))
 
 
@@ -61,9 +61,9 @@ CASES = {
     "down_backward, interleaved, transposed": down_backward(
         2880, 2880, transposed=True, act=Activation("clamped_swiglu"), interleaved=True
     ),
-    "gradient, stored across": gradient(2048, 1536, contiguous=False),
+    "gradient, stored across": gradient(1536, 2048, contiguous=False),
     "gradient, fp16, odd sizes": gradient(264, 200, dtype=FP16),
-    "gradient, a narrower last tile": ("gradient", (BF16, 2048, 1024, False, Tile(192, 4, in_turns=True))),
+    "gradient, whole tiles": gradient(512, 1536),
 }
 for name in ACTIVATIONS[1:]:
     CASES[f"up, {name}"] = up(act=Activation(name))
@@ -93,11 +93,11 @@ def main():
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         local, wgmma = len(re.findall(r"\b(LDL|STL)\b", sass)), len(re.findall(r"\bHGMMA\b", sass))
-        steps, chosen = 4, parameters[-1]  # a stage's depth of 64 in steps of 16
+        steps = 4  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
-            # in turns two accumulators; and an empty group, which the compiler puts after the loop
-            steps = (2 * steps - 1) * narrower_too(kernel, parameters) if chosen.in_turns else steps
+            # two accumulators; and an empty group, which the compiler puts after the loop
+            steps = (2 * steps - 1) * narrower_too(kernel, parameters)
         else:
             steps *= 3 if kernel == "product" else 1  # tiles of 128 rows, and of 64
             steps *= narrower_too(kernel, parameters)
