@@ -26,9 +26,11 @@ from .support import (
     load_family_class,
     supports,
 )
+from .top_k import FastTopKEntry, FastTopKExit
 
 STATE = "_sonicmoe_hf_state"
 SAVE = "_sonicmoe_hf_save"
+HOOKS = (RouterHook, ModelEntryHook, ModelExitHook, FastTopKEntry, FastTopKExit)
 
 
 class PatchReport(NamedTuple):
@@ -60,9 +62,13 @@ def _has(module: nn.Module, kind: type) -> bool:
 
 def _remove_hooks(module: nn.Module) -> None:
     for hooks in _hook_dicts(module):
-        for key in [k for k, hook in hooks.items() if isinstance(hook, (RouterHook, ModelEntryHook, ModelExitHook))]:
+        for key in [k for k, hook in hooks.items() if isinstance(hook, HOOKS)]:
             del hooks[key]
-            for extra in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
+            for extra in (
+                "_forward_pre_hooks_with_kwargs",
+                "_forward_hooks_with_kwargs",
+                "_forward_hooks_always_called",
+            ):
                 getattr(module, extra).pop(key, None)
 
 
@@ -78,6 +84,9 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
         if layer.router is not None:
             routers.add(layer.router)
             if not _has(layer.router, RouterHook):
+                entry = FastTopKEntry()
+                layer.router.register_forward_pre_hook(entry)
+                layer.router.register_forward_hook(FastTopKExit(entry), always_call=True)
                 hook = RouterHook(layer.family.name, layer.name, layer.experts.config, state)
                 layer.router.register_forward_hook(hook)
     for module in root.modules():

@@ -24,6 +24,7 @@ from .rows import up as _up
 from .sort_pairs import dispatch as _dispatch
 from .sort_pairs import tile_table_length as tile_table_length
 from .sum_rows import combine as _combine
+from .top_scores import top_k as _top_k
 
 
 def _on_its_device(function):
@@ -41,6 +42,7 @@ def _on_its_device(function):
 
 
 dispatch = _on_its_device(_dispatch)
+top_k = _on_its_device(_top_k)
 round_rows = _on_its_device(_round_rows)
 round_rows_backward = _on_its_device(_round_rows_backward)
 up = _on_its_device(_up)

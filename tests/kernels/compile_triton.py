@@ -26,6 +26,7 @@ from sonicmoe_hf.kernels.triton import (
     rows,
     sort_pairs,
     sum_rows,
+    top_scores,
 )
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
@@ -147,6 +148,8 @@ def other_cases():
         for kernel, warps in ((sort_pairs.count_kernel, 4), (sort_pairs.scan_kernel, 8), (sort_pairs.place_kernel, 4)):
             yield kernel.__name__, kernel, {**pairs, **lists}, warps, 3
     yield "order", sort_pairs.order_kernel, {**pairs, "BLOCK": 16}, 4, 3
+    scores = named("num_tokens", "i32") | {"scores": "*fp32", "index": "*i64", "NUM_EXPERTS": EXPERTS, "EXPERTS": 128}
+    yield "top_k", top_scores.top_k_kernel, {**scores, "TOP_K": 8, "TOKENS": top_scores.ELEMENTS // 128}, 4, 3
 
 
 def rounding_cases():
