@@ -1,8 +1,8 @@
 """What grouped GEMMs share whose rows are sorted by expert.
 
-One work item is a tile of 128 rows of one expert times a tile of columns; GROUP row tiles pass over all columns together,
-so that both operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever lies there
-and clipped by the ragged TMA store; a half of the tile without rows is not multiplied.
+One work item is a tile of 128 rows of one expert times a tile of columns; a group of row tiles passes over all columns
+together, so that both operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever
+lies there and clipped by the ragged TMA store; a half of the tile without rows is neither multiplied nor, by TMA, loaded.
 """
 
 import math
@@ -31,7 +31,6 @@ from .core import (
 from .multiply import consumer_mma, narrower
 from .work import NONE_LEFT
 
-GROUP = 8
 GATHER_ROWS = 4  # copied at a time by the producer's warp, 128 bytes of each
 
 
@@ -43,6 +42,7 @@ class RowsKernel:
     columns / 2 of each.
     """
 
+    group = 8  # row tiles that pass over all columns together
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
@@ -77,7 +77,8 @@ class RowsKernel:
         if const_expr(self.gather):
             atom_a, tensor_a = None, source
         else:
-            atom_a, tensor_a = load_atom(source, one_stage(self.layout_a), (ROWS, DEPTH))
+            half_a = operand_layout(self.dtype, HALF, True, self.stages)
+            atom_a, tensor_a = load_atom(source, one_stage(half_a), (HALF, DEPTH))
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
 
@@ -89,11 +90,11 @@ class RowsKernel:
         """The work item of a number, which may be -1; as an Item's fields."""
         expert, first, end, column_tile = NONE_LEFT
         if number >= 0:
-            group = number // (GROUP * self.column_tiles)
-            in_group = number - group * (GROUP * self.column_tiles)
-            row_tiles = cutlass.min(tiles.shape[0] - group * GROUP, GROUP)
+            group = number // (self.group * self.column_tiles)
+            in_group = number - group * (self.group * self.column_tiles)
+            row_tiles = cutlass.min(tiles.shape[0] - group * self.group, self.group)
             column_tile = in_group // row_tiles
-            row_tile = group * GROUP + in_group - column_tile * row_tiles
+            row_tile = group * self.group + in_group - column_tile * row_tiles
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
         return expert, first, end, column_tile
 
@@ -134,12 +135,22 @@ class RowsKernel:
             if warp == 0:
                 number = work.claim()
             next_expert, next_first, next_end, next_tile = NONE_LEFT
+            loaded = Int32(bytes_b)  # by TMA in a stage
             if const_expr(self.gather):
                 for i in cutlass.range_constexpr(passes):  # bytes from the first element of the source
                     offsets[i] = (tokens[i] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
             else:
-                global_a = cute.local_tile(cute.domain_offset((first, 0), tensor_a), (ROWS, DEPTH), (0, None))
-                to_a, from_a = partition(atom_a, shared.a, global_a)
+                rows_a = cute.domain_offset((first, 0), tensor_a)
+                (to_top, from_top), (to_bottom, from_bottom) = (
+                    partition(
+                        atom_a,
+                        cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)),
+                        cute.local_tile(rows_a, (HALF, DEPTH), (half, None)),
+                    )
+                    for half in range(2)
+                )
+                has_bottom = first + HALF < end
+                loaded += bytes_a // 2 * (1 + Int32(has_bottom))
             for depth in cutlass.range(self.depth_tiles, unroll=1):
                 if warp == 0:
                     if depth == self.depth_tiles // 2:
@@ -155,9 +166,7 @@ class RowsKernel:
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if warp == 0:
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(
-                            full + stage, bytes_b if const_expr(self.gather) else bytes_a + bytes_b
-                        )
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, loaded)
                     for half in cutlass.range_constexpr(self.halves):
                         box = cute.local_tile(
                             tensor_b[None, None, half, expert], (half_columns, DEPTH), (column_tile, depth)
@@ -178,7 +187,9 @@ class RowsKernel:
                         gather_chunk(target, source + offsets[i].to(Int64))
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 else:
-                    cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
+                    cute.copy(atom_a, from_top[None, depth], to_top[None, stage], tma_bar_ptr=full + stage)
+                    if has_bottom:
+                        cute.copy(atom_a, from_bottom[None, depth], to_bottom[None, stage], tma_bar_ptr=full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
 

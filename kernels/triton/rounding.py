@@ -362,6 +362,6 @@ def round_rows(
         place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
         (scores_TE.contiguous(), selection, counts, weight_P, expert_P, *rows),
         (num_tokens, num_words, num_blocks, num_pairs, max_row_tiles(num_pairs, num_experts)),
-        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=8,
+        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=2,
     )  # fmt: skip
     return Rounded(weight_P, expert_P, rows, fell_back)
