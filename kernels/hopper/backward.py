@@ -2,8 +2,7 @@
 
     da' = dout W2,  dh = w da' act'(h),  a' = w act(h),  dw = <da', act(h)>      (paper, section 3)
 
-The finishing warps read da' from shared memory and h from global memory, a group of rows ahead of its use; a tile's h is
-brought to L2 while the tile before it is finished.
+The finishing warps read da' from shared memory and h from global memory, a group of rows ahead of its use.
 """
 
 import cuda.bindings.driver as cuda
@@ -13,7 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .activations import activate
 from .configs import Tile
-from .core import CHUNK, HALF, PIECE, THREADS, global_chunk, load_atom, one_stage, partition
+from .core import CHUNK, HALF, PIECE, THREADS, global_chunk
 from .finish import LANE_ROWS, FinishedKernel
 
 
@@ -32,32 +31,27 @@ class DownBackwardKernel(FinishedKernel):
     ):  # fmt: skip
         _, tensor_dout, atom_w, tensor_w = self.set_up(dout, weight)
         self.set_up_finish()
-        inner = h.shape[1] // 2
-        sides = cute.make_layout((h.shape[0], inner, 2), stride=(2 * inner, 1, inner))
-        if const_expr(self.interleaved):
-            sides = cute.make_layout((h.shape[0], 2 * inner, 1), stride=(2 * inner, 1, 2 * inner))
-        atom_h, tensor_h = load_atom(cute.make_tensor(h.iterator, sides), one_stage(self.layout), (HALF, PIECE))
         self.kernel(
-            tensor_dout, atom_w, tensor_w, atom_h, tensor_h, h, routing_weight, dh, a, parts, pair, token, table, last,
+            tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, table, last,
             self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_h: cute.CopyAtom,
-        tensor_h: cute.Tensor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor,
-        token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma, narrow_mma,
-        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
+        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, h: cute.Tensor,
+        routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        layout: cute.ComposedLayout,
     ):  # fmt: skip
         self.divide_work(
             tensor_dout, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, None, layout_a, layout_b, layout,
-            (atom_h, tensor_h, h, routing_weight, dh, a, parts, pair),
+            (h, routing_weight, dh, a, parts, pair),
         )  # fmt: skip
 
     @cute.jit
     def finish_tiles(
-        self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, h: cute.Tensor, routing_weight: cute.Tensor, dh, a,
-        parts, pair: cute.Tensor,
+        self, shared: cutlass.Constexpr, finisher, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
+        pair: cute.Tensor,
     ):  # fmt: skip
         """A finishing warp's part: every third group of LANE_ROWS rows, over all the tile's columns."""
         handed_over, taken = shared.own, shared.own + 2
@@ -65,92 +59,56 @@ class DownBackwardKernel(FinishedKernel):
         lane_row = lane // (PIECE // CHUNK)
         now = cute.make_rmem_tensor((CHUNK, 2, self.pieces), self.dtype)  # h of a group of rows
         ahead = cute.make_rmem_tensor((CHUNK, 2, self.pieces), self.dtype)
-        weights = cute.make_rmem_tensor(2, Float32)
         tile_phase, own_group = Int32(0), Int32(finisher)
         expert, top, end, column_tile = shared.work.receive(Int32(0))
-        self.expect(shared, atom_h, tensor_h, expert, top, end, column_tile, finisher)
         turn = Int32(1)
         while expert >= 0:
-            next_item = None
             for half in cutlass.range_constexpr(2):
                 first = top + HALF * half
-                end_of_half = cutlass.min(first + HALF, end)
-                groups = (cutlass.max(end_of_half - first, 0) + LANE_ROWS - 1) // LANE_ROWS
-                self.load(now, h, first + own_group * LANE_ROWS + lane_row, end, column_tile)
-                if const_expr(half == 0):
-                    for later in cutlass.range_constexpr(2):
-                        self.load_weights(weights, later, routing_weight, pair, top, end, own_group)
-                    next_item = shared.work.receive(turn)
-                    self.expect(shared, atom_h, tensor_h, *next_item, finisher)
+                groups = (cutlass.max(cutlass.min(end - first, HALF), 0) + LANE_ROWS - 1) // LANE_ROWS
+                row = first + own_group * LANE_ROWS + lane_row
+                routed = self.load(now, h, routing_weight, pair, row, end, column_tile)
                 cute.arch.mbarrier_wait(handed_over + half, tile_phase)
                 for group in cutlass.range(own_group, groups, self.finishers, unroll=1):
                     row = first + group * LANE_ROWS + lane_row
-                    self.load(ahead, h, row + self.finishers * LANE_ROWS, end_of_half, column_tile)
-                    routed = cute.arch.shuffle_sync(
-                        weights[half], (group - own_group) // self.finishers * LANE_ROWS + lane_row
+                    routed_ahead = self.load(
+                        ahead, h, routing_weight, pair, row + self.finishers * LANE_ROWS, end, column_tile
                     )
                     self.finish_group(
                         shared.pieces.iterator.toint(), half, now, routed, dh, a, parts, row, row - first, end,
                         column_tile, h.shape[1] // 2,
                     )  # fmt: skip
+                    routed = routed_ahead
                     for v in cutlass.range_constexpr(cute.size(now)):
                         now[v] = ahead[v]
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(taken + half)
-                own_group = self.own_group_of_next_half(own_group)
+                # who is next in turn goes first
+                own_group = (own_group + self.finishers - HALF // LANE_ROWS % self.finishers) % self.finishers
             tile_phase ^= 1
-            expert, top, end, column_tile = next_item
+            expert, top, end, column_tile = shared.work.receive(turn)
             turn += 1
 
-    def own_group_of_next_half(self, own_group):
-        """Who is next in turn goes first."""
-        return (own_group + self.finishers - HALF // LANE_ROWS % self.finishers) % self.finishers
-
     @cute.jit
-    def expect(
-        self, shared: cutlass.Constexpr, atom_h, tensor_h, expert: Int32, top: Int32, end: Int32, column_tile: Int32,
-        finisher,
+    def load(
+        self, into, h: cute.Tensor, routing_weight: cute.Tensor, pair: cute.Tensor, row: Int32, end: Int32,
+        column_tile: Int32,
     ):  # fmt: skip
-        """Begin to bring h of an item to L2; by one warp."""
-        boxes = self.pieces * (2 if self.interleaved else 1)
-        if finisher == 0 and expert >= 0:
-            for half in cutlass.range_constexpr(2):
-                if top + HALF * half < end:
-                    for side in cutlass.range_constexpr(1 if self.interleaved else 2):
-                        rows = cute.domain_offset((top + HALF * half, 0), tensor_h[None, None, side])
-                        _, from_h = partition(atom_h, shared.pieces, cute.local_tile(rows, (HALF, PIECE), (0, None)))
-                        for p in cutlass.range_constexpr(boxes):
-                            cute.prefetch(atom_h, from_h[None, column_tile * boxes + p])
-
-    @cute.jit
-    def load_weights(
-        self, weights, half: cutlass.Constexpr, routing_weight: cute.Tensor, pair: cute.Tensor, top: Int32, end: Int32,
-        own_group: Int32,
-    ):  # fmt: skip
-        """weights[half]: of the rows of this warp's groups in half a tile, in the order in which they come."""
-        if const_expr(half):
-            own_group = self.own_group_of_next_half(own_group)
-        lane = cute.arch.lane_idx()
-        group = own_group + lane // LANE_ROWS * self.finishers
-        row = top + HALF * half + group * LANE_ROWS + lane % LANE_ROWS
-        weights[half] = Float32(0.0)
-        if group < HALF // LANE_ROWS and row < end:
-            weights[half] = routing_weight[pair[row]]
-
-    @cute.jit
-    def load(self, into, h: cute.Tensor, row: Int32, end: Int32, column_tile: Int32):
-        """This thread's chunks of h in a row, up to row `end`."""
+        """This thread's chunks of h in a row, up to row `end`; returns the row's routing weight."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
         inner = h.shape[1] // 2
+        weight = Float32(0.0)
         if const_expr(inner % self.columns):
             into.fill(0.0)  # act of what lies past the last column must be finite
         if row < end:
+            weight = routing_weight[pair[row]]
             for p in cutlass.range_constexpr(self.pieces):
                 column = self.column_of(column_tile, p)
                 if column < inner:
                     for side in cutlass.range_constexpr(2):
                         cute.copy(copy, self.chunk_of_h(h, row, column, side), into[None, side, p])
+        return weight
 
     def column_of(self, column_tile, p):
         """The first column of this thread's chunk of da in the p-th piece of a tile."""
