@@ -160,74 +160,54 @@ class GradientKernel:
     def produce(
         self, atom, tensor, gathered: cute.Tensor, shared: cutlass.Constexpr, token: cute.Tensor, offsets: cute.Tensor
     ):
-        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns.
-
-        As in rows.py the next item is found while stages of this one are waited for; a stage's tokens are looked up a
-        stage earlier. An item without rows has no stages and takes one step.
-        """
+        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
         thread = cute.arch.thread_idx()[0]
         work, full, empty = shared.work, shared.ring.full, shared.ring.empty
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunk, row_in_pass = thread % 8, thread // 8
         together = 16  # rows copied at a time
         passes, groups = DEPTH // together, self.columns // 64
         target = shared.b.iterator.toint() + row_in_pass * 128 + (chunk ^ row_in_pass % 8) * 16
         width = gathered.shape[1]
-        tokens, places = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
         expert, start, end, tile = self.find(offsets, number)
-        if warp == 0:
+        if warp_index == 0:
             work.pass_on((expert, start, end, tile), Int32(0))
         else:
             work.receive(Int32(0))
-        self.look_up(tokens, token, start + row_in_pass, end, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
-            if warp == 0:
+            if warp_index == 0:
                 number = work.claim()
-            next_expert, next_start, next_end, next_tile = NONE_LEFT
             high, wide = self.place(tile)
             first = wide * self.columns + chunk * CHUNK
             of_expert = ragged_columns_rows(tensor, start, end)
             boxes = cute.local_tile(of_expert, (HEIGHT, DEPTH), (high, None))
             to_direct, from_direct = partition(atom, shared.a, boxes)
-            steps = cutlass.max((end - start + DEPTH - 1) // DEPTH, 1)
-            for depth in cutlass.range(steps, unroll=1):
-                if warp == 0:
-                    if depth == steps // 2:
-                        next_expert, next_start, next_end, next_tile = self.find(offsets, work.claimed(number))
+            for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
+                places = cute.make_rmem_tensor(passes, Uint32)
                 for i in cutlass.range_constexpr(passes):
-                    places[i] = (tokens[i] * width).to(Uint32) * 2
-                if depth < steps - 1:
-                    self.look_up(tokens, token, start + (depth + 1) * DEPTH + row_in_pass, end, together)
-                else:
-                    if warp == 0:
-                        work.pass_on((next_expert, next_start, next_end, next_tile), turn)
-                    else:
-                        next_expert, next_start, next_end, next_tile = work.receive(turn)
-                    turn += 1
-                    self.look_up(tokens, token, next_start + row_in_pass, next_end, together)
-                if start < end:
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    if warp == 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, HEIGHT * DEPTH * 2)
-                        cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
-                    for g in cutlass.range_constexpr(groups):
-                        # columns past the last are read twice instead, and clipped when stored
-                        column = cutlass.min(first + g * 64, width - CHUNK)
-                        source = gathered.iterator.toint() + Int64(column * 2)
-                        for i in cutlass.range_constexpr(passes):
-                            gather_chunk(
-                                target + stage * (groups * GROUP) + g * GROUP + i * (together * 128),
-                                source + places[i].to(Int64),
-                            )  # fmt: skip
-                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                    stage, phase = advance(stage, phase, self.stages)
-            expert, start, end, tile = next_expert, next_start, next_end, next_tile
-
-    @cute.jit
-    def look_up(self, tokens, token: cute.Tensor, first: Int32, end: Int32, together: cutlass.Constexpr):
-        """tokens: of every `together`-th row from `first`; past the end the last row is repeated."""
-        for i in cutlass.range_constexpr(cute.size(tokens)):
-            tokens[i] = token[cutlass.max(cutlass.min(first + together * i, end - 1), 0)]
+                    row = start + depth * DEPTH + row_in_pass + i * together
+                    places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp_index == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, HEIGHT * DEPTH * 2)
+                    cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
+                for g in cutlass.range_constexpr(groups):
+                    # columns past the last are read twice instead, and clipped when stored
+                    column = cutlass.min(first + g * 64, width - CHUNK)
+                    source = gathered.iterator.toint() + Int64(column * 2)
+                    for i in cutlass.range_constexpr(passes):
+                        gather_chunk(
+                            target + stage * (groups * GROUP) + g * GROUP + i * (together * 128),
+                            source + places[i].to(Int64),
+                        )  # fmt: skip
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = advance(stage, phase, self.stages)
+            if warp_index == 0:
+                expert, start, end, tile = self.find(offsets, work.claimed(number))
+                work.pass_on((expert, start, end, tile), turn)
+            else:
+                expert, start, end, tile = work.receive(turn)
+            turn += 1
