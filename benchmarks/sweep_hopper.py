@@ -26,11 +26,9 @@ from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import compiled
 from sonicmoe_hf.kernels.hopper.configs import Tile
-from sonicmoe_hf.kernels.hopper.variants import PRODUCTS as PRODUCT_KERNELS
 from sonicmoe_hf.kernels.interface import Activation
 
-TALL = Tile(192, 3)  # of 256 rows
-PRODUCTS = [Tile(192, 4), TALL, Tile(128, 6)]
+PRODUCTS = [Tile(192, 4), Tile(128, 6)]
 GRADIENTS = [Tile(192, 3), Tile(128, 4)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
@@ -82,14 +80,14 @@ def calls(shape: Shape, inputs):
 @contextlib.contextmanager
 def using(tile: Tile):
     """The table answers `tile`, and few rows per expert stay on the Hopper kernels too."""
-    with mock.patch.multiple(hopper, tile=lambda *_: tile, tall=lambda *_: tile == TALL, _few=lambda _: False):
+    with mock.patch.multiple(hopper, tile=lambda *_: tile, _few=lambda _: False):
         yield
 
 
 def asked_for(call, tile: Tile):
     """The kernel that a call asks for, compiling and launching nothing."""
     found = []
-    kernels = ("up", *PRODUCT_KERNELS, "down_backward", "gradient")
+    kernels = ("up", "product", "down_backward", "gradient")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
     with using(tile), mock.patch.multiple(compiled, **notes), mock.patch.object(hopper, "_launch", lambda *_: None):
         call(hopper)

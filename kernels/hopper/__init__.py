@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import takes, tall, tile
+from .configs import takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -92,11 +92,10 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
         return fallback()
     _, columns, depth = weight_ENK.shape
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
-    name = "tall_product" if tall(source_RK.shape[0], weight_ENK.shape[0]) else "product"
-    kernel = getattr(_compiled(), name)(
-        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, tile(name, columns)
+    kernel = _compiled().product(
+        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, tile("product", columns)
     )
-    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, rows.offsets, *_tiles(rows, source_RK))
+    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN
 
 

@@ -13,7 +13,7 @@ from .cache import cached
 from .configs import Tile
 from .forward import UpKernel
 from .gradients import GradientKernel
-from .products import ProductKernel, TallProductKernel
+from .products import ProductKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has
@@ -41,29 +41,18 @@ def _stream():
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
-def _product(kernel, dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, tile: Tile):
-    """ProductKernel or TallProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
+@cached
+def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, tile: Tile):
+    """ProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        kernel(kind, tile),
+        ProductKernel(kind, tile),
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
         _tensor(kind, (pairs, rows_of_weight)),
-        _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
+        _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
-
-
-@cached
-def product(*parameters):
-    """ProductKernel, of `_product`'s parameters."""
-    return _product(ProductKernel, *parameters)
-
-
-@cached
-def tall_product(*parameters):
-    """TallProductKernel, of `_product`'s parameters."""
-    return _product(TallProductKernel, *parameters)
 
 
 @cached

@@ -5,12 +5,11 @@ import functools
 from typing import NamedTuple
 
 SMALLEST = 64  # columns of a stored piece; sizes are above it
-FEW = 400  # mean rows of an expert, those included that token rounding may add
 ALIGNMENT = 8  # elements: 16 bytes
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile, whose rows are 128 (256 for `gradient` and `tall_product`); stages of the ring."""
+    """Columns of a product's tile, whose rows are 128 (256 for `gradient`); stages of the operands' ring."""
 
     columns: int
     stages: int
@@ -23,7 +22,6 @@ class Tile(NamedTuple):
 TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "product": {Tile(192, 4): 1.0},
-    "tall_product": {Tile(192, 3): 1.0},
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
     "gradient": {Tile(192, 3): 1.0, Tile(128, 4): 0.98},
 }
@@ -41,8 +39,3 @@ def tile(kernel: str, width: int) -> Tile:
 def takes(*sizes: int) -> bool:
     """Whether the Hopper kernels take operands of these sizes (H, I, 2I)."""
     return all(size % ALIGNMENT == 0 and size > SMALLEST for size in sizes)
-
-
-def tall(num_rows: int, num_experts: int) -> bool:
-    """Whether down and input_rows take tiles of 256 rows: where reading an expert's weights twice is much of the work."""
-    return num_rows <= FEW * num_experts

@@ -10,7 +10,6 @@ from .core import (
     CONSUMER_WARPS,
     HALF,
     PIECE,
-    ROWS,
     THREADS,
     enter,
     one_stage,
@@ -36,8 +35,6 @@ class ProductKernel(RowsKernel):
     arrived: only then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
     """
 
-    own_arrivals = (CONSUMER_WARPS // 2,) * 2
-    consumer_warps = CONSUMER_WARPS // 2  # that multiply a stage
     group = 2  # measured: faster than 8 where experts have few rows, as fast where they have many
 
     def __init__(self, dtype, tile: Tile):
@@ -47,44 +44,41 @@ class ProductKernel(RowsKernel):
 
     @cute.jit
     def __call__(
-        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor,
+        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
         table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
         pieces = piece_layout(self.dtype, 2 * self.pieces)
         atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, self.stages, len(self.own_arrivals))
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, self.stages, 2)
         self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, offsets, table, last, self.tiled_mma,
+            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
             self.narrow_mma, self.layout_a, self.layout_b, pieces,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
-        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, offsets: cute.Tensor,
-        table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout,
-        layout_b: cute.ComposedLayout, pieces: cute.ComposedLayout,
+        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        pieces: cute.ComposedLayout,
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        of_one = CONSUMER_WARPS // 2
         tiles, counter = table_and_counter(table, last)
         shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), self.own_arrivals,
+            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
             (atom_b, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
-            consumer_warps=self.consumer_warps,
+            consumer_warps=of_one,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
-                self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, token, self.places(tiles, offsets))
+                self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             self.multiply(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
-
-    def places(self, tiles, offsets):
-        """What `find` looks items up in."""
-        return tiles
 
     @cute.jit
     def multiply(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
@@ -143,62 +137,3 @@ class ProductKernel(RowsKernel):
             for p in cutlass.range_constexpr(self.pieces):
                 cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, column_tile * self.pieces + p])
             cute.arch.cp_async_bulk_commit_group()
-
-
-class TallProductKernel(ProductKernel):
-    """The same in tiles of 256 rows, of which each consumer multiplies 128, for few rows per expert: weights are loaded
-    once for two tiles of the table or more. Only the first of those counts; the others are claimed and passed over."""
-
-    rows = 2 * ROWS
-    own_arrivals = ()
-    consumer_warps = CONSUMER_WARPS
-
-    def places(self, tiles, offsets):
-        return tiles, offsets
-
-    @cute.jit
-    def find_next(self, work, places, number):
-        """The first item, from `number` on, of those that this block claims whose rows begin a tile."""
-        tiles, offsets = places
-        expert, first, end, column_tile = self.find(tiles, number)
-        while expert >= 0 and (first - offsets[cutlass.max(expert, 0)]) % self.rows != 0:
-            expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim()))
-        if expert >= 0:
-            end = cutlass.min(first + self.rows, offsets[expert + 1])
-        return expert, first, end, column_tile
-
-    @cute.jit
-    def multiply(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out, bias):
-        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile."""
-        (top_a, fragment_b, top), (bottom_a, _, bottom) = (
-            consumer_fragments(tiled_mma, shared, 2 * own + half, self.columns) for half in range(2)
-        )
-        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
-        store, places = self.store_of(tiled_mma, shared, own)
-        stage, phase = Int32(0), Int32(0)
-        expert, first, end, column_tile = shared.work.receive(Int32(0))
-        turn = Int32(1)
-        while expert >= 0:
-            first += ROWS * own
-            is_last = column_tile == self.column_tiles - 1
-            if first + HALF < end:
-                stage, phase = multiply_tile(
-                    tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, self.last_columns,
-                    is_last, shared.ring, stage, phase, Int32(self.depth_tiles),
-                )  # fmt: skip
-            else:
-                # nothing to multiply where there are no rows
-                depth_tiles = Int32(first < end) * self.depth_tiles
-                stage, phase = multiply_tile(
-                    tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, self.last_columns, is_last,
-                    shared.ring, stage, phase, depth_tiles, unused=self.depth_tiles - depth_tiles,
-                )  # fmt: skip
-            if first < end:
-                self.send(store, top, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
-            if first + HALF < end:
-                self.send(
-                    store, bottom, places, shared, atom_out, tensor_out, bias, expert, first + HALF, end, column_tile
-                )  # fmt: skip
-            expert, first, end, column_tile = shared.work.receive(turn)
-            turn += 1
-        cute.arch.cp_async_bulk_wait_group(0)

@@ -42,7 +42,6 @@ class RowsKernel:
     columns / 2 of each.
     """
 
-    rows = ROWS  # of a tile
     group = 8  # row tiles that pass over all columns together
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
 
@@ -67,7 +66,7 @@ class RowsKernel:
                 (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
             ),
         )
-        self.layout_a = operand_layout(self.dtype, self.rows, True, self.stages)
+        self.layout_a = operand_layout(self.dtype, ROWS, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         half_b = operand_layout(self.dtype, self.columns // self.halves, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
@@ -99,12 +98,10 @@ class RowsKernel:
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
         return expert, first, end, column_tile
 
-    def find_next(self, work, tiles, number):
-        """The item to work on after a number has been claimed."""
-        return self.find(tiles, number)
-
     @cute.jit
-    def produce(self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, tiles):
+    def produce(
+        self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, tiles: cute.Tensor
+    ):
         """The producer warps' part: fill the ring for every work item of this block.
 
         The next item is found, and its rows are looked up, while stages of this one are waited for; what is loaded for
@@ -113,7 +110,7 @@ class RowsKernel:
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         work, full, empty = shared.work, shared.ring.full, shared.ring.empty
         bytes_b = self.columns * DEPTH * 2
-        bytes_a = self.rows * DEPTH * 2
+        bytes_a = ROWS * DEPTH * 2
         half_columns = self.columns // self.halves
         chunk, lane_row = lane % 8, lane // 8
         together = self.gather_warps * GATHER_ROWS  # rows copied at a time
@@ -126,7 +123,7 @@ class RowsKernel:
         ]
         tokens, offsets = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
-        expert, first, end, column_tile = self.find_next(work, tiles, number)
+        expert, first, end, column_tile = self.find(tiles, number)
         if warp == 0:
             work.pass_on((expert, first, end, column_tile), Int32(0))
         else:
@@ -144,21 +141,20 @@ class RowsKernel:
                     offsets[i] = (tokens[i] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
             else:
                 rows_a = cute.domain_offset((first, 0), tensor_a)
-                halves_a = [
+                (to_top, from_top), (to_bottom, from_bottom) = (
                     partition(
                         atom_a,
                         cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)),
                         cute.local_tile(rows_a, (HALF, DEPTH), (half, None)),
                     )
-                    for half in range(self.rows // HALF)
-                ]
-                loaded += (cutlass.min(end - first, self.rows) + HALF - 1) // HALF * (HALF * DEPTH * 2)
+                    for half in range(2)
+                )
+                has_bottom = first + HALF < end
+                loaded += bytes_a // 2 * (1 + Int32(has_bottom))
             for depth in cutlass.range(self.depth_tiles, unroll=1):
                 if warp == 0:
                     if depth == self.depth_tiles // 2:
-                        next_expert, next_first, next_end, next_tile = self.find_next(
-                            work, tiles, work.claimed(number)
-                        )  # fmt: skip
+                        next_expert, next_first, next_end, next_tile = self.find(tiles, work.claimed(number))
                 if depth == self.depth_tiles - 1:
                     if warp == 0:
                         work.pass_on((next_expert, next_first, next_end, next_tile), turn)
@@ -191,9 +187,9 @@ class RowsKernel:
                         gather_chunk(target, source + offsets[i].to(Int64))
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 else:
-                    for half, (to_a, from_a) in enumerate(halves_a):
-                        if first + HALF * half < end:
-                            cute.copy(atom_a, from_a[None, depth], to_a[None, stage], tma_bar_ptr=full + stage)
+                    cute.copy(atom_a, from_top[None, depth], to_top[None, stage], tma_bar_ptr=full + stage)
+                    if has_bottom:
+                        cute.copy(atom_a, from_bottom[None, depth], to_bottom[None, stage], tma_bar_ptr=full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
 

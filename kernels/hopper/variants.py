@@ -11,7 +11,6 @@ from .configs import takes, tile
 UP = ((True, True), (False, True), (True, False))
 # (dh, a, dw) of a full backward, with frozen experts, with a frozen router, and with both
 DOWN_BACKWARD = ((True, True, True), (True, False, True), (True, True, False), (True, False, False))
-PRODUCTS = ("product", "tall_product")  # which one, few or many rows decide
 
 
 def on_triton(hidden: int, inner: int) -> list[str]:
@@ -38,11 +37,9 @@ def variants(
         for want in DOWN_BACKWARD:
             chosen = tile("down_backward", inner)
             found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
-        for name in PRODUCTS:
-            found.append((name, (dtype, hidden, inner, not transposed, bias, tile(name, hidden))))
+        found.append(("product", (dtype, hidden, inner, not transposed, bias, tile("product", hidden))))
         found.append(("gradient", (dtype, inner, hidden, transposed, tile("gradient", hidden))))
     if takes(hidden, width):
-        for name in PRODUCTS:
-            found.append((name, (dtype, hidden, width, transposed, False, tile(name, hidden))))
+        found.append(("product", (dtype, hidden, width, transposed, False, tile("product", hidden))))
         found.append(("gradient", (dtype, width, hidden, not transposed, tile("gradient", hidden))))
     return list(dict.fromkeys(found))

@@ -14,7 +14,6 @@ import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
 from sonicmoe_hf.kernels.hopper.configs import TABLE, tile
-from sonicmoe_hf.kernels.hopper.variants import PRODUCTS
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -28,10 +27,6 @@ def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SW
 
 def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
     return "product", (dtype, N, K, contiguous, bias, tile("product", N))
-
-
-def tall_product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
-    return "tall_product", (dtype, N, K, contiguous, bias, tile("tall_product", N))
 
 
 def down_backward(
@@ -50,8 +45,6 @@ CASES = {
     "product, whole tiles": product(1536, 256),
     "product, transposed weight, whole tiles, bias": product(1536, 512, contiguous=False, bias=True),
     "product, fp16, odd sizes": product(264, 200, dtype=FP16),
-    "tall product, transposed weight": tall_product(K=1536, contiguous=False),
-    "tall product, fp16, odd sizes, bias": tall_product(264, 200, bias=True, dtype=FP16),
     "up, bias, transposed": up(2880, 2880, transposed=True, bias=True),
     "up, without h": up(want=(False, True)),
     "up, without a": up(want=(True, False)),
@@ -75,7 +68,7 @@ CASES = {
 for name in ACTIVATIONS[1:]:
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
-for function in (up, product, tall_product, down_backward, gradient):
+for function in (up, product, down_backward, gradient):
     kernel, parameters = function()
     for chosen in TABLE[kernel]:
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
@@ -83,9 +76,10 @@ for function in (up, product, tall_product, down_backward, gradient):
 
 def narrower_too(kernel, parameters):
     """2 where the last tile is narrower and so multiplied by instructions of its own, otherwise 1."""
-    width = parameters[1 if kernel in PRODUCTS else 2]
     if kernel == "up":  # of concatenated weights a tile has two halves
-        width = 2 * width if parameters[-2] else 0
+        width = 2 * parameters[2] if parameters[-2] else 0
+    else:
+        width = parameters[1 if kernel == "product" else 2]
     columns = parameters[-1].columns
     return 2 if 0 < width % columns <= columns - 64 else 1
 
@@ -105,7 +99,7 @@ def main():
             # two accumulators; and an empty group, which the compiler puts after the loop
             steps = (2 * steps - 1) * narrower_too(kernel, parameters)
         else:
-            steps *= 3 if kernel in PRODUCTS else 1  # tiles of 128 rows, and of 64
+            steps *= 3 if kernel == "product" else 1  # tiles of 128 rows, and of 64
             steps *= narrower_too(kernel, parameters)
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.hopper import cache, compiled
-from sonicmoe_hf.kernels.hopper.variants import PRODUCTS, on_triton, variants
+from sonicmoe_hf.kernels.hopper.variants import on_triton, variants
 
 GET_ONE = (
     "import torch; from sonicmoe_hf.kernels.hopper import cache, compiled;"
@@ -72,7 +72,7 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
     def note(name):
         return lambda *parameters: found.append((name, parameters))
 
-    for name in ("up", *PRODUCTS, "down_backward", "gradient"):
+    for name in ("up", "product", "down_backward", "gradient"):
         monkeypatch.setattr(compiled, name, note(name))
     monkeypatch.setattr(hopper, "_launch", lambda *_: None)
     monkeypatch.setattr(hopper, "portable", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
@@ -91,12 +91,10 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
     rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
     for want in ((True, True), (False, True), (True, False)):
         hopper.up(x, gate_up, gate_up_bias, rows, activation, interleaved, *want)
-    for few_rows in (False, True):
-        monkeypatch.setattr(hopper, "tall", lambda *_, few_rows=few_rows: few_rows)
-        hopper.down(a, down, down_bias, rows)
-        hopper.input_rows(h, gate_up, rows)
+    hopper.down(a, down, down_bias, rows)
     for want in ((True, True, True), (True, False, True), (True, True, False), (True, False, False)):
         hopper.down_backward(x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want)
+    hopper.input_rows(h, gate_up, rows)
     hopper.gate_up_gradient(h, x, rows, gate_up)
     hopper.down_gradient(x, a, rows, down)
     return found
@@ -126,7 +124,7 @@ def test_the_command_fills_the_cache_and_finds_it_filled(tmp_path):
     command = ("-m", "sonicmoe_hf", "warmup", "--shape", "128,40", "--processes", "2")
     first, error = (process := start(tmp_path, *command)).communicate()
     assert process.returncode == 1, error  # down and others run on Triton at I = 40
-    assert "3 kernels" in first and "3 compiled now" in first and "down_backward" in first
+    assert "2 kernels" in first and "2 compiled now" in first and "down_backward" in first
     again, error = (process := start(tmp_path, *command)).communicate()
     assert "0 compiled now" in again, error
 
