@@ -31,8 +31,6 @@ from .core import (
 from .multiply import consumer_mma, narrower
 from .work import NONE_LEFT
 
-WEIGHTS_AHEAD = 8  # stages whose weights are on the way to L2
-MANY_TILES = 4  # row tiles of an expert, on average, above which that would only cost: its weights are in L2
 GATHER_ROWS = 4  # copied at a time by the producer's warp, 128 bytes of each
 
 
@@ -63,7 +61,10 @@ class RowsKernel:
         self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
         self.depth_tiles = math.ceil(depth / DEPTH)
         view = cute.make_tensor(
-            weight.iterator, cute.make_layout((rows, depth, experts), stride=(stride_n, stride_k, stride_e))
+            weight.iterator,
+            cute.make_layout(
+                (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
+            ),
         )
         self.layout_a = operand_layout(self.dtype, ROWS, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
@@ -80,14 +81,6 @@ class RowsKernel:
             atom_a, tensor_a = load_atom(source, one_stage(half_a), (HALF, DEPTH))
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
-
-    def boxes_of(self, tensor_b, expert, column_tile, half):
-        """The weights of a tile's columns (or of a half of them; past a first half they are the second's, and their
-        products clipped), as (columns, DEPTH, number of stages)."""
-        half_columns = self.columns // self.halves
-        first = half * (tensor_b.shape[0] // self.halves) + column_tile * half_columns
-        rows = cute.domain_offset((first, 0), tensor_b[None, None, expert])
-        return cute.local_tile(rows, (half_columns, DEPTH), (0, None))
 
     def num_items(self, tiles):
         return tiles.shape[0] * self.column_tiles
@@ -138,9 +131,6 @@ class RowsKernel:
         if const_expr(self.gather):
             self.look_up(tokens, token, first, end, top_row, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
-        ahead = Int32(work.items <= MANY_TILES * self.column_tiles * tensor_b.shape[2]) * WEIGHTS_AHEAD
-        if warp == 0:
-            self.expect_weights(atom_b, tensor_b, shared, expert, column_tile, Int32(0), ahead)
         while expert >= 0:
             if warp == 0:
                 number = work.claim()
@@ -171,8 +161,6 @@ class RowsKernel:
                     else:
                         next_expert, next_first, next_end, next_tile = work.receive(turn)
                     turn += 1
-                    if warp == 0:
-                        self.expect_weights(atom_b, tensor_b, shared, next_expert, next_tile, Int32(0), ahead)
                     if const_expr(self.gather):
                         self.look_up(tokens, token, next_first, next_end, top_row, together)
                 cute.arch.mbarrier_wait(empty + stage, phase)
@@ -180,11 +168,12 @@ class RowsKernel:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, loaded)
                     for half in cutlass.range_constexpr(self.halves):
+                        box = cute.local_tile(
+                            tensor_b[None, None, half, expert], (half_columns, DEPTH), (column_tile, depth)
+                        )
                         slot = cute.local_tile(shared.b[None, None, stage], (half_columns, DEPTH), (half, 0))
-                        to_b, from_b = partition(atom_b, slot, self.boxes_of(tensor_b, expert, column_tile, half))
-                        cute.copy(atom_b, from_b[None, depth], to_b, tma_bar_ptr=full + stage)
-                    if ahead > 0:
-                        self.expect_weights(atom_b, tensor_b, shared, expert, column_tile, depth + ahead, Int32(1))
+                        to_b, from_b = partition(atom_b, slot, box)
+                        cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full + stage)
                 if const_expr(self.gather):
                     source = tensor_a.iterator.toint() + Int64(depth * (DEPTH * 2))
                     if const_expr(tensor_a.shape[1] % DEPTH):
@@ -203,19 +192,6 @@ class RowsKernel:
                         cute.copy(atom_a, from_bottom[None, depth], to_bottom[None, stage], tma_bar_ptr=full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
-
-    @cute.jit
-    def expect_weights(
-        self, atom_b, tensor_b, shared: cutlass.Constexpr, expert: Int32, column_tile: Int32, first: Int32, stages: Int32
-    ):  # fmt: skip
-        """Begin to bring the weights of some stages of an item, from the first-th, to L2."""
-        half_columns = self.columns // self.halves
-        if expert >= 0:
-            for half in cutlass.range_constexpr(self.halves):
-                slot = cute.local_tile(shared.b[None, None, 0], (half_columns, DEPTH), (half, 0))
-                _, from_b = partition(atom_b, slot, self.boxes_of(tensor_b, expert, column_tile, half))
-                for depth in cutlass.range(first, cutlass.min(first + stages, self.depth_tiles), unroll=1):
-                    cute.prefetch(atom_b, from_b[None, depth])
 
     @cute.jit
     def look_up(
