@@ -61,13 +61,28 @@ def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32)
 
 
 @cute.jit
+def next_stage(empty, previous: Int32, has_previous, stage: Int32, phase: Int32, stages: cutlass.Constexpr):
+    """When a stage's products have been started: those of the stage before are done, and it is released. Returns that
+    stage, which is now the one before, and the ring's next with its phase."""
+    warpgroup.commit_group()
+    warpgroup.wait_group(1)
+    if has_previous:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + previous)
+    previous = stage
+    stage, phase = advance(stage, phase, stages)
+    return previous, stage, phase
+
+
+@cute.jit
 def multiply(
-    tiled_mma, accumulators, fragments_a, fragment_b, full, empty, stage: Int32, phase: Int32, depth_tiles: Int32,
-    stages: cutlass.Constexpr, rest=None, unused=None, arrived=None,
+    tiled_mma, accumulators, fragments_a, fragment_b, ring: cutlass.Constexpr, stage: Int32, phase: Int32,
+    depth_tiles: Int32, rest=None, unused=None, arrived=None,
 ):  # fmt: skip
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
     rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
     arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
+    full, empty, stages = ring.full, ring.empty, ring.stages
     for accumulator in accumulators:
         accumulator.fill(0.0)
     previous = stage
@@ -76,13 +91,7 @@ def multiply(
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if tile > 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + previous)
-        previous = stage
-        stage, phase = advance(stage, phase, stages)
+        previous, stage, phase = next_stage(empty, previous, tile > 0, stage, phase, stages)
     some = depth_tiles > 0
     if const_expr(rest is not None):
         if rest > 0:
@@ -90,13 +99,7 @@ def multiply(
             warpgroup.fence()
             for block in cutlass.range(rest, unroll=1):
                 issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if depth_tiles > 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + previous)
-            previous = stage
-            stage, phase = advance(stage, phase, stages)
+            previous, stage, phase = next_stage(empty, previous, depth_tiles > 0, stage, phase, stages)
             some = rest > 0
     if const_expr(arrived is not None):
         with cute.arch.elect_one():
@@ -121,7 +124,7 @@ def multiply_tile(
     arrived=None,
 ):  # fmt: skip
     """`multiply`, the last tile by narrower instructions if there are any."""
-    others = ring.full, ring.empty, stage, phase, depth_tiles, ring.stages, rest, unused, arrived
+    others = ring, stage, phase, depth_tiles, rest, unused, arrived
     if const_expr(narrow_mma is None):
         stage, phase = multiply(tiled_mma, accumulators, fragments_a, fragment_b, *others)
     else:

@@ -43,6 +43,14 @@ def write_tiles(
 
 
 @triton.jit
+def order_key(score):
+    """fp32 scores as int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their sign."""
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((bits & 0x7FFFFFFF) == 0, 0, key)
+
+
+@triton.jit
 def activate(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """a, d a / d gate, d a / d up in fp32; names and formulas as in interface.Activation."""
     if NAME == "clamped_swiglu":

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..interface import Rounded, Rows
 from .blocks import max_row_tiles, tile_rows
-from .common import write_tiles
+from .common import order_key, write_tiles
 from .launch import cdiv, launch, next_power_of_2
 from .sort_pairs import dispatch, tile_table_length
 
@@ -74,9 +74,7 @@ def keys_kernel(
     if valid is not None:
         real = real & tl.load(valid + token, mask=is_token, other=0)
 
-    bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where((bits & 0x7FFFFFFF) == 0, 0, key)  # -0.0 and 0.0 tie
+    key = order_key(score)
     key = tl.where(real[:, None] & (is_top | (score > float("-inf"))), key, NO_KEY)
     to = (expert.to(tl.int64) * num_words * WORD)[:, None] + token[None, :]
     tl.store(keys + to, tl.trans(key), mask=is_expert[:, None])

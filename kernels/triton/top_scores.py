@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .common import order_key
 from .launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 2048  # scores that a program looks at
@@ -18,22 +19,15 @@ ELEMENTS = 2048  # scores that a program looks at
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def top_k_kernel(
-    scores,
-    index,
-    num_tokens,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    scores, index, num_tokens,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)[None, :]
     is_score = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)
     at = token.to(tl.int64)[:, None] * NUM_EXPERTS + expert
     score = tl.load(scores + at, mask=is_score, other=0.0).to(tl.float32)
-    bits = score.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where((bits & 0x7FFFFFFF) == 0, 0, key)  # -0.0 and 0.0 tie
+    key = order_key(score)
     key = tl.where(score != score, 0x7FFFFFFF, key)  # NaN is the largest, as for torch.topk
     taken: tl.constexpr = -0x7FFFFFFFFFFFFFFF
     left = tl.where(is_score, (key.to(tl.int64) << 32) | (EXPERTS - 1 - expert), taken)
