@@ -31,7 +31,7 @@ from sonicmoe_hf.kernels.interface import Activation
 PRODUCTS = [Tile(192, 4), WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
-GRADIENTS = [Tile(128, 4), Tile(64, 5)]
+GRADIENTS = [Tile(192, 3), Tile(128, 4)]
 CANDIDATES = {
     "up": GATED,
     "up, interleaved": GATED,

@@ -288,13 +288,6 @@ class PieceStore:
             self.registers[v] = values(v).to(self.registers.element_type)
         cute.copy(self.copy, self.registers, self.smem[None, None, None, self.buffer(piece)])
 
-    def write_words(self, piece: int, words):
-        """The same from all pieces' values in their dtype, two in a word."""
-        registers = cute.recast_tensor(self.registers, Int32)
-        for w in range(cute.size(registers)):
-            registers[w] = words[piece * cute.size(registers) + w]
-        cute.copy(self.copy, self.registers, self.smem[None, None, None, self.buffer(piece)])
-
     def publish(self):
         """The written pieces become visible to TMA."""
         cute.arch.fence_proxy("async.shared", space="cta")

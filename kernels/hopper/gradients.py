@@ -11,7 +11,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
-from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
@@ -35,12 +34,11 @@ from .core import (
     storage,
     store_atom,
 )
-from .multiply import await_stage, consumer_fragments, consumer_mma, issue, next_stage
+from .multiply import consumer_fragments, consumer_mma, multiply_tile, narrow_fragment, narrower
 from .rows import table_and_counter
 from .work import NONE_LEFT
 
 HEIGHT = 256  # of a tile: a consumer computes two halves of 64 of its 128
-MOST_COLUMNS = 128
 REGISTERS = (40, 232)  # of the first warpgroup and of the consumers: 3 * 168 in all
 GROUP = DEPTH * 128  # bytes of 64 columns of the gathered side, which lie together, swizzled over eight rows
 
@@ -48,14 +46,12 @@ GROUP = DEPTH * 128  # bytes of 64 columns of the gathered side, which lie toget
 class GradientKernel:
     """direct [R, M], gathered [T, N] -> out [E, M, N], stored with N or with M contiguous.
 
-    A finished tile is kept in the tensors' dtype, beside the accumulators of the next one, and sent while that is
-    multiplied: where experts have few rows, a tile's product is as short as its stores. The gathered side is the narrow
-    one: a copy of 16 bytes costs the producer as much as a TMA load of a box.
+    A tile is as large as registers allow, because what is loaded for it comes from L2, whose bandwidth decides where
+    experts have few rows. The gathered side is the narrow one: a copy of 16 bytes costs the producer as much as a TMA
+    load of a box.
     """
 
     def __init__(self, dtype, tile: Tile):
-        if tile.columns > MOST_COLUMNS:
-            raise ValueError(f"tiles of {tile.columns} columns: a finished one of over {MOST_COLUMNS} does not fit")
         self.dtype = dtype
         self.columns, self.stages = tile
 
@@ -67,24 +63,26 @@ class GradientKernel:
         _, height, width = out.shape
         self.across = out.stride[1] == 1
         self.high, self.wide = math.ceil(height / HEIGHT), math.ceil(width / self.columns)
+        self.last_columns, narrow_mma = narrower(width, self.columns), None
+        if const_expr(self.last_columns):
+            narrow_mma = consumer_mma(self.dtype, False, False, self.last_columns)
         layout_a = operand_layout(self.dtype, HEIGHT, False, self.stages)
         layout_b = operand_layout(self.dtype, self.columns, False, self.stages)
         pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE), self.across)
-        of_warp = operand_layout(self.dtype, HEIGHT // 4, False, self.stages)
-        atom, tensor = load_atom(ragged_columns(direct), one_stage(of_warp), (HEIGHT // 4, DEPTH))
+        atom, tensor = load_atom(ragged_columns(direct), one_stage(layout_a), (HEIGHT, DEPTH))
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
         self.Storage = storage(self.dtype, layout_a, layout_b, pieces, self.stages, 0)
         self.kernel(
             atom, tensor, gathered, atom_out, tensor_out, token, offsets, table, last,
-            consumer_mma(self.dtype, False, False, self.columns), layout_a, layout_b, pieces,
+            consumer_mma(self.dtype, False, False, self.columns), narrow_mma, layout_a, layout_b, pieces,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom: cute.CopyAtom, tensor: cute.Tensor, gathered: cute.Tensor, atom_out: cute.CopyAtom,
         tensor_out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, table: cute.Tensor, last: Int32,
-        tiled_mma: cute.TiledMma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
         pieces: cute.ComposedLayout,
     ):  # fmt: skip
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -99,86 +97,45 @@ class GradientKernel:
             self.produce(atom, tensor, gathered, shared, token, offsets)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.multiply(tiled_mma, shared, group - 1, atom_out, tensor_out)
+            self.multiply(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out)
 
     @cute.jit
-    def multiply(self, tiled_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out):
-        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile, whose halves are sent beside the first two
-        stages of the next one. (If accumulators were filled with zeros, the compiler would serialise the products.)"""
+    def multiply(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out):
+        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile."""
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, 2 * own + half, self.columns) for half in range(2)
         )
+        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
         thread = cute.arch.thread_idx()[0] % 128
         store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.columns // PIECE, self.across)
-        finished = tuple(cute.make_rmem_tensor(cute.size(top) // 2, Int32) for _ in range(2))
-        for half in finished:
-            half.fill(0)
-        ring = shared.ring
-        sent, place = Int32(2), (Int32(0), Int32(0), Int32(0))
         stage, phase = Int32(0), Int32(0)
         expert, start, end, tile = shared.work.receive(Int32(0))
         turn = Int32(1)
         while expert >= 0:
-            steps, rest = (end - start) // DEPTH, ((end - start) % DEPTH + 15) // 16
-            previous = stage
-            for step in cutlass.range(steps, unroll=1):
-                unreleased = await_stage(ring.full + stage, phase, ring.empty + previous, step > 0)
-                warpgroup.fence()
-                for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, step > 0 if const_expr(block == 0) else True)
-                    issue(tiled_mma, (top, bottom), (top_a, bottom_a), fragment_b, block, stage)
-                previous, stage, phase = next_stage(ring.empty, previous, unreleased, stage, phase, ring.stages)
-                if sent < 2:
-                    self.send(store, finished, sent, place, shared, atom_out, tensor_out)
-                    sent += 1
-            some = steps > 0
-            if rest > 0:
-                cute.arch.mbarrier_wait(ring.full + stage, phase)
-                warpgroup.fence()
-                for block in cutlass.range(rest, unroll=1):
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, block + steps > 0)
-                    issue(tiled_mma, (top, bottom), (top_a, bottom_a), fragment_b, block, stage)
-                previous, stage, phase = next_stage(ring.empty, previous, steps > 0, stage, phase, ring.stages)
-                some = rest > 0
-            for half in cutlass.range(sent, 2, unroll=1):
-                self.send(store, finished, half, place, shared, atom_out, tensor_out)
-            warpgroup.wait_group(0)
-            if some:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(ring.empty + previous)
-            for accumulator, half in zip((top, bottom), finished):
-                values = store.retile(accumulator)
-                for word in cutlass.range_constexpr(cute.size(half)):
-                    pair = cute.make_rmem_tensor(2, self.dtype)
-                    for v in cutlass.range_constexpr(2):
-                        pair[v] = values[2 * word + v].to(self.dtype)
-                    half[word] = cute.recast_tensor(pair, Int32)[0]
-            if start == end:
-                for half in finished:
-                    half.fill(0)
             high, wide = self.place(tile)
-            sent, place = Int32(0), (expert, 4 * high + 2 * own, wide)
+            stage, phase = multiply_tile(
+                tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, self.last_columns,
+                wide == self.wide - 1, shared.ring, stage, phase, (end - start) // DEPTH,
+                rest=((end - start) % DEPTH + 15) // 16,
+            )  # fmt: skip
+            self.send(store, top, shared, atom_out, tensor_out, expert, 4 * high + 2 * own, wide)
+            self.send(store, bottom, shared, atom_out, tensor_out, expert, 4 * high + 2 * own + 1, wide)
             expert, start, end, tile = shared.work.receive(turn)
             turn += 1
-        for half in cutlass.range(sent, 2, unroll=1):
-            self.send(store, finished, half, place, shared, atom_out, tensor_out)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def send(
-        self, store: cutlass.Constexpr, finished, which: Int32, place, shared: cutlass.Constexpr, atom_out, tensor_out
-    ):
-        """Store one half of a finished tile, what is past the last row or column excepted. place: its expert, its first
-        HALF rows, its columns."""
-        expert, first_half, wide = place
-        boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (first_half + which, None))
+        self, store: cutlass.Constexpr, accumulator: cute.Tensor, shared: cutlass.Constexpr, atom_out, tensor_out,
+        expert: Int32, half: Int32, wide: Int32,
+    ):  # fmt: skip
+        """Store the half-th HALF rows of a tile's columns, what is past the last row or column excepted."""
+        values = store.retile(accumulator)
+        boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (half, None))
         from_out, to_out = partition(atom_out, shared.pieces, boxes)
         store.wait()
         for p in cutlass.range_constexpr(self.columns // PIECE):
-            if which == 0:
-                store.write_words(p, finished[0])
-            else:
-                store.write_words(p, finished[1])
+            store.write(p, lambda v, start=p * store.size: values[start + v])
         store.publish()
         if store.issuer:
             for p in cutlass.range_constexpr(self.columns // PIECE):
@@ -203,76 +160,54 @@ class GradientKernel:
     def produce(
         self, atom, tensor, gathered: cute.Tensor, shared: cutlass.Constexpr, token: cute.Tensor, offsets: cute.Tensor
     ):
-        """The producer warpgroup's part: the direct side by TMA, a quarter of it by each warp, the other by 16-byte
-        copies of token[r]'s columns.
-
-        As in rows.py the next item is found while stages of this one are waited for; a stage's tokens are looked up a
-        stage earlier. An item without rows has no stages and takes one step.
-        """
+        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
         thread = cute.arch.thread_idx()[0]
         work, full, empty = shared.work, shared.ring.full, shared.ring.empty
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunk, row_in_pass = thread % 8, thread // 8
         together = 16  # rows copied at a time
         passes, groups = DEPTH // together, self.columns // 64
         target = shared.b.iterator.toint() + row_in_pass * 128 + (chunk ^ row_in_pass % 8) * 16
         width = gathered.shape[1]
-        tokens, places = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
         expert, start, end, tile = self.find(offsets, number)
-        if warp == 0:
+        if warp_index == 0:
             work.pass_on((expert, start, end, tile), Int32(0))
         else:
             work.receive(Int32(0))
-        self.look_up(tokens, token, start + row_in_pass, end, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
-            if warp == 0:
+            if warp_index == 0:
                 number = work.claim()
-            next_expert, next_start, next_end, next_tile = NONE_LEFT
             high, wide = self.place(tile)
             first = wide * self.columns + chunk * CHUNK
             of_expert = ragged_columns_rows(tensor, start, end)
-            boxes = cute.local_tile(of_expert, (HEIGHT // 4, DEPTH), (4 * high + warp, None))
-            of_warp = cute.local_tile(shared.a, (HEIGHT // 4, DEPTH), (warp, 0, None))
-            to_direct, from_direct = partition(atom, of_warp, boxes)
-            steps = cutlass.max((end - start + DEPTH - 1) // DEPTH, 1)
-            for depth in cutlass.range(steps, unroll=1):
-                if warp == 0:
-                    if depth == steps // 2:
-                        next_expert, next_start, next_end, next_tile = self.find(offsets, work.claimed(number))
+            boxes = cute.local_tile(of_expert, (HEIGHT, DEPTH), (high, None))
+            to_direct, from_direct = partition(atom, shared.a, boxes)
+            for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
+                places = cute.make_rmem_tensor(passes, Uint32)
                 for i in cutlass.range_constexpr(passes):
-                    places[i] = (tokens[i] * width).to(Uint32) * 2
-                if depth < steps - 1:
-                    self.look_up(tokens, token, start + (depth + 1) * DEPTH + row_in_pass, end, together)
-                else:
-                    if warp == 0:
-                        work.pass_on((next_expert, next_start, next_end, next_tile), turn)
-                    else:
-                        next_expert, next_start, next_end, next_tile = work.receive(turn)
-                    turn += 1
-                    self.look_up(tokens, token, next_start + row_in_pass, next_end, together)
-                if start < end:
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    if warp == 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, HEIGHT * DEPTH * 2)
+                    row = start + depth * DEPTH + row_in_pass + i * together
+                    places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp_index == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, HEIGHT * DEPTH * 2)
                     cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
-                    for g in cutlass.range_constexpr(groups):
-                        # columns past the last are read twice instead, and clipped when stored
-                        column = cutlass.min(first + g * 64, width - CHUNK)
-                        source = gathered.iterator.toint() + Int64(column * 2)
-                        for i in cutlass.range_constexpr(passes):
-                            gather_chunk(
-                                target + stage * (groups * GROUP) + g * GROUP + i * (together * 128),
-                                source + places[i].to(Int64),
-                            )  # fmt: skip
-                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                    stage, phase = advance(stage, phase, self.stages)
-            expert, start, end, tile = next_expert, next_start, next_end, next_tile
-
-    @cute.jit
-    def look_up(self, tokens, token: cute.Tensor, first: Int32, end: Int32, together: cutlass.Constexpr):
-        """tokens: of every `together`-th row from `first`; past the end the last row is repeated."""
-        for i in cutlass.range_constexpr(cute.size(tokens)):
-            tokens[i] = token[cutlass.max(cutlass.min(first + together * i, end - 1), 0)]
+                for g in cutlass.range_constexpr(groups):
+                    # columns past the last are read twice instead, and clipped when stored
+                    column = cutlass.min(first + g * 64, width - CHUNK)
+                    source = gathered.iterator.toint() + Int64(column * 2)
+                    for i in cutlass.range_constexpr(passes):
+                        gather_chunk(
+                            target + stage * (groups * GROUP) + g * GROUP + i * (together * 128),
+                            source + places[i].to(Int64),
+                        )  # fmt: skip
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = advance(stage, phase, self.stages)
+            if warp_index == 0:
+                expert, start, end, tile = self.find(offsets, work.claimed(number))
+                work.pass_on((expert, start, end, tile), turn)
+            else:
+                expert, start, end, tile = work.receive(turn)
+            turn += 1

@@ -94,11 +94,11 @@ def next_stage(empty, previous: Int32, has_previous, stage: Int32, phase: Int32,
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, ring: cutlass.Constexpr, stage: Int32, phase: Int32,
-    depth_tiles: Int32, unused=None, arrived=None,
+    depth_tiles: Int32, rest=None, unused=None, arrived=None,
 ):  # fmt: skip
-    """accumulator = sum over `depth_tiles` stages of A B^T, for each of a tuple of accumulators and A's; releases
-    `unused` further stages as they are. Every warp arrives at the barrier `arrived` when all stages have. Returns the
-    ring's next stage and phase."""
+    """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
+    rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
+    arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
     full, empty, stages = ring.full, ring.empty, ring.stages
     for accumulator in accumulators:
         accumulator.fill(0.0)
@@ -109,11 +109,20 @@ def multiply(
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
         previous, stage, phase = next_stage(empty, previous, unreleased, stage, phase, stages)
+    some = depth_tiles > 0
+    if const_expr(rest is not None):
+        if rest > 0:
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            for block in cutlass.range(rest, unroll=1):
+                issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
+            previous, stage, phase = next_stage(empty, previous, depth_tiles > 0, stage, phase, stages)
+            some = rest > 0
     if const_expr(arrived is not None):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(arrived)
     warpgroup.wait_group(0)
-    if depth_tiles > 0:
+    if some:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty + previous)
     if const_expr(unused is not None):
@@ -128,10 +137,11 @@ def multiply(
 @cute.jit
 def multiply_tile(
     tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, last_columns: cutlass.Constexpr,
-    is_last, ring: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, unused=None, arrived=None,
+    is_last, ring: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, rest=None, unused=None,
+    arrived=None,
 ):  # fmt: skip
     """`multiply`, the last tile by narrower instructions if there are any."""
-    others = ring, stage, phase, depth_tiles, unused, arrived
+    others = ring, stage, phase, depth_tiles, rest, unused, arrived
     if const_expr(narrow_mma is None):
         stage, phase = multiply(tiled_mma, accumulators, fragments_a, fragment_b, *others)
     else:

@@ -98,7 +98,8 @@ def main():
         steps = 4  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
-            steps = 2 * steps - 1  # two accumulators; and an empty group, which the compiler puts after the loop
+            # two accumulators; and an empty group, which the compiler puts after the loop
+            steps = (2 * steps - 1) * narrower_too(kernel, parameters)
         else:
             in_turns = kernel == "product" and parameters[-1].columns <= MOST_COLUMNS
             steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
