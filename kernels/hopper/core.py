@@ -218,21 +218,6 @@ def gather_chunk(shared_address, address, *, loc=None, ip=None):
     )  # fmt: skip
 
 
-@dsl_user_op
-def arrived_within(barrier, phase, nanoseconds, *, loc=None, ip=None):
-    """1 if the phase of a barrier is complete, or will be in about so many nanoseconds; otherwise 0."""
-    operands = [
-        barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip),
-        Int32(nanoseconds).ir_value(loc=loc, ip=ip),
-    ]  # fmt: skip
-    text = "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, $3; selp.b32 $0, 1, 0, p; }"
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type, operands, text, "=r,r,r,r", has_side_effects=True, is_align_stack=False, loc=loc, ip=ip
-        )
-    )
-
-
 def global_chunk(tensor, offset):
     """The CHUNK elements at an element offset of a tensor: 16 bytes."""
     pointer = cute.make_ptr(

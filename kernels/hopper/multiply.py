@@ -6,9 +6,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from .core import DEPTH, HALF, PIECE, Shared, advance, arrived_within, major_mode
-
-PATIENCE = 400  # nanoseconds, somewhat less than the products of a stage take
+from .core import DEPTH, HALF, PIECE, Shared, advance, major_mode
 
 
 def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
@@ -63,21 +61,6 @@ def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32)
 
 
 @cute.jit
-def await_stage(full, phase: Int32, empty, has_previous):
-    """Until a stage has arrived. Where that takes longer than the products of the stage before, their end is waited for,
-    and that stage is released now instead of after this one's. Returns whether that is still to be done."""
-    unreleased = has_previous
-    if unreleased:
-        if arrived_within(full, phase, PATIENCE) == 0:
-            warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty)
-            unreleased = False
-    cute.arch.mbarrier_wait(full, phase)
-    return unreleased
-
-
-@cute.jit
 def next_stage(empty, previous: Int32, has_previous, stage: Int32, phase: Int32, stages: cutlass.Constexpr):
     """When a stage's products have been started: those of the stage before are done, and it is released. Returns that
     stage, which is now the one before, and the ring's next with its phase."""
@@ -104,11 +87,11 @@ def multiply(
         accumulator.fill(0.0)
     previous = stage
     for tile in cutlass.range(depth_tiles, unroll=1):
-        unreleased = await_stage(full + stage, phase, empty + previous, tile > 0)
+        cute.arch.mbarrier_wait(full + stage, phase)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-        previous, stage, phase = next_stage(empty, previous, unreleased, stage, phase, stages)
+        previous, stage, phase = next_stage(empty, previous, tile > 0, stage, phase, stages)
     some = depth_tiles > 0
     if const_expr(rest is not None):
         if rest > 0:
