@@ -1,4 +1,4 @@
-"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|steps N" a line; needs no GPU.
+"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N|steps N" a line; needs no GPU.
 
 Every entry of the table in kernels/hopper/configs.py in bf16 with swiglu, and every other option once. steps: how many
 wgmma instructions there must be. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
@@ -92,7 +92,7 @@ def main():
         usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-        local, wgmma = len(re.findall(r"\b(LDL|STL)\b", sass)), len(re.findall(r"\bHGMMA\b", sass))
+        local, wgmma, waits = (len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "HGMMA", r"WARPGROUP\.DEPBAR"))
         steps = 4  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
@@ -102,7 +102,7 @@ def main():
             steps *= 3 if kernel == "product" else 1  # tiles of 128 rows, and of 64
             steps *= narrower_too(kernel, parameters)
         cubin.unlink()
-        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|steps {steps}", flush=True)
+        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}|steps {steps}", flush=True)
 
 
 if __name__ == "__main__":
