@@ -28,4 +28,4 @@ def test_every_kernel_and_option_compiles_for_sm_90a(tmp_path):
         found = {key: int(value) for key, value in (field.split() for field in fields)}
         assert (found["stack"], found["local"]) == (0, 0), name
         assert found["wgmma"] == found["steps"], name
-        assert 2 * found["waits"] <= found["wgmma"], f"{name}: the compiler has serialised the products"
+        assert found["waits"] < found["wgmma"], f"{name}: the compiler has serialised the products"
