@@ -1,7 +1,8 @@
 """Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N|steps N" a line; needs no GPU.
 
 Every entry of the table in kernels/hopper/configs.py in bf16 with swiglu, and every other option once. steps: how many
-wgmma instructions there must be. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
+wgmma instructions there must be. waits: how often groups of them are waited for; at every one where the compiler has
+serialised them. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
 """
 
 import os
@@ -92,7 +93,9 @@ def main():
         usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-        local, wgmma, waits = (len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "HGMMA", r"WARPGROUP\.DEPBAR"))
+        local, wgmma, waits = (
+            len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "HGMMA", r"WARPGROUP\.DEPBAR")
+        )
         steps = 4  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
             steps += 2  # the loop over the rest, unrolled twice
