@@ -209,11 +209,12 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 
 @dsl_user_op
 def gather_chunk(shared_address, address, *, loc=None, ip=None):
-    """Copy 16 bytes asynchronously, past the L1 cache, from a 64-bit global address to a 32-bit shared one."""
+    """Copy 16 bytes asynchronously, past the L1 cache, from a 64-bit global address to a 32-bit shared one. L2 fetches
+    256 bytes: the row's next stage will want the other half."""
     operands = [Int32(shared_address).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)]
     llvm.inline_asm(
-        None, operands, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", has_side_effects=True, is_align_stack=False,
-        loc=loc, ip=ip,
+        None, operands, "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;", "r,l", has_side_effects=True,
+        is_align_stack=False, loc=loc, ip=ip,
     )  # fmt: skip
 
 
