@@ -25,10 +25,10 @@ from sweep_triton import as_tensors, captured
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import Tile
+from sonicmoe_hf.kernels.hopper.configs import WIDE, Tile
 from sonicmoe_hf.kernels.interface import Activation
 
-PRODUCTS = [Tile(192, 4), Tile(128, 6)]
+PRODUCTS = [Tile(192, 4), WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
 GRADIENTS = [Tile(192, 3), Tile(128, 4)]
@@ -80,7 +80,7 @@ def calls(shape: Shape, inputs):
 @contextlib.contextmanager
 def using(tile: Tile):
     """The table answers `tile`, and few rows per expert stay on the Hopper kernels too."""
-    with mock.patch.multiple(hopper, tile=lambda *_: tile, _few=lambda _: False):
+    with mock.patch.multiple(hopper, tile=lambda *_: tile, product_tile=lambda *_: tile, _few=lambda _: False):
         yield
 
 

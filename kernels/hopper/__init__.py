@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import takes, tile
+from .configs import product_tile, takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -93,8 +93,9 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     _, columns, depth = weight_ENK.shape
     out_RN = source_RK.new_empty(source_RK.shape[0], columns)
     kernel = _compiled().product(
-        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, tile("product", columns)
-    )
+        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None,
+        product_tile(columns, depth, *source_RK.shape[:1], *weight_ENK.shape[:1]),
+    )  # fmt: skip
     _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN
 

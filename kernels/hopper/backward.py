@@ -44,8 +44,8 @@ class DownBackwardKernel(FinishedKernel):
         layout: cute.ComposedLayout,
     ):  # fmt: skip
         self.divide_work(
-            tensor_dout, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, None, layout_a, layout_b, layout,
-            (h, routing_weight, dh, a, parts, pair),
+            None, tensor_dout, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, None, layout_a, layout_b,
+            layout, (h, routing_weight, dh, a, parts, pair),
         )  # fmt: skip
 
     @cute.jit

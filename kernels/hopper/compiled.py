@@ -10,10 +10,10 @@ from cutlass import Int32
 
 from .backward import DownBackwardKernel
 from .cache import cached
-from .configs import Tile
+from .configs import MOST_COLUMNS, Tile
 from .forward import UpKernel
 from .gradients import GradientKernel
-from .products import ProductKernel
+from .products import ProductKernel, WideProductKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has
@@ -43,10 +43,11 @@ def _stream():
 
 @cached
 def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, tile: Tile):
-    """ProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
+    """ProductKernel, or of wider tiles WideProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
+    kernel = WideProductKernel if tile.columns > MOST_COLUMNS else ProductKernel
     return cute.compile(
-        ProductKernel(kind, tile),
+        kernel(kind, tile),
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 SMALLEST = 64  # columns of a stored piece; sizes are above it
 ALIGNMENT = 8  # elements: 16 bytes
+MOST_COLUMNS = 192  # of a product whose consumers take turns
 
 
 class Tile(NamedTuple):
@@ -33,6 +34,21 @@ def tile(kernel: str, width: int) -> Tile:
     columns it computes, those past the last included."""
     speeds = TABLE[kernel]
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
+
+
+WIDE = Tile(256, 3)  # of a product that is `DEEP`, of `MANY` rows, and whose columns it divides
+DEEP, MANY = 1536, 768  # depth; mean rows of an expert, those included that token rounding may add
+
+
+@functools.cache
+def product_tiles(columns: int, depth: int) -> tuple[Tile, Tile]:
+    """The tiles of down or input_rows where experts have few rows, and where they have many."""
+    narrow = tile("product", columns)
+    return narrow, WIDE if depth >= DEEP and columns % WIDE.columns == 0 else narrow
+
+
+def product_tile(columns: int, depth: int, num_rows: int, num_experts: int) -> Tile:
+    return product_tiles(columns, depth)[num_rows >= MANY * num_experts]
 
 
 @functools.cache

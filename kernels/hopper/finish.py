@@ -1,4 +1,4 @@
-"""Kernels over sorted rows whose epilogue runs beside the next tile's product: up, and down_backward.
+"""Kernels over sorted rows whose epilogue runs beside the next tile's product: up, down_backward, wide products.
 
 The consumers put a tile of the product into shared memory in the tensors' dtype and go on to the next. The first
 warpgroup is `gather_warps` producer warps and finishing warps; these read the tile by rows, 16 bytes a thread.
@@ -15,24 +15,27 @@ from .core import (
     HALF,
     PIECE,
     enter,
+    partition,
     piece_layout,
+    ragged_pieces,
     shared_chunk,
     storage,
 )
 from .multiply import consumer_fragments, multiply_tile, narrow_fragment
 from .rows import RowsKernel, add_bias, table_and_counter
 
-REGISTERS = (136, 184)  # of the first warpgroup and of the consumers: 3 * 168 in all
 LANE_ROWS = 32 * CHUNK // PIECE  # rows of a piece that a warp reads at a time
 HALF_BYTES = HALF * PIECE * 2
 
 
 class FinishedKernel(RowsKernel):
-    """Subclasses define the finishing warps' part. The kernel's own barriers are `handed_over` of both halves of the tile
-    (by the consumers' warps) and `taken` of both (by the finishing warps)."""
+    """down_backward's finishing warps have a part of their own. The kernel's own barriers are `handed_over` of both
+    halves of the tile (by the consumers' warps) and `taken` of both (by the finishing warps)."""
 
-    def __init__(self, dtype, tile: Tile, gated: bool = False):
-        super().__init__(dtype, tile, gather=True, gated=gated)
+    registers = 136, 184  # of the first warpgroup and of the consumers: 3 * 168 in all
+
+    def __init__(self, dtype, tile: Tile, gather: bool = True, gated: bool = False):
+        super().__init__(dtype, tile, gather, gated)
         self.finishers = 4 - self.gather_warps
 
     def set_up_finish(self):
@@ -42,8 +45,8 @@ class FinishedKernel(RowsKernel):
 
     @cute.jit
     def divide_work(
-        self, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma,
-        narrow_mma, bias, layout_a, layout_b, layout, of_finishers: cutlass.Constexpr,
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32,
+        tiled_mma, narrow_mma, bias, layout_a, layout_b, layout, of_finishers: cutlass.Constexpr,
     ):  # fmt: skip
         """Every warp's part; `of_finishers`: what the subclass's `finish_tiles` takes beside `shared` and the warp."""
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -54,13 +57,13 @@ class FinishedKernel(RowsKernel):
             counter, self.num_items(tiles), 4 + CONSUMER_WARPS,
         )  # fmt: skip
         if group == 0:
-            cute.arch.setmaxregister_decrease(REGISTERS[0])
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < self.gather_warps:
-                self.produce(None, source, atom_w, tensor_w, shared, token, tiles)
+                self.produce(atom_a, source, atom_w, tensor_w, shared, token, tiles)
             else:
                 self.finish_tiles(shared, warp - self.gather_warps, *of_finishers)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[1])
+            cute.arch.setmaxregister_increase(self.registers[1])
             self.multiply_tiles(tiled_mma, narrow_mma, shared, bias)
 
     @cute.jit
@@ -99,6 +102,43 @@ class FinishedKernel(RowsKernel):
                 cute.arch.mbarrier_arrive(handed_over)
             expert, first, end, column_tile = shared.work.receive(turn)
             turn += 1
+
+    @cute.jit
+    def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_out, tensor_out, a):
+        """A finishing warp's part: the tile is sent by the first of them, a (of `up`) computed by all."""
+        handed_over, taken = shared.own, shared.own + 2
+        tile_phase = Int32(0)
+        expert, top, end, column_tile = shared.work.receive(Int32(0))
+        turn = Int32(1)
+        while expert >= 0:
+            for half in cutlass.range_constexpr(2):
+                first = top + HALF * half
+                cute.arch.mbarrier_wait(handed_over + half, tile_phase)
+                if const_expr(atom_out is not None):
+                    if finisher == 0 and first < end:
+                        self.send(shared.pieces, atom_out, tensor_out, first, end, column_tile, half)
+                if const_expr(a is not None):
+                    self.write_a(shared.pieces.iterator.toint(), a, first, end, column_tile, half, finisher)
+                if const_expr(atom_out is not None):
+                    if finisher == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(taken + half)
+            tile_phase ^= 1
+            expert, top, end, column_tile = shared.work.receive(turn)
+            turn += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def send(self, pieces, atom_out, tensor_out, first, end, column_tile, half):
+        """Issue the stores of half a tile; by one warp."""
+        per_side = self.pieces // self.halves
+        for p in range(self.pieces):
+            side = () if self.halves == 1 else (p // per_side,)
+            from_out, to_out = partition(atom_out, pieces, ragged_pieces(tensor_out, first, end, *side))
+            box = column_tile * per_side + p % per_side
+            cute.copy(atom_out, from_out[None, half * self.pieces + p], to_out[None, box])
+        cute.arch.cp_async_bulk_commit_group()
 
     def chunk_of(self, pieces, half, piece, row, chunk):
         """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .activations import activate
 from .configs import Tile
-from .core import CHUNK, HALF, PIECE, THREADS, global_chunk, one_stage, partition, ragged_pieces, store_atom
+from .core import CHUNK, HALF, PIECE, THREADS, global_chunk, one_stage, store_atom
 from .finish import LANE_ROWS, FinishedKernel
 from .rows import ragged_h
 
@@ -44,46 +44,9 @@ class UpKernel(FinishedKernel):
         layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
     ):  # fmt: skip
         self.divide_work(
-            tensor_x, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout,
+            None, tensor_x, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout,
             (atom_h, tensor_h, a),
         )  # fmt: skip
-
-    @cute.jit
-    def finish_tiles(self, shared: cutlass.Constexpr, finisher, atom_h, tensor_h, a):
-        """A finishing warp's part: h is sent by the first of them, a computed by all."""
-        handed_over, taken = shared.own, shared.own + 2
-        tile_phase = Int32(0)
-        expert, top, end, column_tile = shared.work.receive(Int32(0))
-        turn = Int32(1)
-        while expert >= 0:
-            for half in cutlass.range_constexpr(2):
-                first = top + HALF * half
-                cute.arch.mbarrier_wait(handed_over + half, tile_phase)
-                if const_expr(atom_h is not None):
-                    if finisher == 0 and first < end:
-                        self.send_h(shared.pieces, atom_h, tensor_h, first, end, column_tile, half)
-                if const_expr(a is not None):
-                    self.write_a(shared.pieces.iterator.toint(), a, first, end, column_tile, half, finisher)
-                if const_expr(atom_h is not None):
-                    if finisher == 0:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(taken + half)
-            tile_phase ^= 1
-            expert, top, end, column_tile = shared.work.receive(turn)
-            turn += 1
-        cute.arch.cp_async_bulk_wait_group(0)
-
-    def send_h(self, pieces, atom_h, tensor_h, first, end, column_tile, half):
-        """Issue the stores of half a tile of h; by one warp."""
-        per_side = self.pieces // self.halves
-        for p in range(self.pieces):
-            side = () if self.interleaved else (p // per_side,)
-            from_h, to_h = partition(atom_h, pieces, ragged_pieces(tensor_h, first, end, *side))
-            box = column_tile * per_side + p % per_side
-            cute.copy(atom_h, from_h[None, half * self.pieces + p], to_h[None, box])
-        cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def write_a(

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from .configs import Tile
+from .configs import MOST_COLUMNS, Tile
 from .core import (
     CONSUMER_WARPS,
     HALF,
@@ -20,11 +20,11 @@ from .core import (
     storage,
     store_atom,
 )
+from .finish import FinishedKernel
 from .multiply import consumer_fragments, multiply_tile, narrow_fragment, skip
 from .rows import RowsKernel, add_bias, table_and_counter
 
 REGISTERS = (24, 240)  # of the producer's warpgroup and of the consumers, whose accumulators take 192: 3 * 168 in all
-MOST_COLUMNS = 192
 
 
 class ProductKernel(RowsKernel):
@@ -137,3 +137,39 @@ class ProductKernel(RowsKernel):
             for p in cutlass.range_constexpr(self.pieces):
                 cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, column_tile * self.pieces + p])
             cute.arch.cp_async_bulk_commit_group()
+
+
+class WideProductKernel(FinishedKernel):
+    """source [R, K], weight [E, N, K]: each consumer multiplies half of every tile, and a finishing warp stores it. A
+    tile of 256 columns loads less for a product than 192 do, but its accumulators leave no room for turns."""
+
+    registers = 40, 232
+    group = ProductKernel.group
+
+    def __init__(self, dtype, tile: Tile):
+        super().__init__(dtype, tile, gather=False)
+
+    @cute.jit
+    def __call__(
+        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
+        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
+        self.set_up_finish()
+        atom_out, tensor_out = store_atom(ragged(out), one_stage(self.layout), (HALF, PIECE))
+        self.kernel(
+            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
+            self.narrow_mma, self.layout_a, self.layout_b, self.layout,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
+        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        layout: cute.ComposedLayout,
+    ):  # fmt: skip
+        self.divide_work(
+            atom_a, tensor_a, atom_b, tensor_b, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b,
+            layout, (atom_out, tensor_out, None),
+        )  # fmt: skip

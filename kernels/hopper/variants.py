@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .configs import takes, tile
+from .configs import product_tiles, takes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -37,9 +37,11 @@ def variants(
         for want in DOWN_BACKWARD:
             chosen = tile("down_backward", inner)
             found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
-        found.append(("product", (dtype, hidden, inner, not transposed, bias, tile("product", hidden))))
+        for chosen in product_tiles(hidden, inner):
+            found.append(("product", (dtype, hidden, inner, not transposed, bias, chosen)))
         found.append(("gradient", (dtype, inner, hidden, transposed, tile("gradient", hidden))))
     if takes(hidden, width):
-        found.append(("product", (dtype, hidden, width, transposed, False, tile("product", hidden))))
+        for chosen in product_tiles(hidden, width):
+            found.append(("product", (dtype, hidden, width, transposed, False, chosen)))
         found.append(("gradient", (dtype, width, hidden, not transposed, tile("gradient", hidden))))
     return list(dict.fromkeys(found))

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import TABLE, tile
+from sonicmoe_hf.kernels.hopper.configs import MOST_COLUMNS, TABLE, WIDE, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -26,8 +26,8 @@ def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SW
     return "up", (dtype, H, I, not transposed, bias, *want, act, interleaved, tile("up", 2 * I))
 
 
-def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16):
-    return "product", (dtype, N, K, contiguous, bias, tile("product", N))
+def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None):
+    return "product", (dtype, N, K, contiguous, bias, chosen or tile("product", N))
 
 
 def down_backward(
@@ -46,6 +46,8 @@ CASES = {
     "product, whole tiles": product(1536, 256),
     "product, transposed weight, whole tiles, bias": product(1536, 512, contiguous=False, bias=True),
     "product, fp16, odd sizes": product(264, 200, dtype=FP16),
+    "wide product, transposed weight": product(K=1536, contiguous=False, chosen=WIDE),
+    "wide product, fp16, bias": product(256, 1608, bias=True, dtype=FP16, chosen=WIDE),
     "up, bias, transposed": up(2880, 2880, transposed=True, bias=True),
     "up, without h": up(want=(False, True)),
     "up, without a": up(want=(True, False)),
@@ -102,7 +104,8 @@ def main():
             # two accumulators; and an empty group, which the compiler puts after the loop
             steps = (2 * steps - 1) * narrower_too(kernel, parameters)
         else:
-            steps *= 3 if kernel == "product" else 1  # tiles of 128 rows, and of 64
+            in_turns = kernel == "product" and parameters[-1].columns <= MOST_COLUMNS
+            steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
             steps *= narrower_too(kernel, parameters)
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}|steps {steps}", flush=True)

@@ -12,6 +12,7 @@ from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as portable
+from sonicmoe_hf.kernels.hopper.configs import WIDE, product_tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
 
@@ -46,6 +47,16 @@ def test_it_is_chosen_on_hopper():
 @pytest.mark.parametrize("bias", (False, True))
 def test_sizes_and_layouts(on_hopper_alone, T, layout, bias):
     check(*problem(T, empty=(0, 7), bias=bias), layout, backend="hopper")
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_rows_of_deep_products(on_hopper_alone, dtype, layout):
+    """down, with bias, and input_rows take wide tiles."""
+    H, I, E, K = 512, 1544, 8, 4
+    tensors, dout, ids = problem(3001, H=H, I=I, E=E, K=K, empty=(0, 7), dtype=dtype, bias=True)
+    assert all(product_tile(H, depth, 3001 * K, E) == WIDE for depth in (I, 2 * I))
+    check(tensors, dout, ids, layout, backend="hopper")
 
 
 @pytest.mark.parametrize("T", (1, 63, 65, 190, 700))
