@@ -80,7 +80,9 @@ def calls(shape: Shape, inputs):
 @contextlib.contextmanager
 def using(tile: Tile):
     """The table answers `tile`, and few rows per expert stay on the Hopper kernels too."""
-    with mock.patch.multiple(hopper, tile=lambda *_: tile, product_tile=lambda *_: tile, _few=lambda _: False):
+    with mock.patch.multiple(
+        hopper, tile=lambda *_: tile, product_tile=lambda *_: tile, gradient_tile=lambda *_: tile, _few=lambda _: False
+    ):
         yield
 
 

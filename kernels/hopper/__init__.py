@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import product_tile, takes, tile
+from .configs import gradient_tile, product_tile, takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -138,8 +138,11 @@ def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
     if not _fits(rows, like_EMN.shape[1:], gathered_TN, direct_RM) or not _dense(like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
-    _, height, width = gradient.shape
-    kernel = _compiled().gradient(gathered_TN.dtype, height, width, gradient.stride(2) == 1, tile("gradient", width))
+    num_experts, height, width = gradient.shape
+    kernel = _compiled().gradient(
+        gathered_TN.dtype, height, width, gradient.stride(2) == 1,
+        gradient_tile(width, rows.token.numel(), num_experts),
+    )  # fmt: skip
     _launch(kernel, gathered_TN, direct_RM, gradient, rows.token, rows.offsets, *_tiles(rows, direct_RM))
     return gradient
 

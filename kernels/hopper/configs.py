@@ -24,7 +24,7 @@ TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "product": {Tile(192, 4): 1.0},
     "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
-    "gradient": {Tile(192, 3): 1.0, Tile(128, 4): 0.98},
+    "gradient": {Tile(192, 3): 1.0, Tile(128, 4): 0.96},
 }
 
 
@@ -49,6 +49,20 @@ def product_tiles(columns: int, depth: int) -> tuple[Tile, Tile]:
 
 def product_tile(columns: int, depth: int, num_rows: int, num_experts: int) -> Tile:
     return product_tiles(columns, depth)[num_rows >= MANY * num_experts]
+
+
+SHORT = Tile(128, 4)  # of a gradient over about as many rows as the stages of its ring hold, 256
+ABOUT_SHORT = range(161, 321)  # mean rows of an expert, those included that token rounding may add
+
+
+@functools.cache
+def gradient_tiles(width: int) -> tuple[Tile, Tile]:
+    """The tiles of a weight gradient of `width` columns where experts have many rows or few, and of `SHORT` sums."""
+    return tile("gradient", width), SHORT
+
+
+def gradient_tile(width: int, num_rows: int, num_experts: int) -> Tile:
+    return gradient_tiles(width)[-(-num_rows // num_experts) in ABOUT_SHORT]
 
 
 @functools.cache

@@ -83,8 +83,8 @@ class FinishedKernel(RowsKernel):
             depth_tiles = Int32(first + HALF * half < end) * self.depth_tiles
             stage, phase = multiply_tile(
                 tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
-                column_tile == self.column_tiles - 1, shared.ring, stage, phase, depth_tiles,
-                unused=self.depth_tiles - depth_tiles,
+                column_tile == self.column_tiles - 1,
+                (shared.ring, stage, phase, depth_tiles, None, self.depth_tiles - depth_tiles),
             )  # fmt: skip
             if const_expr(bias is not None):
                 width, limit = self.columns // self.halves, bias.shape[1] // self.halves

@@ -10,7 +10,8 @@ import math
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
 from .configs import Tile
 from .core import (
@@ -34,11 +35,12 @@ from .core import (
     storage,
     store_atom,
 )
-from .multiply import consumer_fragments, consumer_mma, multiply_tile, narrow_fragment, narrower
+from .multiply import consumer_fragments, consumer_mma, issue, multiply, multiply_tile, narrow_fragment, narrower
 from .rows import table_and_counter
 from .work import NONE_LEFT
 
 HEIGHT = 256  # of a tile: a consumer computes two halves of 64 of its 128
+QUARTER = HEIGHT // 4  # loaded by each of the four producer warps
 REGISTERS = (40, 232)  # of the first warpgroup and of the consumers: 3 * 168 in all
 GROUP = DEPTH * 128  # bytes of 64 columns of the gathered side, which lie together, swizzled over eight rows
 
@@ -69,7 +71,8 @@ class GradientKernel:
         layout_a = operand_layout(self.dtype, HEIGHT, False, self.stages)
         layout_b = operand_layout(self.dtype, self.columns, False, self.stages)
         pieces = piece_layout(self.dtype, 2 * (self.columns // PIECE), self.across)
-        atom, tensor = load_atom(ragged_columns(direct), one_stage(layout_a), (HEIGHT, DEPTH))
+        quarter = operand_layout(self.dtype, QUARTER, False, self.stages)
+        atom, tensor = load_atom(ragged_columns(direct), one_stage(quarter), (QUARTER, DEPTH))
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         atom_out, tensor_out = store_atom(target, one_stage(pieces), (HALF, PIECE))
         self.Storage = storage(self.dtype, layout_a, layout_b, pieces, self.stages, 0)
@@ -101,41 +104,93 @@ class GradientKernel:
 
     @cute.jit
     def multiply(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out):
-        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile."""
+        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile. The lower 64 are stored after the next tile's first
+        products of upper ones: what was stored of the upper ones is read until then."""
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, 2 * own + half, self.columns) for half in range(2)
         )
         narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
         thread = cute.arch.thread_idx()[0] % 128
         store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.columns // PIECE, self.across)
+        to_send = bottom, store, shared, atom_out, tensor_out
         stage, phase = Int32(0), Int32(0)
+        unsent = Int32(-1), Int32(0), Int32(0), Int32(0)  # expert (-1: none), half, wide, whether there are rows
         expert, start, end, tile = shared.work.receive(Int32(0))
         turn = Int32(1)
         while expert >= 0:
             high, wide = self.place(tile)
             stage, phase = multiply_tile(
                 tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, self.last_columns,
-                wide == self.wide - 1, shared.ring, stage, phase, (end - start) // DEPTH,
-                rest=((end - start) % DEPTH + 15) // 16,
+                wide == self.wide - 1, (shared.ring, stage, phase, (end - start + 15) // 16, to_send, unsent),
+                by=self.multiply_halves,
             )  # fmt: skip
-            self.send(store, top, shared, atom_out, tensor_out, expert, 4 * high + 2 * own, wide)
-            self.send(store, bottom, shared, atom_out, tensor_out, expert, 4 * high + 2 * own + 1, wide)
+            self.send(top, *to_send[1:], expert, 4 * high + 2 * own, wide, start < end)
+            unsent = expert, 4 * high + 2 * own + 1, wide, Int32(start < end)
             expert, start, end, tile = shared.work.receive(turn)
             turn += 1
+        self.send_if_any(*to_send, unsent)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def send(
-        self, store: cutlass.Constexpr, accumulator: cute.Tensor, shared: cutlass.Constexpr, atom_out, tensor_out,
-        expert: Int32, half: Int32, wide: Int32,
+    def multiply_halves(
+        self, tiled_mma, accumulators, fragments_a, fragment_b, ring: cutlass.Constexpr, stage: Int32, phase: Int32,
+        blocks: Int32, to_send, unsent,
     ):  # fmt: skip
-        """Store the half-th HALF rows of a tile's columns, what is past the last row or column excepted."""
+        """The products of `blocks` blocks of 16 rows; the last tile's lower half is sent after the first of them."""
+        in_stage = cute.size(fragment_b, mode=[2])
+        first = cutlass.min(blocks, in_stage)
+        begun = stage, blocks > 0
+        if blocks > 0:
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+        for half in cutlass.range_constexpr(2):
+            warpgroup.fence()
+            for block in cutlass.range(first, unroll=1):
+                # zeros from anything else than wgmma would have the compiler wait for the other half's products
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, block > 0)
+                issue(tiled_mma, accumulators[half : half + 1], fragments_a[half : half + 1], fragment_b, block, stage)
+            warpgroup.commit_group()
+            if const_expr(half == 0):
+                warpgroup.wait_group(1)
+                self.send_if_any(*to_send, unsent)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        if blocks > 0:
+            stage, phase = advance(stage, phase, ring.stages)
+        left = blocks - first
+        return multiply(
+            tiled_mma, accumulators, fragments_a, fragment_b, ring, stage, phase, left // in_stage, left % in_stage,
+            begun=begun,
+        )  # fmt: skip
+
+    @cute.jit
+    def send_if_any(
+        self,
+        accumulator: cute.Tensor,
+        store: cutlass.Constexpr,
+        shared: cutlass.Constexpr,
+        atom_out,
+        tensor_out,
+        unsent,
+    ):
+        expert, half, wide, has_rows = unsent
+        if expert >= 0:
+            self.send(accumulator, store, shared, atom_out, tensor_out, expert, half, wide, has_rows > 0)
+
+    @cute.jit
+    def send(
+        self, accumulator: cute.Tensor, store: cutlass.Constexpr, shared: cutlass.Constexpr, atom_out, tensor_out,
+        expert: Int32, half: Int32, wide: Int32, has_rows,
+    ):  # fmt: skip
+        """Store the half-th HALF rows of a tile's columns, what is past the last row or column excepted; zeros where the
+        expert has no rows."""
         values = store.retile(accumulator)
         boxes = cute.local_tile(tensor_out[None, None, expert], (HALF, PIECE), (half, None))
         from_out, to_out = partition(atom_out, shared.pieces, boxes)
         store.wait()
         for p in cutlass.range_constexpr(self.columns // PIECE):
-            store.write(p, lambda v, start=p * store.size: values[start + v])
+            if has_rows:
+                store.write(p, lambda v, start=p * store.size: values[start + v])
+            else:
+                store.write(p, lambda v: Float32(0.0))
         store.publish()
         if store.issuer:
             for p in cutlass.range_constexpr(self.columns // PIECE):
@@ -160,54 +215,75 @@ class GradientKernel:
     def produce(
         self, atom, tensor, gathered: cute.Tensor, shared: cutlass.Constexpr, token: cute.Tensor, offsets: cute.Tensor
     ):
-        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns."""
+        """The producer warpgroup's part: the direct side by TMA, the other by 16-byte copies of token[r]'s columns.
+
+        As in rows.py the next item is found while stages of this one are waited for; a stage's tokens are looked up a
+        stage earlier. An item without rows has no stages and takes one step.
+        """
         thread = cute.arch.thread_idx()[0]
         work, full, empty = shared.work, shared.ring.full, shared.ring.empty
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunk, row_in_pass = thread % 8, thread // 8
         together = 16  # rows copied at a time
         passes, groups = DEPTH // together, self.columns // 64
         target = shared.b.iterator.toint() + row_in_pass * 128 + (chunk ^ row_in_pass % 8) * 16
         width = gathered.shape[1]
+        tokens, places = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
         expert, start, end, tile = self.find(offsets, number)
-        if warp_index == 0:
+        if warp == 0:
             work.pass_on((expert, start, end, tile), Int32(0))
         else:
             work.receive(Int32(0))
+        self.look_up(tokens, token, start + row_in_pass, end, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
-            if warp_index == 0:
+            if warp == 0:
                 number = work.claim()
+            next_expert, next_start, next_end, next_tile = NONE_LEFT
             high, wide = self.place(tile)
             first = wide * self.columns + chunk * CHUNK
             of_expert = ragged_columns_rows(tensor, start, end)
-            boxes = cute.local_tile(of_expert, (HEIGHT, DEPTH), (high, None))
-            to_direct, from_direct = partition(atom, shared.a, boxes)
-            for depth in cutlass.range((end - start + DEPTH - 1) // DEPTH, unroll=1):
-                places = cute.make_rmem_tensor(passes, Uint32)
+            boxes = cute.local_tile(of_expert, (QUARTER, DEPTH), (4 * high + warp, None))
+            quarter = cute.local_tile(shared.a, (QUARTER, DEPTH), (warp, 0, None))
+            to_direct, from_direct = partition(atom, quarter, boxes)
+            steps = cutlass.max((end - start + DEPTH - 1) // DEPTH, 1)
+            for depth in cutlass.range(steps, unroll=1):
+                if warp == 0:
+                    if depth == steps // 2:
+                        next_expert, next_start, next_end, next_tile = self.find(offsets, work.claimed(number))
                 for i in cutlass.range_constexpr(passes):
-                    row = start + depth * DEPTH + row_in_pass + i * together
-                    places[i] = (token[cutlass.min(row, end - 1)] * width).to(Uint32) * 2
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                if warp_index == 0:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, HEIGHT * DEPTH * 2)
+                    places[i] = (tokens[i] * width).to(Uint32) * 2
+                if depth < steps - 1:
+                    self.look_up(tokens, token, start + (depth + 1) * DEPTH + row_in_pass, end, together)
+                else:
+                    if warp == 0:
+                        work.pass_on((next_expert, next_start, next_end, next_tile), turn)
+                    else:
+                        next_expert, next_start, next_end, next_tile = work.receive(turn)
+                    turn += 1
+                    self.look_up(tokens, token, next_start + row_in_pass, next_end, together)
+                if start < end:
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    if warp == 0:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, HEIGHT * DEPTH * 2)
                     cute.copy(atom, from_direct[None, depth], to_direct[None, stage], tma_bar_ptr=full + stage)
-                for g in cutlass.range_constexpr(groups):
-                    # columns past the last are read twice instead, and clipped when stored
-                    column = cutlass.min(first + g * 64, width - CHUNK)
-                    source = gathered.iterator.toint() + Int64(column * 2)
-                    for i in cutlass.range_constexpr(passes):
-                        gather_chunk(
-                            target + stage * (groups * GROUP) + g * GROUP + i * (together * 128),
-                            source + places[i].to(Int64),
-                        )  # fmt: skip
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                stage, phase = advance(stage, phase, self.stages)
-            if warp_index == 0:
-                expert, start, end, tile = self.find(offsets, work.claimed(number))
-                work.pass_on((expert, start, end, tile), turn)
-            else:
-                expert, start, end, tile = work.receive(turn)
-            turn += 1
+                    for g in cutlass.range_constexpr(groups):
+                        # columns past the last are read twice instead, and clipped when stored
+                        column = cutlass.min(first + g * 64, width - CHUNK)
+                        source = gathered.iterator.toint() + Int64(column * 2)
+                        for i in cutlass.range_constexpr(passes):
+                            gather_chunk(
+                                target + stage * (groups * GROUP) + g * GROUP + i * (together * 128),
+                                source + places[i].to(Int64),
+                            )  # fmt: skip
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                    stage, phase = advance(stage, phase, self.stages)
+            expert, start, end, tile = next_expert, next_start, next_end, next_tile
+
+    @cute.jit
+    def look_up(self, tokens, token: cute.Tensor, first: Int32, end: Int32, together: cutlass.Constexpr):
+        """tokens: of every `together`-th row from `first`; past the end the last row is repeated."""
+        for i in cutlass.range_constexpr(cute.size(tokens)):
+            tokens[i] = token[cutlass.max(cutlass.min(first + together * i, end - 1), 0)]

@@ -61,45 +61,47 @@ def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32)
 
 
 @cute.jit
-def next_stage(empty, previous: Int32, has_previous, stage: Int32, phase: Int32, stages: cutlass.Constexpr):
+def next_stage(ring: cutlass.Constexpr, previous: Int32, has_previous, stage: Int32, phase: Int32):
     """When a stage's products have been started: those of the stage before are done, and it is released. Returns that
     stage, which is now the one before, and the ring's next with its phase."""
     warpgroup.commit_group()
     warpgroup.wait_group(1)
     if has_previous:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + previous)
+            cute.arch.mbarrier_arrive(ring.empty + previous)
     previous = stage
-    stage, phase = advance(stage, phase, stages)
+    stage, phase = advance(stage, phase, ring.stages)
     return previous, stage, phase
 
 
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, ring: cutlass.Constexpr, stage: Int32, phase: Int32,
-    depth_tiles: Int32, rest=None, unused=None, arrived=None,
+    depth_tiles: Int32, rest=None, unused=None, arrived=None, begun=None,
 ):  # fmt: skip
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
     rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
-    arrives at the barrier `arrived` when all stages have. Returns the ring's next stage and phase."""
-    full, empty, stages = ring.full, ring.empty, ring.stages
-    for accumulator in accumulators:
-        accumulator.fill(0.0)
-    previous = stage
+    arrives at the barrier `arrived` when all stages have. begun: (the stage before, whether there is one), whose products
+    are under way and are added to. Returns the ring's next stage and phase."""
+    if const_expr(begun is None):
+        for accumulator in accumulators:
+            accumulator.fill(0.0)
+        begun = stage, False
+    previous, some = begun
     for tile in cutlass.range(depth_tiles, unroll=1):
-        cute.arch.mbarrier_wait(full + stage, phase)
+        cute.arch.mbarrier_wait(ring.full + stage, phase)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-        previous, stage, phase = next_stage(empty, previous, tile > 0, stage, phase, stages)
-    some = depth_tiles > 0
+        previous, stage, phase = next_stage(ring, previous, some or tile > 0, stage, phase)
+    some = some or depth_tiles > 0
     if const_expr(rest is not None):
         if rest > 0:
-            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
             warpgroup.fence()
             for block in cutlass.range(rest, unroll=1):
                 issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-            previous, stage, phase = next_stage(empty, previous, depth_tiles > 0, stage, phase, stages)
+            previous, stage, phase = next_stage(ring, previous, some, stage, phase)
             some = rest > 0
     if const_expr(arrived is not None):
         with cute.arch.elect_one():
@@ -107,31 +109,31 @@ def multiply(
     warpgroup.wait_group(0)
     if some:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty + previous)
+            cute.arch.mbarrier_arrive(ring.empty + previous)
     if const_expr(unused is not None):
         for _ in cutlass.range(unused, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + stage)
-            stage, phase = advance(stage, phase, stages)
+                cute.arch.mbarrier_arrive(ring.empty + stage)
+            stage, phase = advance(stage, phase, ring.stages)
     return stage, phase
 
 
 @cute.jit
 def multiply_tile(
-    tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, last_columns: cutlass.Constexpr,
-    is_last, ring: cutlass.Constexpr, stage: Int32, phase: Int32, depth_tiles: Int32, rest=None, unused=None,
-    arrived=None,
+    tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, last_columns: cutlass.Constexpr, is_last,
+    others, by: cutlass.Constexpr = multiply,
 ):  # fmt: skip
-    """`multiply`, the last tile by narrower instructions if there are any."""
-    others = ring, stage, phase, depth_tiles, rest, unused, arrived
+    """`by` a function like `multiply`, with the `others` that it takes beside operands; the last tile by narrower
+    instructions if there are any."""
     if const_expr(narrow_mma is None):
-        stage, phase = multiply(tiled_mma, accumulators, fragments_a, fragment_b, *others)
+        stage, phase = by(tiled_mma, accumulators, fragments_a, fragment_b, *others)
     else:
+        stage, phase = Int32(0), Int32(0)
         if is_last:
             layout = cute.make_layout(narrow_mma.partition_shape_C((HALF, last_columns)))
             narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-            stage, phase = multiply(narrow_mma, narrow, fragments_a, narrow_b, *others)
+            stage, phase = by(narrow_mma, narrow, fragments_a, narrow_b, *others)
         else:
-            stage, phase = multiply(tiled_mma, accumulators, fragments_a, fragment_b, *others)
+            stage, phase = by(tiled_mma, accumulators, fragments_a, fragment_b, *others)
     return stage, phase

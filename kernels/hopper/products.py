@@ -95,16 +95,17 @@ class ProductKernel(RowsKernel):
         while expert >= 0:
             if (turn - 1) % 2 == own:
                 cute.arch.mbarrier_wait(ours, ((turn - 1) // 2 + 1 - own) % 2)
-                is_last, depth_tiles = column_tile == self.column_tiles - 1, Int32(self.depth_tiles)
+                is_last = column_tile == self.column_tiles - 1
+                of_ring = shared.ring, stage, phase, Int32(self.depth_tiles), None, None, others
                 if first + HALF < end:
                     stage, phase = multiply_tile(
                         tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
-                        self.last_columns, is_last, shared.ring, stage, phase, depth_tiles, arrived=others,
+                        self.last_columns, is_last, of_ring,
                     )  # fmt: skip
                 else:
                     stage, phase = multiply_tile(
                         tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, self.last_columns, is_last,
-                        shared.ring, stage, phase, depth_tiles, arrived=others,
+                        of_ring,
                     )  # fmt: skip
                 self.send(store, top, places, shared, atom_out, tensor_out, bias, expert, first, end, column_tile)
                 if first + HALF < end:

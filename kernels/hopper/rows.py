@@ -2,7 +2,7 @@
 
 One work item is a tile of 128 rows of one expert times a tile of columns; a group of row tiles passes over all columns
 together, so that both operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever
-lies there and clipped by the ragged TMA store; a half of the tile without rows is neither multiplied nor, by TMA, loaded.
+lies there and clipped by the ragged TMA store; a half of the tile without rows is neither loaded nor multiplied.
 """
 
 import math
@@ -135,6 +135,7 @@ class RowsKernel:
             if warp == 0:
                 number = work.claim()
             next_expert, next_first, next_end, next_tile = NONE_LEFT
+            has_bottom = first + HALF < end
             loaded = Int32(bytes_b)  # by TMA in a stage
             if const_expr(self.gather):
                 for i in cutlass.range_constexpr(passes):  # bytes from the first element of the source
@@ -149,7 +150,6 @@ class RowsKernel:
                     )
                     for half in range(2)
                 )
-                has_bottom = first + HALF < end
                 loaded += bytes_a // 2 * (1 + Int32(has_bottom))
             for depth in cutlass.range(self.depth_tiles, unroll=1):
                 if warp == 0:
@@ -181,10 +181,11 @@ class RowsKernel:
                         past = (depth * DEPTH + (chunk + 1) * CHUNK - tensor_a.shape[1]) * 2
                         source -= Int64(cutlass.max(past, 0))
                     targets = [t + stage * bytes_a for t in targets_of_stage_0]
-                    for i in cutlass.range_constexpr(passes):
-                        lap, place = divmod(i, len(targets))
-                        target = targets[place] + lap * (len(targets) * together * DEPTH * 2)
-                        gather_chunk(target, source + offsets[i].to(Int64))
+                    for i in cutlass.range_constexpr(passes // 2):
+                        gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
+                    if has_bottom:
+                        for i in cutlass.range_constexpr(passes // 2, passes):
+                            gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 else:
                     cute.copy(atom_a, from_top[None, depth], to_top[None, stage], tma_bar_ptr=full + stage)
@@ -211,6 +212,12 @@ class RowsKernel:
 
     def producer_arrivals(self):
         return 1 + (32 * self.gather_warps if self.gather else 0)
+
+
+def target_of(targets, i: int, together: int):
+    """Where the i-th pass over `together` rows copies to; `targets` are those until rows come back to the same place."""
+    lap, place = divmod(i, len(targets))
+    return targets[place] + lap * (len(targets) * together * DEPTH * 2)
 
 
 @cute.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .configs import product_tiles, takes, tile
+from .configs import gradient_tiles, product_tiles, takes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -39,9 +39,11 @@ def variants(
             found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
         for chosen in product_tiles(hidden, inner):
             found.append(("product", (dtype, hidden, inner, not transposed, bias, chosen)))
-        found.append(("gradient", (dtype, inner, hidden, transposed, tile("gradient", hidden))))
+        for chosen in gradient_tiles(hidden):
+            found.append(("gradient", (dtype, inner, hidden, transposed, chosen)))
     if takes(hidden, width):
         for chosen in product_tiles(hidden, width):
             found.append(("product", (dtype, hidden, width, transposed, False, chosen)))
-        found.append(("gradient", (dtype, width, hidden, not transposed, tile("gradient", hidden))))
+        for chosen in gradient_tiles(hidden):
+            found.append(("gradient", (dtype, width, hidden, not transposed, chosen)))
     return list(dict.fromkeys(found))

@@ -100,9 +100,9 @@ def main():
         )
         steps = 4  # a stage's depth of 64 in steps of 16
         if kernel == "gradient":
-            steps += 2  # the loop over the rest, unrolled twice
-            # two accumulators; and an empty group, which the compiler puts after the loop
-            steps = (2 * steps - 1) * narrower_too(kernel, parameters)
+            # two accumulators; their loops over the first stage and over the rest; and an empty group, which the compiler
+            # puts after each of the three loops
+            steps = (2 * (steps + 1 + 1) + 3) * narrower_too(kernel, parameters)
         else:
             in_turns = kernel == "product" and parameters[-1].columns <= MOST_COLUMNS
             steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
