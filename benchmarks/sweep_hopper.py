@@ -81,7 +81,11 @@ def calls(shape: Shape, inputs):
 def using(tile: Tile):
     """The table answers `tile`, and few rows per expert stay on the Hopper kernels too."""
     with mock.patch.multiple(
-        hopper, tile=lambda *_: tile, product_tile=lambda *_: tile, gradient_tile=lambda *_: tile, _few=lambda _: False
+        hopper,
+        tile=lambda *_: tile,
+        product_tiles=lambda *_: (tile, tile),
+        gradient_tiles=lambda *_: (tile, tile),
+        _few=lambda _: False,
     ):
         yield
 

@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import gradient_tile, product_tile, takes, tile
+from .configs import gradient_tiles, many, product_tiles, short, takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -90,13 +90,21 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
 def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     if not _fits(rows, weight_ENK.shape[1:], source_RK, weight_ENK) or not _dense(weight_ENK):
         return fallback()
-    _, columns, depth = weight_ENK.shape
-    out_RN = source_RK.new_empty(source_RK.shape[0], columns)
-    kernel = _compiled().product(
-        source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None,
-        product_tile(columns, depth, *source_RK.shape[:1], *weight_ENK.shape[:1]),
-    )  # fmt: skip
-    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
+    (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
+    out_RN = source_RK.new_empty(num_rows, columns)
+    kernels = [  # all, so that another number of rows compiles nothing
+        _compiled().product(source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, chosen)
+        for chosen in product_tiles(columns, depth)
+    ]
+    _launch(
+        kernels[many(num_rows, num_experts)],
+        source_RK,
+        weight_ENK,
+        bias_EN,
+        out_RN,
+        rows.token,
+        *_tiles(rows, source_RK),
+    )
     return out_RN
 
 
@@ -139,11 +147,19 @@ def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
     num_experts, height, width = gradient.shape
-    kernel = _compiled().gradient(
-        gathered_TN.dtype, height, width, gradient.stride(2) == 1,
-        gradient_tile(width, rows.token.numel(), num_experts),
-    )  # fmt: skip
-    _launch(kernel, gathered_TN, direct_RM, gradient, rows.token, rows.offsets, *_tiles(rows, direct_RM))
+    kernels = [
+        _compiled().gradient(gathered_TN.dtype, height, width, gradient.stride(2) == 1, chosen)
+        for chosen in gradient_tiles(width)
+    ]
+    _launch(
+        kernels[short(rows.token.numel(), num_experts)],
+        gathered_TN,
+        direct_RM,
+        gradient,
+        rows.token,
+        rows.offsets,
+        *_tiles(rows, direct_RM),
+    )
     return gradient
 
 

@@ -37,32 +37,30 @@ def tile(kernel: str, width: int) -> Tile:
 
 
 WIDE = Tile(256, 3)  # of a product that is `DEEP`, of `MANY` rows, and whose columns it divides
-DEEP, MANY = 1536, 768  # depth; mean rows of an expert, those included that token rounding may add
+DEEP, MANY = 1024, 448  # depth; mean rows of an expert, those included that token rounding may add
+SHORT = Tile(128, 4)  # of a gradient over about as many rows as the stages of its ring hold, 256
+ABOUT_SHORT = range(161, 321)  # mean rows of an expert, as above
 
 
 @functools.cache
 def product_tiles(columns: int, depth: int) -> tuple[Tile, Tile]:
-    """The tiles of down or input_rows where experts have few rows, and where they have many."""
+    """The tiles of down or input_rows where experts have few rows, and where they have `many`."""
     narrow = tile("product", columns)
     return narrow, WIDE if depth >= DEEP and columns % WIDE.columns == 0 else narrow
 
 
-def product_tile(columns: int, depth: int, num_rows: int, num_experts: int) -> Tile:
-    return product_tiles(columns, depth)[num_rows >= MANY * num_experts]
-
-
-SHORT = Tile(128, 4)  # of a gradient over about as many rows as the stages of its ring hold, 256
-ABOUT_SHORT = range(161, 321)  # mean rows of an expert, those included that token rounding may add
+def many(num_rows: int, num_experts: int) -> bool:
+    return num_rows >= MANY * num_experts
 
 
 @functools.cache
 def gradient_tiles(width: int) -> tuple[Tile, Tile]:
-    """The tiles of a weight gradient of `width` columns where experts have many rows or few, and of `SHORT` sums."""
+    """The tiles of a weight gradient of `width` columns in general, and where its sums are `short`."""
     return tile("gradient", width), SHORT
 
 
-def gradient_tile(width: int, num_rows: int, num_experts: int) -> Tile:
-    return gradient_tiles(width)[-(-num_rows // num_experts) in ABOUT_SHORT]
+def short(num_rows: int, num_experts: int) -> bool:
+    return -(-num_rows // num_experts) in ABOUT_SHORT
 
 
 @functools.cache

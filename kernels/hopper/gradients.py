@@ -104,8 +104,8 @@ class GradientKernel:
 
     @cute.jit
     def multiply(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, own, atom_out, tensor_out):
-        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile. The lower 64 are stored after the next tile's first
-        products of upper ones: what was stored of the upper ones is read until then."""
+        """The part of a consumer, `own` 0 or 1: its 128 rows of every tile. The lower half is stored after the
+        next tile's first products of the upper one: what was stored of the upper half is read until then."""
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, 2 * own + half, self.columns) for half in range(2)
         )
