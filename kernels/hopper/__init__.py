@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import gradient_tiles, product_tiles, row_bucket, short, takes, tile
+from .configs import gradient_tiles, many, product_tiles, short, takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -97,7 +97,7 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
         for chosen in product_tiles(columns, depth)
     ]
     _launch(
-        kernels[row_bucket(num_rows, num_experts)],
+        kernels[many(num_rows, num_experts)],
         source_RK,
         weight_ENK,
         bias_EN,
