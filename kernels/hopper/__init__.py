@@ -62,6 +62,12 @@ def _tiles(rows, tensor):
     return rows.tiles, last, processors(tensor.device)
 
 
+@functools.cache
+def _of_tiles(compile_kernel, tiles, *parameters):
+    """The kernel of each of the tiles: all at once, so that another number of rows compiles nothing."""
+    return [compile_kernel(*parameters, tile) for tile in tiles]
+
+
 def _launch(kernel, tensor, *arguments):
     """Launch on the tensor's GPU, which need not be the current one."""
     if tensor.get_device() == torch.cuda.current_device():
@@ -92,19 +98,12 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
         return fallback()
     (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
-    kernels = [  # all, so that another number of rows compiles nothing
-        _compiled().product(source_RK.dtype, columns, depth, weight_ENK.stride(2) == 1, bias_EN is not None, chosen)
-        for chosen in product_tiles(columns, depth)
-    ]
-    _launch(
-        kernels[many(num_rows, num_experts)],
-        source_RK,
-        weight_ENK,
-        bias_EN,
-        out_RN,
-        rows.token,
-        *_tiles(rows, source_RK),
-    )
+    kernels = _of_tiles(
+        _compiled().product, product_tiles(columns, depth), source_RK.dtype, columns, depth,
+        weight_ENK.stride(2) == 1, bias_EN is not None,
+    )  # fmt: skip
+    kernel = kernels[many(num_rows, num_experts)]
+    _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN
 
 
@@ -147,19 +146,11 @@ def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
         return fallback()
     gradient = torch.empty_like(like_EMN)
     num_experts, height, width = gradient.shape
-    kernels = [
-        _compiled().gradient(gathered_TN.dtype, height, width, gradient.stride(2) == 1, chosen)
-        for chosen in gradient_tiles(width)
-    ]
-    _launch(
-        kernels[short(rows.token.numel(), num_experts)],
-        gathered_TN,
-        direct_RM,
-        gradient,
-        rows.token,
-        rows.offsets,
-        *_tiles(rows, direct_RM),
+    kernels = _of_tiles(
+        _compiled().gradient, gradient_tiles(width), gathered_TN.dtype, height, width, gradient.stride(2) == 1
     )
+    kernel = kernels[short(rows.token.numel(), num_experts)]
+    _launch(kernel, gathered_TN, direct_RM, gradient, rows.token, rows.offsets, *_tiles(rows, direct_RM))
     return gradient
 
 

@@ -36,7 +36,7 @@ from .core import (
     store_atom,
 )
 from .multiply import consumer_fragments, consumer_mma, issue, multiply, multiply_tile, narrow_fragment, narrower
-from .rows import table_and_counter
+from .rows import look_up, table_and_counter
 from .work import NONE_LEFT
 
 HEIGHT = 256  # of a tile: a consumer computes two halves of 64 of its 128
@@ -231,11 +231,8 @@ class GradientKernel:
         tokens, places = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
         expert, start, end, tile = self.find(offsets, number)
-        if warp == 0:
-            work.pass_on((expert, start, end, tile), Int32(0))
-        else:
-            work.receive(Int32(0))
-        self.look_up(tokens, token, start + row_in_pass, end, together)
+        work.hand_round(warp, (expert, start, end, tile), Int32(0))
+        look_up(tokens, token, start + row_in_pass, end, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
@@ -255,14 +252,12 @@ class GradientKernel:
                 for i in cutlass.range_constexpr(passes):
                     places[i] = (tokens[i] * width).to(Uint32) * 2
                 if depth < steps - 1:
-                    self.look_up(tokens, token, start + (depth + 1) * DEPTH + row_in_pass, end, together)
+                    look_up(tokens, token, start + (depth + 1) * DEPTH + row_in_pass, end, together)
                 else:
-                    if warp == 0:
-                        work.pass_on((next_expert, next_start, next_end, next_tile), turn)
-                    else:
-                        next_expert, next_start, next_end, next_tile = work.receive(turn)
+                    next_item = next_expert, next_start, next_end, next_tile
+                    next_expert, next_start, next_end, next_tile = work.hand_round(warp, next_item, turn)
                     turn += 1
-                    self.look_up(tokens, token, next_start + row_in_pass, next_end, together)
+                    look_up(tokens, token, next_start + row_in_pass, next_end, together)
                 if start < end:
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     if warp == 0:
@@ -281,9 +276,3 @@ class GradientKernel:
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                     stage, phase = advance(stage, phase, self.stages)
             expert, start, end, tile = next_expert, next_start, next_end, next_tile
-
-    @cute.jit
-    def look_up(self, tokens, token: cute.Tensor, first: Int32, end: Int32, together: cutlass.Constexpr):
-        """tokens: of every `together`-th row from `first`; past the end the last row is repeated."""
-        for i in cutlass.range_constexpr(cute.size(tokens)):
-            tokens[i] = token[cutlass.max(cutlass.min(first + together * i, end - 1), 0)]

@@ -27,20 +27,13 @@ from .rows import RowsKernel, add_bias, table_and_counter
 REGISTERS = (24, 240)  # of the producer's warpgroup and of the consumers, whose accumulators take 192: 3 * 168 in all
 
 
-class ProductKernel(RowsKernel):
-    """source [R, K], weight [E, N, K].
-
-    The consumers take turns: each multiplies all 128 rows of every other tile, and stores them while the other
-    multiplies. The kernel's own barriers, one of each consumer, let it begin when all stages of the other's tile have
-    arrived: only then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
-    """
+class Product(RowsKernel):
+    """source [R, K], weight [E, N, K]. Subclasses lay out what is stored (`set_up_finish`) and divide the work."""
 
     group = 2  # measured: faster than 8 where experts have few rows, as fast where they have many
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
-        if tile.columns > MOST_COLUMNS:
-            raise ValueError(f"tiles of {tile.columns} columns: accumulators of over {MOST_COLUMNS} do not fit")
 
     @cute.jit
     def __call__(
@@ -48,12 +41,11 @@ class ProductKernel(RowsKernel):
         table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
-        pieces = piece_layout(self.dtype, 2 * self.pieces)
-        atom_out, tensor_out = store_atom(ragged(out), one_stage(pieces), (HALF, PIECE))
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, pieces, self.stages, 2)
+        self.set_up_finish()
+        atom_out, tensor_out = store_atom(ragged(out), one_stage(self.layout), (HALF, PIECE))
         self.kernel(
             atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
-            self.narrow_mma, self.layout_a, self.layout_b, pieces,
+            self.narrow_mma, self.layout_a, self.layout_b, self.layout,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
@@ -61,21 +53,49 @@ class ProductKernel(RowsKernel):
         self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
         atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor,
         last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
-        pieces: cute.ComposedLayout,
+        layout: cute.ComposedLayout,
     ):  # fmt: skip
+        self.divide_work(
+            atom_a, tensor_a, atom_b, tensor_b, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b,
+            layout, (atom_out, tensor_out, None),
+        )  # fmt: skip
+
+
+class ProductKernel(Product):
+    """The consumers take turns: each multiplies all 128 rows of every other tile, and stores them while the other
+    multiplies. The kernel's own barriers, one of each consumer, let it begin when all stages of the other's tile have
+    arrived: only then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
+    """
+
+    def __init__(self, dtype, tile: Tile):
+        super().__init__(dtype, tile)
+        if tile.columns > MOST_COLUMNS:
+            raise ValueError(f"tiles of {tile.columns} columns: accumulators of over {MOST_COLUMNS} do not fit")
+
+    def set_up_finish(self):
+        self.layout = piece_layout(self.dtype, 2 * self.pieces)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, self.stages, 2)
+
+    @cute.jit
+    def divide_work(
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32,
+        tiled_mma, narrow_mma, bias, layout_a, layout_b, layout, of_store: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Every warp's part."""
+        atom_out, tensor_out, _ = of_store
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         of_one = CONSUMER_WARPS // 2
         tiles, counter = table_and_counter(table, last)
         shared = enter(
-            self.Storage, layout_a, layout_b, pieces, self.stages, self.producer_arrivals(), (of_one, of_one),
-            (atom_b, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
+            self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), (of_one, of_one),
+            (atom_w, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
             consumer_warps=of_one,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
-                self.produce(atom_a, tensor_a, atom_b, tensor_b, shared, token, tiles)
+                self.produce(atom_a, source, atom_w, tensor_w, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             self.multiply(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)
@@ -140,37 +160,8 @@ class ProductKernel(RowsKernel):
             cute.arch.cp_async_bulk_commit_group()
 
 
-class WideProductKernel(FinishedKernel):
-    """source [R, K], weight [E, N, K]: each consumer multiplies half of every tile, and a finishing warp stores it. A
-    tile of 256 columns loads less for a product than 192 do, but its accumulators leave no room for turns."""
+class WideProductKernel(Product, FinishedKernel):
+    """Each consumer multiplies half of every tile, and a finishing warp stores it. A tile of 256 columns loads less for a
+    product than 192 do, but its accumulators leave no room for turns."""
 
     registers = 40, 232
-    group = ProductKernel.group
-
-    def __init__(self, dtype, tile: Tile):
-        super().__init__(dtype, tile, gather=False)
-
-    @cute.jit
-    def __call__(
-        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
-        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        atom_a, tensor_a, atom_b, tensor_b = self.set_up(source, weight)
-        self.set_up_finish()
-        atom_out, tensor_out = store_atom(ragged(out), one_stage(self.layout), (HALF, PIECE))
-        self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
-            self.narrow_mma, self.layout_a, self.layout_b, self.layout,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
-        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor,
-        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
-        layout: cute.ComposedLayout,
-    ):  # fmt: skip
-        self.divide_work(
-            atom_a, tensor_a, atom_b, tensor_b, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b,
-            layout, (atom_out, tensor_out, None),
-        )  # fmt: skip

@@ -124,12 +124,9 @@ class RowsKernel:
         tokens, offsets = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
         expert, first, end, column_tile = self.find(tiles, number)
-        if warp == 0:
-            work.pass_on((expert, first, end, column_tile), Int32(0))
-        else:
-            work.receive(Int32(0))
+        work.hand_round(warp, (expert, first, end, column_tile), Int32(0))
         if const_expr(self.gather):
-            self.look_up(tokens, token, first, end, top_row, together)
+            look_up(tokens, token, first + top_row, end, together)
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
@@ -156,13 +153,11 @@ class RowsKernel:
                     if depth == self.depth_tiles // 2:
                         next_expert, next_first, next_end, next_tile = self.find(tiles, work.claimed(number))
                 if depth == self.depth_tiles - 1:
-                    if warp == 0:
-                        work.pass_on((next_expert, next_first, next_end, next_tile), turn)
-                    else:
-                        next_expert, next_first, next_end, next_tile = work.receive(turn)
+                    next_item = next_expert, next_first, next_end, next_tile
+                    next_expert, next_first, next_end, next_tile = work.hand_round(warp, next_item, turn)
                     turn += 1
                     if const_expr(self.gather):
-                        self.look_up(tokens, token, next_first, next_end, top_row, together)
+                        look_up(tokens, token, next_first + top_row, next_end, together)
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if warp == 0:
                     with cute.arch.elect_one():
@@ -194,15 +189,6 @@ class RowsKernel:
                 stage, phase = advance(stage, phase, self.stages)
             expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
 
-    @cute.jit
-    def look_up(
-        self, tokens, token: cute.Tensor, first: Int32, end: Int32, top_row: Int32, together: cutlass.Constexpr
-    ):  # fmt: skip
-        """tokens [passes]: of this thread's rows; past the end the last row is repeated."""
-        for i in cutlass.range_constexpr(cute.size(tokens)):
-            row = cutlass.max(cutlass.min(first + top_row + together * i, end - 1), 0)
-            tokens[i] = token[row]
-
     def store_of(self, tiled_mma, shared, own):
         """A consumer's store, and the (row, column) of every value of its accumulators."""
         thread = cute.arch.thread_idx()[0] % 128
@@ -212,6 +198,13 @@ class RowsKernel:
 
     def producer_arrivals(self):
         return 1 + (32 * self.gather_warps if self.gather else 0)
+
+
+@cute.jit
+def look_up(tokens, token: cute.Tensor, first: Int32, end: Int32, together: cutlass.Constexpr):
+    """tokens: of every `together`-th row from `first`, a thread's own; past the end the last row is repeated."""
+    for i in cutlass.range_constexpr(cute.size(tokens)):
+        tokens[i] = token[cutlass.max(cutlass.min(first + together * i, end - 1), 0)]
 
 
 def target_of(targets, i: int, together: int):

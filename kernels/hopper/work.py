@@ -55,9 +55,9 @@ class Work:
         """What `claim` returned, in every lane; -1 where there is none."""
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, 0))
 
-    def pass_on(self, item, turn):
-        """By the first warp."""
-        _pass_on(self.slots, self.full, self.empty, *item, turn)
+    def hand_round(self, warp, item, turn):
+        """By the warps that produce: the first one's item, which it passes on, for all of them."""
+        return _hand_round(self.slots, self.full, self.empty, warp, *item, turn)
 
     def receive(self, turn) -> Item:
         """By every other warp."""
@@ -96,6 +96,17 @@ def _pass_on(slots: cute.Tensor, full, empty, expert: Int32, first: Int32, end: 
         slots[0, slot], slots[1, slot], slots[2, slot], slots[3, slot] = expert, first, end, tile
         cute.arch.mbarrier_arrive(full + slot)
     cute.arch.sync_warp()
+
+
+@cute.jit
+def _hand_round(
+    slots: cute.Tensor, full, empty, warp, expert: Int32, first: Int32, end: Int32, tile: Int32, turn: Int32
+):
+    if warp == 0:
+        _pass_on(slots, full, empty, expert, first, end, tile, turn)
+    else:
+        expert, first, end, tile = _receive(slots, full, empty, turn)
+    return expert, first, end, tile
 
 
 @cute.jit
