@@ -48,7 +48,7 @@ class RowsKernel:
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
         self.columns, self.stages = tile
-        self.gather = gather
+        self.gather = self.cuts = gather  # products of rows that lie together are not cut
         self.halves = 2 if gated else 1
         self.pieces = self.columns // PIECE
 
@@ -82,20 +82,37 @@ class RowsKernel:
         atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, DEPTH))
         return atom_a, tensor_a, atom_b, tensor_b
 
+    def whole_items(self, tiles):
+        """(how many work items are whole tiles, how many more are cut into the halves of their rows): those of a last wave
+        that most blocks would else have no part of."""
+        items, blocks = tiles.shape[0] * self.column_tiles, cute.arch.grid_dim()[0]
+        over = items % blocks
+        cut = over * Int32(2 * over <= blocks) if const_expr(self.cuts) else Int32(0)
+        return items - cut, cut
+
     def num_items(self, tiles):
-        return tiles.shape[0] * self.column_tiles
+        whole, cut = self.whole_items(tiles)
+        return whole + 2 * cut
 
     @cute.jit
     def find(self, tiles: cute.Tensor, number: Int32):
         """The work item of a number, which may be -1; as an Item's fields."""
         expert, first, end, column_tile = NONE_LEFT
         if number >= 0:
+            if const_expr(self.cuts):
+                whole, _ = self.whole_items(tiles)
+                half = number - whole  # of those that are cut
+                number -= cutlass.max(half + 1, 0) // 2
             group = number // (self.group * self.column_tiles)
             in_group = number - group * (self.group * self.column_tiles)
             row_tiles = cutlass.min(tiles.shape[0] - group * self.group, self.group)
             column_tile = in_group // row_tiles
             row_tile = group * self.group + in_group - column_tile * row_tiles
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
+            if const_expr(self.cuts):
+                if half >= 0:
+                    first = cutlass.min(first + half % 2 * HALF, end)
+                    end = cutlass.min(first + HALF, end)
         return expert, first, end, column_tile
 
     @cute.jit
