@@ -25,10 +25,10 @@ from sweep_triton import as_tensors, captured
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import WIDE, Tile
+from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, Tile
 from sonicmoe_hf.kernels.interface import Activation
 
-PRODUCTS = [Tile(192, 4), WIDE, Tile(128, 6)]
+PRODUCTS = [Tile(192, 4), TALL, WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
 GRADIENTS = [Tile(192, 3), Tile(128, 4)]
@@ -83,7 +83,7 @@ def using(tile: Tile):
     with mock.patch.multiple(
         hopper,
         tile=lambda *_: tile,
-        product_tiles=lambda *_: (tile, tile),
+        product_tiles=lambda *_: (tile,) * 3,
         gradient_tiles=lambda *_: (tile, tile),
         _few=lambda _: False,
     ):

@@ -18,7 +18,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
-from .configs import gradient_tiles, many, product_tiles, short, takes, tile
+from .configs import gradient_tiles, product_tiles, row_bucket, short, takes, tile
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -102,7 +102,7 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
         _compiled().product, product_tiles(columns, depth), source_RK.dtype, columns, depth,
         weight_ENK.stride(2) == 1, bias_EN is not None,
     )  # fmt: skip
-    kernel = kernels[many(num_rows, num_experts)]
+    kernel = kernels[row_bucket(num_rows, num_experts)]
     _launch(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_tiles(rows, source_RK))
     return out_RN
 

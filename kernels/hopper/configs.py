@@ -10,13 +10,14 @@ MOST_COLUMNS = 192  # of a product whose consumers take turns
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile, whose rows are 128 (256 for `gradient`); stages of the operands' ring."""
+    """Columns of a product's tile; stages of the operands' ring; the most rows (256 for `gradient` in any case)."""
 
     columns: int
     stages: int
+    rows: int = 128
 
     def __str__(self):
-        return f"{self.columns}x{self.stages}"
+        return f"{self.columns}x{self.stages}" + f"x{self.rows}" * (self.rows != 128)
 
 
 # kernel -> its tiles, and how fast each computes a column relative to the others
@@ -36,6 +37,8 @@ def tile(kernel: str, width: int) -> Tile:
     return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
 
 
+TALL = Tile(192, 4, 192)  # of a product: an expert's last 64 rows, or fewer, go with the 128 before
+ABOUT_TALL = range(97, 161)  # mean rows of an expert: every second has a few more than 128
 WIDE = Tile(256, 3)  # of a product that is `DEEP`, of `MANY` rows, and whose columns it divides
 DEEP, MANY = 1024, 448  # depth; mean rows of an expert, those included that token rounding may add
 SHORT = Tile(128, 4)  # of a gradient over about as many rows as the stages of its ring hold, 256
@@ -43,14 +46,16 @@ ABOUT_SHORT = range(161, 321)  # mean rows of an expert, as above
 
 
 @functools.cache
-def product_tiles(columns: int, depth: int) -> tuple[Tile, Tile]:
-    """The tiles of down or input_rows where experts have few rows, and where they have `many`."""
+def product_tiles(columns: int, depth: int) -> tuple[Tile, Tile, Tile]:
+    """The tiles of down or input_rows: in general, where experts have about 128 rows, and where they have many."""
     narrow = tile("product", columns)
-    return narrow, WIDE if depth >= DEEP and columns % WIDE.columns == 0 else narrow
+    return narrow, TALL, WIDE if depth >= DEEP and columns % WIDE.columns == 0 else narrow
 
 
-def many(num_rows: int, num_experts: int) -> bool:
-    return num_rows >= MANY * num_experts
+def row_bucket(num_rows: int, num_experts: int) -> int:
+    """Which of `product_tiles`."""
+    rows = -(-num_rows // num_experts)
+    return 2 if rows >= MANY else int(rows in ABOUT_TALL)
 
 
 @functools.cache

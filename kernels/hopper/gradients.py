@@ -55,7 +55,7 @@ class GradientKernel:
 
     def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
-        self.columns, self.stages = tile
+        self.columns, self.stages, _ = tile
 
     @cute.jit
     def __call__(

@@ -61,14 +61,14 @@ def issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage: Int32)
 
 
 @cute.jit
-def next_stage(ring: cutlass.Constexpr, previous: Int32, has_previous, stage: Int32, phase: Int32):
+def next_stage(ring: cutlass.Constexpr, previous: Int32, has_previous, stage: Int32, phase: Int32, arrivals):
     """When a stage's products have been started: those of the stage before are done, and it is released. Returns that
     stage, which is now the one before, and the ring's next with its phase."""
     warpgroup.commit_group()
     warpgroup.wait_group(1)
     if has_previous:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ring.empty + previous)
+            cute.arch.mbarrier_arrive(ring.empty + previous, arrive_count=arrivals)
     previous = stage
     stage, phase = advance(stage, phase, ring.stages)
     return previous, stage, phase
@@ -77,12 +77,13 @@ def next_stage(ring: cutlass.Constexpr, previous: Int32, has_previous, stage: In
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, ring: cutlass.Constexpr, stage: Int32, phase: Int32,
-    depth_tiles: Int32, rest=None, unused=None, arrived=None, begun=None,
+    depth_tiles: Int32, rest=None, unused=None, arrived=None, begun=None, arrivals=1,
 ):  # fmt: skip
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
     rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
     arrives at the barrier `arrived` when all stages have. begun: (the stage before, whether there is one), whose products
-    are under way and are added to. Returns the ring's next stage and phase."""
+    are under way and are added to. A warp counts for `arrivals` when it releases a stage. Returns the ring's next stage
+    and phase."""
     if const_expr(begun is None):
         for accumulator in accumulators:
             accumulator.fill(0.0)
@@ -93,7 +94,7 @@ def multiply(
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-        previous, stage, phase = next_stage(ring, previous, some or tile > 0, stage, phase)
+        previous, stage, phase = next_stage(ring, previous, some or tile > 0, stage, phase, arrivals)
     some = some or depth_tiles > 0
     if const_expr(rest is not None):
         if rest > 0:
@@ -101,7 +102,7 @@ def multiply(
             warpgroup.fence()
             for block in cutlass.range(rest, unroll=1):
                 issue(tiled_mma, accumulators, fragments_a, fragment_b, block, stage)
-            previous, stage, phase = next_stage(ring, previous, some, stage, phase)
+            previous, stage, phase = next_stage(ring, previous, some, stage, phase, arrivals)
             some = rest > 0
     if const_expr(arrived is not None):
         with cute.arch.elect_one():
@@ -109,7 +110,7 @@ def multiply(
     warpgroup.wait_group(0)
     if some:
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ring.empty + previous)
+            cute.arch.mbarrier_arrive(ring.empty + previous, arrive_count=arrivals)
     if const_expr(unused is not None):
         for _ in cutlass.range(unused, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)

@@ -10,6 +10,7 @@ from .core import (
     CONSUMER_WARPS,
     HALF,
     PIECE,
+    ROWS,
     THREADS,
     enter,
     one_stage,
@@ -21,7 +22,7 @@ from .core import (
     store_atom,
 )
 from .finish import FinishedKernel
-from .multiply import consumer_fragments, multiply_tile, narrow_fragment, skip
+from .multiply import consumer_fragments, multiply, multiply_tile, narrow_fragment, skip
 from .rows import RowsKernel, add_bias, table_and_counter
 
 REGISTERS = (24, 240)  # of the producer's warpgroup and of the consumers, whose accumulators take 192: 3 * 168 in all
@@ -64,16 +65,18 @@ class Product(RowsKernel):
 class ProductKernel(Product):
     """The consumers take turns: each multiplies all 128 rows of every other tile, and stores them while the other
     multiplies. The kernel's own barriers, one of each consumer, let it begin when all stages of the other's tile have
-    arrived: only then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones.
+    arrived: only then do the phases of the ring's barriers, which have one bit, tell its stages from earlier ones. Rows
+    past the 128th (of tiles of up to 192) are multiplied by the one whose turn it is not, from the same stages.
     """
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile)
+        self.buffers = self.pieces if self.rows == ROWS else 2  # of pieces, of each consumer: what there is room for
         if tile.columns > MOST_COLUMNS:
             raise ValueError(f"tiles of {tile.columns} columns: accumulators of over {MOST_COLUMNS} do not fit")
 
     def set_up_finish(self):
-        self.layout = piece_layout(self.dtype, 2 * self.pieces)
+        self.layout = piece_layout(self.dtype, 2 * self.buffers)
         self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, self.stages, 2)
 
     @cute.jit
@@ -90,7 +93,7 @@ class ProductKernel(Product):
         shared = enter(
             self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), (of_one, of_one),
             (atom_w, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
-            consumer_warps=of_one,
+            consumer_warps=of_one if self.rows == ROWS else CONSUMER_WARPS,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
@@ -108,6 +111,7 @@ class ProductKernel(Product):
         )
         narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
         store, places = self.store_of(tiled_mma, shared, own)
+        third_a = consumer_fragments(tiled_mma, shared, 2, self.columns)[0] if self.rows > ROWS else None
         ours, others = shared.own + own, shared.own + 1 - own
         stage, phase = Int32(0), Int32(0)
         expert, first, end, column_tile = shared.work.receive(Int32(0))
@@ -116,7 +120,10 @@ class ProductKernel(Product):
             if (turn - 1) % 2 == own:
                 cute.arch.mbarrier_wait(ours, ((turn - 1) // 2 + 1 - own) % 2)
                 is_last = column_tile == self.column_tiles - 1
-                of_ring = shared.ring, stage, phase, Int32(self.depth_tiles), None, None, others
+                arrivals = 1
+                if const_expr(self.rows > ROWS):
+                    arrivals = 2 - Int32(first + ROWS < end)  # for the other consumer too
+                of_ring = shared.ring, stage, phase, Int32(self.depth_tiles), None, None, others, None, arrivals
                 if first + HALF < end:
                     stage, phase = multiply_tile(
                         tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
@@ -134,7 +141,18 @@ class ProductKernel(Product):
                         column_tile,
                     )  # fmt: skip
             else:
-                stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
+                if const_expr(third_a is None):
+                    stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
+                else:
+                    if first + ROWS < end:
+                        stage, phase = multiply(
+                            tiled_mma, (top,), (third_a,), fragment_b, shared.ring, stage, phase, Int32(self.depth_tiles)
+                        )  # fmt: skip
+                        self.send(
+                            store, top, places, shared, atom_out, tensor_out, bias, expert, first + ROWS, end, column_tile
+                        )  # fmt: skip
+                    else:
+                        stage, phase = skip(stage, phase, self.depth_tiles, self.stages)
             expert, first, end, column_tile = shared.work.receive(turn)
             turn += 1
         cute.arch.cp_async_bulk_wait_group(0)
@@ -147,17 +165,20 @@ class ProductKernel(Product):
         """Store half a tile (+ bias), what of it is past row `end` or the last column excepted."""
         values = store.retile(accumulator)
         from_out, to_out = partition(atom_out, shared.pieces, ragged_pieces(tensor_out, first, end))
-        store.wait()
-        for p in cutlass.range_constexpr(self.pieces):
-            if const_expr(bias is not None):
-                column = column_tile * self.columns
-                add_bias(values, places, p * store.size, store.size, bias, expert, column, bias.shape[1])
-            store.write(p, lambda v, start=p * store.size: values[start + v])
-        store.publish()
-        if store.issuer:
-            for p in cutlass.range_constexpr(self.pieces):
-                cute.copy(atom_out, from_out[None, store.buffer(p)], to_out[None, column_tile * self.pieces + p])
-            cute.arch.cp_async_bulk_commit_group()
+        for start in cutlass.range_constexpr(0, self.pieces, self.buffers):
+            pieces = range(start, min(start + self.buffers, self.pieces))
+            store.wait()
+            for p in pieces:
+                if const_expr(bias is not None):
+                    column = column_tile * self.columns
+                    add_bias(values, places, p * store.size, store.size, bias, expert, column, bias.shape[1])
+                store.write(p - start, lambda v, start=p * store.size: values[start + v])
+            store.publish()
+            if store.issuer:
+                for p in pieces:
+                    box = column_tile * self.pieces + p
+                    cute.copy(atom_out, from_out[None, store.buffer(p - start)], to_out[None, box])
+                cute.arch.cp_async_bulk_commit_group()
 
 
 class WideProductKernel(Product, FinishedKernel):

@@ -31,6 +31,7 @@ from .core import (
 from .multiply import consumer_mma, narrower
 from .work import NONE_LEFT
 
+TAKEN = -2  # for an expert: the rows belong to the tile before
 GATHER_ROWS = 4  # copied at a time by the producer's warp, 128 bytes of each
 
 
@@ -47,10 +48,10 @@ class RowsKernel:
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
-        self.columns, self.stages = tile
+        self.columns, self.stages, self.rows = tile
         self.gather = self.cuts = gather  # products of rows that lie together are not cut
         self.halves = 2 if gated else 1
-        self.pieces = self.columns // PIECE
+        self.pieces = self.buffers = self.columns // PIECE
 
     def set_up(self, source, weight):
         """Layouts and TMA atoms of the operands; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
@@ -66,11 +67,12 @@ class RowsKernel:
                 (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
             ),
         )
-        self.layout_a = operand_layout(self.dtype, ROWS, True, self.stages)
+        self.layout_a = operand_layout(self.dtype, self.rows, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
         half_b = operand_layout(self.dtype, self.columns // self.halves, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
-        self.last_columns = narrower(per_half, self.columns) if const_expr(self.halves == 1) else 0
+        narrow = self.halves == 1 and self.rows == ROWS  # else what it saves is not worth the registers
+        self.last_columns = narrower(per_half, self.columns) if const_expr(narrow) else 0
         self.narrow_mma = None
         if const_expr(self.last_columns):
             self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
@@ -83,8 +85,8 @@ class RowsKernel:
         return atom_a, tensor_a, atom_b, tensor_b
 
     def whole_items(self, tiles):
-        """(how many work items are whole tiles, how many more are cut into the halves of their rows): those of a last wave
-        that most blocks would else have no part of."""
+        """(how many work items are whole tiles, how many more are cut into the halves of their rows): those of a last
+        wave that most blocks would else have no part of."""
         items, blocks = tiles.shape[0] * self.column_tiles, cute.arch.grid_dim()[0]
         over = items % blocks
         cut = over * Int32(2 * over <= blocks) if const_expr(self.cuts) else Int32(0)
@@ -113,6 +115,22 @@ class RowsKernel:
                 if half >= 0:
                     first = cutlass.min(first + half % 2 * HALF, end)
                     end = cutlass.min(first + HALF, end)
+            if const_expr(self.rows > ROWS):
+                if end - first == ROWS and row_tile + 1 < tiles.shape[0]:
+                    if tiles[row_tile + 1, 0] == expert and tiles[row_tile + 1, 2] - end <= HALF:
+                        end = tiles[row_tile + 1, 2]
+                if end - first <= HALF and row_tile > 0:
+                    if tiles[row_tile - 1, 0] == expert and first - tiles[row_tile - 1, 1] == ROWS:
+                        expert = Int32(TAKEN)
+        return expert, first, end, column_tile
+
+    @cute.jit
+    def find_untaken(self, tiles: cute.Tensor, work: cutlass.Constexpr, number: Int32):
+        """`find`, and where the item belongs to another, that of the next number claimed."""
+        expert, first, end, column_tile = self.find(tiles, number)
+        if const_expr(self.rows > ROWS):
+            while expert == TAKEN:
+                expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim()))
         return expert, first, end, column_tile
 
     @cute.jit
@@ -140,7 +158,7 @@ class RowsKernel:
         ]
         tokens, offsets = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
-        expert, first, end, column_tile = self.find(tiles, number)
+        expert, first, end, column_tile = self.find_untaken(tiles, work, number)
         work.hand_round(warp, (expert, first, end, column_tile), Int32(0))
         if const_expr(self.gather):
             look_up(tokens, token, first + top_row, end, together)
@@ -156,19 +174,23 @@ class RowsKernel:
                     offsets[i] = (tokens[i] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
             else:
                 rows_a = cute.domain_offset((first, 0), tensor_a)
-                (to_top, from_top), (to_bottom, from_bottom) = (
+                halves = [
                     partition(
                         atom_a,
                         cute.local_tile(shared.a, (HALF, DEPTH), (half, 0, None)),
                         cute.local_tile(rows_a, (HALF, DEPTH), (half, None)),
                     )
-                    for half in range(2)
-                )
+                    for half in range(self.rows // HALF)
+                ]
                 loaded += bytes_a // 2 * (1 + Int32(has_bottom))
+                if const_expr(self.rows > ROWS):
+                    loaded += bytes_a // 2 * Int32(first + ROWS < end)
             for depth in cutlass.range(self.depth_tiles, unroll=1):
                 if warp == 0:
                     if depth == self.depth_tiles // 2:
-                        next_expert, next_first, next_end, next_tile = self.find(tiles, work.claimed(number))
+                        next_expert, next_first, next_end, next_tile = self.find_untaken(
+                            tiles, work, work.claimed(number)
+                        )
                 if depth == self.depth_tiles - 1:
                     next_item = next_expert, next_first, next_end, next_tile
                     next_expert, next_first, next_end, next_tile = work.hand_round(warp, next_item, turn)
@@ -200,16 +222,18 @@ class RowsKernel:
                             gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 else:
+                    (to_top, from_top), *others = halves
                     cute.copy(atom_a, from_top[None, depth], to_top[None, stage], tma_bar_ptr=full + stage)
-                    if has_bottom:
-                        cute.copy(atom_a, from_bottom[None, depth], to_bottom[None, stage], tma_bar_ptr=full + stage)
+                    for half, (to_half, from_half) in enumerate(others):
+                        if first + HALF * (half + 1) < end:
+                            cute.copy(atom_a, from_half[None, depth], to_half[None, stage], tma_bar_ptr=full + stage)
                 stage, phase = advance(stage, phase, self.stages)
             expert, first, end, column_tile = next_expert, next_first, next_end, next_tile
 
     def store_of(self, tiled_mma, shared, own):
         """A consumer's store, and the (row, column) of every value of its accumulators."""
         thread = cute.arch.thread_idx()[0] % 128
-        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.pieces)
+        store = piece_store(tiled_mma, shared.pieces, self.dtype, thread, own, self.buffers)
         of_tile = cute.make_identity_tensor((HALF, self.columns))
         return store, store.retile(tiled_mma.get_slice(thread).partition_C(of_tile))
 

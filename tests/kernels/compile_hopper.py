@@ -14,7 +14,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import MOST_COLUMNS, TABLE, WIDE, tile
+from sonicmoe_hf.kernels.hopper.configs import MOST_COLUMNS, TABLE, TALL, WIDE, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -48,6 +48,8 @@ CASES = {
     "product, fp16, odd sizes": product(264, 200, dtype=FP16),
     "wide product, transposed weight": product(K=1536, contiguous=False, chosen=WIDE),
     "wide product, fp16, bias": product(256, 1608, bias=True, dtype=FP16, chosen=WIDE),
+    "tall product, bias": product(bias=True, chosen=TALL),
+    "tall product, transposed weight, fp16": product(264, 656, contiguous=False, dtype=FP16, chosen=TALL),
     "up, bias, transposed": up(2880, 2880, transposed=True, bias=True),
     "up, without h": up(want=(False, True)),
     "up, without a": up(want=(True, False)),
@@ -84,6 +86,8 @@ def narrower_too(kernel, parameters):
     else:
         width = parameters[1 if kernel == "product" else 2]
     columns = parameters[-1].columns
+    if parameters[-1].rows > 128:
+        return 1
     return 2 if 0 < width % columns <= columns - 64 else 1
 
 
@@ -106,6 +110,7 @@ def main():
         else:
             in_turns = kernel == "product" and parameters[-1].columns <= MOST_COLUMNS
             steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
+            steps += 4 if parameters[-1].rows > 128 else 0  # what goes with a tile of 128 rows
             steps *= narrower_too(kernel, parameters)
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}|steps {steps}", flush=True)

@@ -12,7 +12,7 @@ from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as portable
-from sonicmoe_hf.kernels.hopper.configs import WIDE, gradient_tiles, many, product_tiles, short
+from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, gradient_tiles, product_tiles, row_bucket, short
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
 
@@ -55,7 +55,7 @@ def test_many_rows_of_deep_products(on_hopper_alone, dtype, layout):
     """down, with bias, and input_rows take wide tiles."""
     H, I, E, K = 512, 1544, 8, 4
     tensors, dout, ids = problem(3001, H=H, I=I, E=E, K=K, empty=(0, 7), dtype=dtype, bias=True)
-    assert many(3001 * K, E) and all(product_tiles(H, depth)[1] == WIDE for depth in (I, 2 * I))
+    assert all(product_tiles(H, depth)[row_bucket(3001 * K, E)] == WIDE for depth in (I, 2 * I))
     check(tensors, dout, ids, layout, backend="hopper")
 
 
@@ -66,6 +66,18 @@ def test_weight_gradients_over_few_rows(on_hopper_alone, dtype, layout):
     H, E, K = 576, 32, 4
     tensors, dout, ids = problem(1601, H=H, I=328, E=E, K=K, empty=(0, 7, 31), dtype=dtype)
     assert short(1601 * K, E) and len(set(gradient_tiles(H))) == 2
+    check(tensors, dout, ids, layout, backend="hopper")
+
+
+@pytest.mark.parametrize("T, dtype", ((801, torch.bfloat16), (1101, torch.bfloat16), (1101, torch.float16)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
+    """down, with bias, and input_rows take an expert's last tile of up to 64 rows with the one before."""
+    H, I, E, K = 576, 328, 32, 4
+    tensors, dout, ids = problem(T, H=H, I=I, E=E, K=K, empty=(*range(7), 31), dtype=dtype, bias=True)
+    assert product_tiles(H, I)[row_bucket(T * K, E)] == TALL
+    rows = set(ids[0].flatten().bincount().tolist())
+    assert rows & set(range(129, 193)) and rows & set(range(1, 129) if T == 801 else range(193, 257))
     check(tensors, dout, ids, layout, backend="hopper")
 
 
