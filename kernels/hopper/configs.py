@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 TABLE: dict[str, dict[Tile, float]] = {
     "up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "product": {Tile(192, 4): 1.0},
-    "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.88},
+    "down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.82},
     "gradient": {Tile(192, 3): 1.0, Tile(128, 4): 0.96},
 }
 
