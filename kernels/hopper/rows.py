@@ -1,8 +1,9 @@
 """What grouped GEMMs share whose rows are sorted by expert.
 
-One work item is a tile of 128 rows of one expert times a tile of columns; a group of row tiles passes over all columns
-together, so that both operands of the tiles in flight stay in L2. Rows past an expert's end are computed from whatever
-lies there and clipped by the ragged TMA store; a half of the tile without rows is neither loaded nor multiplied.
+One work item is a tile of 128 rows of one expert (of a tall product up to 192, in a last wave of the others 64) times a
+tile of columns; a group of row tiles passes over all columns together, so that both operands of the tiles in flight stay
+in L2. Rows past an expert's end are computed from whatever lies there and clipped by the ragged TMA store; a half of the
+tile without rows is neither loaded nor multiplied.
 """
 
 import math

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
 from .blocks import max_row_tiles, tile_rows
 from .common import activate, swizzle
 from .descriptors import of_weight
-from .launch import launch
+from .launch import SIZES, Prepared, launch
 from .products import T_DEPENDENT, Launch, bias_strides, described_product, halves, pointer_product, precision
 
 
@@ -170,13 +172,21 @@ def down_backward(
     return dh_R2I, a_RI, weight_P.new_zeros(0) if parts is None else routing_gradient(parts, dout_TH, bias_EH, rows)
 
 
+@functools.lru_cache(maxsize=SIZES)
+def _routing_gradient(device, dtype, bias_dtype, bias_strides, hidden, num_rows, num_experts, column_tiles):
+    return Prepared(
+        routing_gradient_kernel, device, (max_row_tiles(num_rows, num_experts),), (num_rows,),
+        (hidden, *bias_strides, column_tiles, tile_rows(num_rows, num_experts), 64), num_warps=4,
+    )  # fmt: skip
+
+
 def routing_gradient(parts, dout_TH, bias_EH, rows):
     """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
-    (column_tiles, num_rows), num_experts = parts.shape, rows.offsets.numel() - 1
+    column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
-    launch(
-        routing_gradient_kernel, (max_row_tiles(num_rows, num_experts),),
-        (parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles), (num_rows,),
-        (dout_TH.shape[1], *bias_strides(bias_EH), column_tiles, tile_rows(num_rows, num_experts), 64), num_warps=4,
+    launch = _routing_gradient(
+        parts.get_device(), dout_TH.dtype, None if bias_EH is None else bias_EH.dtype, bias_strides(bias_EH),
+        dout_TH.shape[1], num_rows, rows.offsets.shape[0] - 1, column_tiles,
     )  # fmt: skip
+    launch(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
     return dw_P

@@ -325,10 +325,9 @@ def round_rows(
 ):
     (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
 
-    def new(*size, dtype=torch.int32):
-        return torch.empty(size, dtype=dtype, device=device)
-
-    weight_P, expert_P = new(num_pairs, dtype=dtype), new(num_pairs)
+    expert_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    new = expert_P.new_empty
+    weight_P = new(num_pairs, dtype=dtype)
     if not num_pairs:
         fell_back = None if valid_T is None else torch.ones((), dtype=torch.bool, device=device)
         return Rounded(weight_P, expert_P, dispatch(expert_P, None, num_tokens, num_experts, True), fell_back)
@@ -336,7 +335,7 @@ def round_rows(
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
     fell_back = totals = None
     if valid_T is not None:
-        valid_T, fell_back = valid_T.contiguous(), new(dtype=torch.bool)
+        valid_T, fell_back = valid_T.contiguous(), new((), dtype=torch.bool)
     if rounding == "balanced" or valid_T is not None:
         totals = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     num_words, experts, top_k = cdiv(num_tokens, WORD.value), next_power_of_2(num_experts), top_k_index_TK.shape[1]

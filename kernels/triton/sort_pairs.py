@@ -220,12 +220,10 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
         num_pairs, num_tokens, num_experts, sentinels, tile_rows(num_pairs, num_experts),
     )  # fmt: skip
 
-    def new(*size, dtype=torch.int32):
-        return torch.empty(size, dtype=dtype, device=device)
-
+    scratch = torch.empty(steps.scratch, dtype=torch.int32, device=device)
+    new = scratch.new_empty
     rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
-    scratch = new(steps.scratch)
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()

@@ -1,0 +1,45 @@
+"""Every GPU kernel on a layer or two of sizes that no tile divides, as often as its tiles differ; for compute-sanitizer,
+under which test_memcheck_gpu.py starts it. python every_kernel.py hopper|triton"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from moe_problems import layer, routing_ids, run
+
+from sonicmoe_hf.config import TokenRounding
+from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.model_patches import FAMILIES
+from sonicmoe_hf.routing import rounded_routing
+
+H, I, E, K = 256, 1032, 8, 2
+FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 rows per expert
+
+
+def main(backend):
+    for tokens, layout, kind, dtype in (
+        (1, "concatenated", "top_k", torch.bfloat16),
+        (FEW, "concatenated", "sentinels", torch.bfloat16),
+        (TALL, "concatenated", "top_k", torch.bfloat16),
+        (SHORT, "transposed_interleaved", "list", torch.float16),
+        (MANY, "concatenated", "top_k", torch.bfloat16),
+    ):
+        ids = routing_ids(tokens, E, K, kind, "cuda", empty=(0,))
+        tensors, dout = layer(tokens, H, I, E, ids[0].numel(), dtype, "cuda")
+        for save in ("preactivation", "input"):
+            found = run(tensors, dout, ids, layout, "swiglu", backend, save=save)
+            assert all(t.isfinite().all() for t in found.values())
+    logits = torch.randn(999, 60, device="cuda", requires_grad=True)
+    index = kernels.top_k(logits.detach(), 4)
+    family, router = FAMILIES["qwen3_moe"], SimpleNamespace(norm_topk_prob=True)
+    for rounding in ("nearest", "nearest_score", "stochastic"):
+        policy = TokenRounding(rounding=rounding, tile=16, min_tiles_per_expert=0)
+        routing, _ = rounded_routing(family, router, logits, index, policy)
+        routing.weights.sum().backward()
+    torch.cuda.synchronize()
+    print(f"{backend}: every kernel has run")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main(sys.argv[1])
