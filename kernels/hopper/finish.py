@@ -84,7 +84,7 @@ class FinishedKernel(RowsKernel):
             stage, phase = multiply_tile(
                 tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
                 column_tile == self.column_tiles - 1,
-                (shared.ring, stage, phase, depth_tiles, None, self.depth_tiles - depth_tiles),
+                (shared.ring, stage, phase, depth_tiles, self.depth_tiles - depth_tiles),
             )  # fmt: skip
             if const_expr(bias is not None):
                 width, limit = self.columns // self.halves, bias.shape[1] // self.halves

@@ -157,8 +157,8 @@ class GradientKernel:
             stage, phase = advance(stage, phase, ring.stages)
         left = blocks - first
         return multiply(
-            tiled_mma, accumulators, fragments_a, fragment_b, ring, stage, phase, left // in_stage, left % in_stage,
-            begun=begun,
+            tiled_mma, accumulators, fragments_a, fragment_b, ring, stage, phase, left // in_stage,
+            rest=left % in_stage, begun=begun,
         )  # fmt: skip
 
     @cute.jit

@@ -77,13 +77,13 @@ def next_stage(ring: cutlass.Constexpr, previous: Int32, has_previous, stage: In
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, ring: cutlass.Constexpr, stage: Int32, phase: Int32,
-    depth_tiles: Int32, rest=None, unused=None, arrived=None, begun=None, arrivals=1,
+    depth_tiles: Int32, unused=None, arrived=None, arrivals=1, rest=None, begun=None,
 ):  # fmt: skip
     """accumulator = sum over `depth_tiles` stages of A B^T, and over the first `rest` blocks of 16 of one more where
     rest > 0, for each of a tuple of accumulators and A's; releases `unused` further stages as they are. Every warp
-    arrives at the barrier `arrived` when all stages have. begun: (the stage before, whether there is one), whose products
-    are under way and are added to. A warp counts for `arrivals` when it releases a stage. Returns the ring's next stage
-    and phase."""
+    arrives at the barrier `arrived` when all stages have, and counts for `arrivals` when it releases one. begun: (the
+    stage before, whether there is one), whose products are under way and are added to. Returns the ring's next stage and
+    phase."""
     if const_expr(begun is None):
         for accumulator in accumulators:
             accumulator.fill(0.0)

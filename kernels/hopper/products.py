@@ -123,7 +123,7 @@ class ProductKernel(Product):
                 arrivals = 1
                 if const_expr(self.rows > ROWS):
                     arrivals = 2 - Int32(first + ROWS < end)  # for the other consumer too
-                of_ring = shared.ring, stage, phase, Int32(self.depth_tiles), None, None, others, None, arrivals
+                of_ring = shared.ring, stage, phase, Int32(self.depth_tiles), None, others, arrivals
                 if first + HALF < end:
                     stage, phase = multiply_tile(
                         tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,

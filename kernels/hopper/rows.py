@@ -50,7 +50,7 @@ class RowsKernel:
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
         self.columns, self.stages, self.rows = tile
-        self.gather = self.cuts = gather  # products of rows that lie together are not cut
+        self.gather = gather
         self.halves = 2 if gated else 1
         self.pieces = self.buffers = self.columns // PIECE
 
@@ -87,10 +87,10 @@ class RowsKernel:
 
     def whole_items(self, tiles):
         """(how many work items are whole tiles, how many more are cut into the halves of their rows): those of a last
-        wave that most blocks would else have no part of."""
+        wave that most blocks would else have no part of, where rows are gathered."""
         items, blocks = tiles.shape[0] * self.column_tiles, cute.arch.grid_dim()[0]
         over = items % blocks
-        cut = over * Int32(2 * over <= blocks) if const_expr(self.cuts) else Int32(0)
+        cut = over * Int32(2 * over <= blocks) if const_expr(self.gather) else Int32(0)
         return items - cut, cut
 
     def num_items(self, tiles):
@@ -102,7 +102,7 @@ class RowsKernel:
         """The work item of a number, which may be -1; as an Item's fields."""
         expert, first, end, column_tile = NONE_LEFT
         if number >= 0:
-            if const_expr(self.cuts):
+            if const_expr(self.gather):
                 whole, _ = self.whole_items(tiles)
                 half = number - whole  # of those that are cut
                 number -= cutlass.max(half + 1, 0) // 2
@@ -112,7 +112,7 @@ class RowsKernel:
             column_tile = in_group // row_tiles
             row_tile = group * self.group + in_group - column_tile * row_tiles
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
-            if const_expr(self.cuts):
+            if const_expr(self.gather):
                 if half >= 0:
                     first = cutlass.min(first + half % 2 * HALF, end)
                     end = cutlass.min(first + HALF, end)

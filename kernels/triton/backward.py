@@ -184,9 +184,9 @@ def routing_gradient(parts, dout_TH, bias_EH, rows):
     """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
     column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
-    launch = _routing_gradient(
+    prepared = _routing_gradient(
         parts.get_device(), dout_TH.dtype, None if bias_EH is None else bias_EH.dtype, bias_strides(bias_EH),
         dout_TH.shape[1], num_rows, rows.offsets.shape[0] - 1, column_tiles,
     )  # fmt: skip
-    launch(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
+    prepared(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
     return dw_P

@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..interface import Rounded, Rows
+from ..interface import Rounded
 from .blocks import max_row_tiles, tile_rows
 from .common import order_key, write_tiles
 from .launch import cdiv, launch, next_power_of_2
-from .sort_pairs import dispatch, tile_table_length
+from .sort_pairs import dispatch, unwritten_rows
 
 WORD = tl.constexpr(32)  # tokens in a word
 NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every score: not to be chosen
@@ -331,8 +331,7 @@ def round_rows(
     if not num_pairs:
         fell_back = None if valid_T is None else torch.ones((), dtype=torch.bool, device=device)
         return Rounded(weight_P, expert_P, dispatch(expert_P, None, num_tokens, num_experts, True), fell_back)
-    rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
-                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+    rows = unwritten_rows(expert_P, num_pairs, num_tokens, num_experts)
     fell_back = totals = None
     if valid_T is not None:
         valid_T, fell_back = valid_T.contiguous(), new((), dtype=torch.bool)

@@ -210,6 +210,13 @@ def _no_rows(num_tokens, num_experts, device):
     return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts + 1, 3) - 1)
 
 
+def unwritten_rows(like, num_pairs, num_tokens, num_experts):
+    """Rows of these sizes; `like`: any int32 tensor of their device."""
+    new = like.new_empty
+    return Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
+                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+
+
 def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
@@ -221,9 +228,7 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     )  # fmt: skip
 
     scratch = torch.empty(steps.scratch, dtype=torch.int32, device=device)
-    new = scratch.new_empty
-    rows = Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
-                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+    new, rows = scratch.new_empty, unwritten_rows(scratch, num_pairs, num_tokens, num_experts)
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()
