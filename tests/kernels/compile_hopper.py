@@ -66,7 +66,7 @@ CASES = {
     "down_backward, interleaved, transposed": down_backward(
         2880, 2880, transposed=True, act=Activation("clamped_swiglu"), interleaved=True
     ),
-    "gradient, stored across": gradient(1536, 2048, contiguous=False),
+    "gradient, stored across, many rows of tiles": gradient(3088, 2048, contiguous=False),
     "gradient, fp16, odd sizes": gradient(264, 200, dtype=FP16),
     "gradient, whole tiles": gradient(512, 1536),
 }

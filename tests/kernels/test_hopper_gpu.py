@@ -133,6 +133,7 @@ def test_sizes_that_no_tile_divides(on_hopper_alone, dtype, H, I, layout):
 
 
 def test_one_expert_gets_everything(on_hopper_alone):
+    """More row tiles than pass over all columns together."""
     check(*problem(4000, E=16, K=1, empty=tuple(range(15))), backend="hopper")
 
 
