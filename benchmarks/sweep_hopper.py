@@ -24,7 +24,7 @@ from sweep_triton import as_tensors, captured
 
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
-from sonicmoe_hf.kernels.hopper import compiled
+from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, Tile
 from sonicmoe_hf.kernels.interface import Activation
 
@@ -95,7 +95,8 @@ def asked_for(call, tile: Tile):
     found = []
     kernels = ("up", "product", "down_backward", "gradient")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
-    with using(tile), mock.patch.multiple(compiled, **notes), mock.patch.object(hopper, "_launch", lambda *_: None):
+    nothing = mock.patch.object(hopper, "_launch"), mock.patch.object(cache, "compile_ahead")
+    with using(tile), mock.patch.multiple(compiled, **notes), nothing[0], nothing[1]:
         call(hopper)
     return found
 

@@ -19,6 +19,7 @@ from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
 from .configs import gradient_tiles, product_tiles, row_bucket, short, takes, tile
+from .variants import of_step
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
@@ -68,6 +69,15 @@ def _of_tiles(compile_kernel, tiles, *parameters):
     return [compile_kernel(*parameters, tile) for tile in tiles]
 
 
+@functools.cache
+def _first(compile_kernel, *parameters):
+    """The kernel of `up`, with which a step begins: those that follow are compiled beside it where the cache is empty."""
+    from .cache import compile_ahead
+
+    compile_ahead(of_step(*parameters))
+    return compile_kernel(*parameters)
+
+
 def _launch(kernel, tensor, *arguments):
     """Launch on the tensor's GPU, which need not be the current one."""
     if tensor.get_device() == torch.cuda.current_device():
@@ -85,9 +95,9 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
-    kernel = _compiled().up(
-        x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h, want_a, activation,
-        interleaved, tile("up", width),
+    kernel = _first(
+        _compiled().up, x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
+        want_a, activation, interleaved, tile("up", width),
     )  # fmt: skip
     _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, rows.offsets, *_tiles(rows, x_TH))
     return h_R2I, a_RI

@@ -1,7 +1,8 @@
 """Compiled kernels in memory and on disk.
 
 A file is found by the digest of this folder's sources, the versions that made it, and the static parameters; it is
-written whole or not at all, and one that does not match its checksum is compiled again.
+written whole or not at all, and one that does not match its checksum is compiled again. Where much is missing, processes
+beside this one compile it: threads would not help, because the compiler holds Python's lock.
 """
 
 import contextlib
@@ -9,8 +10,11 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import pickle
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import cutlass.cute as cute
@@ -20,6 +24,17 @@ DISTRIBUTIONS = (
     "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12",
     "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
 )  # fmt: skip
+
+MOST_PROCESSES = 8
+# sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
+WORKER = """
+import sys, types
+sys.modules["sonicmoe_hf"] = package = types.ModuleType("sonicmoe_hf")
+package.__path__ = {path}
+from sonicmoe_hf.kernels.hopper.cache import compile_share
+compile_share()
+"""
+_coming: dict[Path, subprocess.Popen] = {}  # the files that another process is to write
 
 
 def folder() -> Path:
@@ -51,6 +66,7 @@ def cached(compile_kernel):
     @functools.wraps(compile_kernel)
     def get(*parameters):
         path = path_of(compile_kernel.__name__, parameters)
+        _wait_for(path)
         if is_intact(path):
             return cute.runtime.load_module(str(path), enable_tvm_ffi=True)["kernel"]
         kernel = compile_kernel(*parameters)
@@ -59,6 +75,44 @@ def cached(compile_kernel):
         return kernel
 
     return get
+
+
+def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
+    """Begin to compile kernels that will soon be asked for, (function of compiled.py, its parameters), in new processes.
+
+    `cached` waits for them. Where there are too few kernels, CPUs or rights for that, nothing is begun, and where a
+    process fails, what it leaves is compiled as it is asked for. Of a machine's ranks (torchrun, accelerate) the first
+    begins them, for all.
+    """
+    missing = [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
+    processes = min(len(missing), len(os.sched_getaffinity(0)) - 1, MOST_PROCESSES)
+    if processes < 2 or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    command = [sys.executable, "-c", WORKER.format(path=list(sys.modules["sonicmoe_hf"].__path__))]
+    with contextlib.suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        for first in range(processes):
+            quiet = subprocess.DEVNULL
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
+            share = missing[first::processes]
+            _coming.update((path_of(*kernel), process) for kernel in share)
+            with process.stdin as pipe:
+                pickle.dump(share, pipe)
+
+
+def compile_share() -> None:
+    """Such a process: compile the kernels that come pickled on its standard input."""
+    from . import compiled
+
+    for name, parameters in pickle.load(sys.stdin.buffer):
+        getattr(compiled, name)(*parameters)
+
+
+def _wait_for(path: Path) -> None:
+    """Until the file is there, if another process is to write it, or that process has ended."""
+    process = _coming.pop(path, None)
+    while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
+        time.sleep(0.01)
 
 
 @functools.cache

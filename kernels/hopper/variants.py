@@ -23,6 +23,16 @@ def on_triton(hidden: int, inner: int) -> list[str]:
     return [name for name, taken in needs.items() if not taken]
 
 
+def of_step(dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, tile):
+    """What a training step asks for after the kernel of `up` with these parameters; without h no step follows."""
+    found = variants(hidden, inner, dtype, activation, not hidden_contiguous, interleaved, bias) if want_h else []
+    return [
+        (name, parameters)
+        for name, parameters in found
+        if name != "up" and (name != "down_backward" or parameters[4:7] == DOWN_BACKWARD[0])
+    ]
+
+
 def variants(
     hidden: int, inner: int, dtype: torch.dtype, activation: Activation, transposed: bool, interleaved: bool, bias: bool
 ) -> list[tuple[str, tuple]]:  # fmt: skip

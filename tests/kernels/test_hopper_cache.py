@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.hopper import cache, compiled
+from sonicmoe_hf.kernels.hopper.configs import tile
 from sonicmoe_hf.kernels.hopper.variants import on_triton, variants
 
+PYTHON = sys.executable
 GET_ONE = (
     "import torch; from sonicmoe_hf.kernels.hopper import cache, compiled;"
     "from sonicmoe_hf.kernels.hopper.configs import tile;"
@@ -74,6 +77,7 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
 
     for name in ("up", "product", "down_backward", "gradient"):
         monkeypatch.setattr(compiled, name, note(name))
+    monkeypatch.setattr(cache, "compile_ahead", ahead := mock.Mock())
     monkeypatch.setattr(hopper, "_launch", lambda *_: None)
     monkeypatch.setattr(hopper, "portable", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
     T, E, K = 64, 2, 2  # not few rows per expert
@@ -97,7 +101,7 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
         hopper.down_backward(x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want)
     hopper.gate_up_gradient(h, x, rows, gate_up)
     hopper.down_gradient(x, a, rows, down)
-    return found
+    return found, [call.args[0] for call in ahead.call_args_list]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,9 +109,43 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
 def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layout, bias, I):
     """A layer asks for the tiles of any number of rows at once, so that another compiles nothing."""
     act, H = Activation("clamped_swiglu"), 256
-    found = asked_for(monkeypatch, layout, act, bias, torch.bfloat16, H, I)
+    found, ahead = asked_for(monkeypatch, layout, act, bias, torch.bfloat16, H, I)
     expected = variants(H, I, torch.bfloat16, act, *LAYOUTS[layout], bias)
     assert {repr(kernel) for kernel in found} == {repr(kernel) for kernel in expected}  # the file is found by its repr
+    of_training, of_inference, of_repeating = ahead
+    assert of_inference == [] and of_training == of_repeating
+    seldom = [kernel for kernel in found if kernel[0] == "up"]
+    seldom += [kernel for kernel in found if kernel[0] == "down_backward" and not all(kernel[1][4:7])]
+    assert {repr(kernel) for kernel in of_training} == {repr(kernel) for kernel in found if kernel not in seldom}
+
+
+def small_gradients():
+    return [("gradient", (torch.bfloat16, 128, 128, across, tile("gradient", 128))) for across in (False, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreter", (PYTHON, "/bin/false", "/nowhere"))
+def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkeypatch, interpreter):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setattr(sys, "executable", interpreter)
+    monkeypatch.setattr(cache, "_save", save := mock.Mock(wraps=cache._save))
+    cache.compile_ahead(small_gradients())
+    for name, parameters in small_gradients():
+        assert callable(getattr(compiled, name).__wrapped__(*parameters))  # past what this process has already
+    assert save.call_count == (0 if interpreter == PYTHON else 2)
+    assert len(list(tmp_path.glob("hopper/*.o"))) == 2
+
+
+@pytest.mark.parametrize(("kernels", "cpus", "rank"), [(1, 9, "0"), (2, 2, "0"), (2, 9, "1")])
+def test_nothing_is_begun_for_little_and_by_other_ranks(tmp_path, monkeypatch, kernels, cpus, rank):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cpus))
+    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock())
+    cache.compile_ahead(small_gradients()[:kernels])
+    begun.assert_not_called()
 
 
 @pytest.mark.parametrize(
