@@ -131,7 +131,8 @@ class RowsKernel:
         return expert, first, end, column_tile
 
     def tiles_of_expert(self, tiles, offsets, row_tile):
-        """Of the expert that a row tile is of: its first row tile, how many there are, and how many form a group."""
+        """Of the expert that a row tile (of ROWS rows) is of: its first row tile, how many there are, and how many form a
+        group."""
         expert = tiles[row_tile, 0]
         first = offsets[expert]
         start = row_tile - (tiles[row_tile, 1] - first) // ROWS
