@@ -110,7 +110,7 @@ def compile_share() -> None:
 
 def _wait_for(path: Path) -> None:
     """Until the file is there, if another process is to write it, or that process has ended."""
-    process = _coming.pop(path, None)
+    process = _coming.get(path)
     while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
         time.sleep(0.01)
 
