@@ -94,22 +94,29 @@ def asked_for(call, tile: Tile):
     found = []
     kernels = ("up", "product", "down_backward", "gradient")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
-    nothing = mock.patch.object(hopper, "_launch"), mock.patch.object(cache, "compile_ahead")
-    with using(tile), mock.patch.multiple(compiled, **notes), nothing[0], nothing[1]:
+    with (
+        using(tile),
+        mock.patch.multiple(compiled, **notes),
+        mock.patch.object(hopper, "_launch"),
+        mock.patch.object(cache, "compile_ahead"),
+    ):
         call(hopper)
     return found
 
 
 def compile_all(shapes, wanted):
-    kernels = {}
+    """Compile what the candidates ask for. Returns (shape, kernel's name) -> those that ask for a Hopper kernel."""
+    kernels, candidates = {}, {}
     for shape in shapes:
         of_shape = calls(shape, problem(shape))
         for name in wanted:
-            for tile in CANDIDATES[name]:
-                kernels |= dict.fromkeys(asked_for(of_shape[name][1], tile))
+            found = {tile: asked_for(of_shape[name][1], tile) for tile in CANDIDATES[name]}
+            kernels |= dict.fromkeys(kernel for asked in found.values() for kernel in asked)
+            candidates[shape, name] = [tile for tile, asked in found.items() if asked]
     for _ in warmup.compile_kernels(list(kernels), os.cpu_count()):
         pass
     print(f"{len(kernels)} kernels compiled", flush=True)
+    return candidates
 
 
 def microseconds(graphs, rounds=5, repeats=4):
@@ -153,7 +160,7 @@ def main():
     options = parser.parse_args()
     shapes = [Shape(*map(int, text.split(","))) for text in options.shape or SHAPES]
     wanted = options.kernel or list(CANDIDATES)
-    compile_all(shapes, wanted)
+    candidates = compile_all(shapes, wanted)
     common = (torch.cuda.get_device_name(), datetime.date.today().isoformat())
     with open(options.out / "sweep_hopper.csv", "w", newline="") as file:
         table = csv.writer(file)
@@ -162,8 +169,7 @@ def main():
             of_shape = calls(shape, problem(shape))
             for name in wanted:
                 flop, call = of_shape[name]
-                candidates = [tile for tile in CANDIDATES[name] if asked_for(call, tile)]
-                found = list(time_kernel(call, flop, candidates))
+                found = list(time_kernel(call, flop, candidates[shape, name]))
                 for tile, us, tflops, difference in found:
                     table.writerow([shape, name, tile, f"{us:.1f}", f"{tflops:.0f}", f"{difference:.1e}", *common])
                 file.flush()

@@ -115,7 +115,7 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     """Compile the kernels, (function of kernels/hopper/compiled.py, its parameters), that the cache does not have."""
     from .kernels.hopper import cache
 
-    missing = [kernel for kernel in wanted if not cache.is_intact(cache.path_of(*kernel))]
+    missing = cache.missing(wanted)
     for kernel in wanted:
         if kernel not in missing:
             yield Outcome(kernel[0], None)

@@ -59,6 +59,11 @@ def is_intact(path: Path) -> bool:
     return hashlib.sha256(found).hexdigest() == checksum
 
 
+def missing(wanted: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:
+    """Which of the kernels, (function of compiled.py, its parameters), are to be compiled."""
+    return [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
+
+
 def cached(compile_kernel):
     """Compile once for given (static, printable) parameters: once in a process, and once on a machine."""
 
@@ -84,17 +89,18 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     process fails, what it leaves is compiled as it is asked for. Of a machine's ranks (torchrun, accelerate) the first
     begins them, for all.
     """
-    missing = [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
-    processes = min(len(missing), len(os.sched_getaffinity(0)) - 1, MOST_PROCESSES)
-    if processes < 2 or os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    kernels, quiet = missing(wanted), subprocess.DEVNULL
+    processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1, MOST_PROCESSES)
+    if processes < 2:
         return
     command = [sys.executable, "-c", WORKER.format(path=list(sys.modules["sonicmoe_hf"].__path__))]
     with contextlib.suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
         for first in range(processes):
-            quiet = subprocess.DEVNULL
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
-            share = missing[first::processes]
+            share = kernels[first::processes]
             _coming.update((path_of(*kernel), process) for kernel in share)
             with process.stdin as pipe:
                 pickle.dump(share, pipe)
