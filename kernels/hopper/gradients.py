@@ -42,6 +42,7 @@ from .work import NONE_LEFT
 HEIGHT = 256  # of a tile: a consumer computes two halves of 64 of its 128
 QUARTER = HEIGHT // 4  # loaded by each of the four producer warps
 REGISTERS = (40, 232)  # of the first warpgroup and of the consumers: 3 * 168 in all
+MOST_TOGETHER, TOGETHER = 8, 4  # rows of an expert's tiles that pass over all columns together; where there are more
 GROUP = DEPTH * 128  # bytes of 64 columns of the gathered side, which lie together, swizzled over eight rows
 
 
@@ -200,7 +201,12 @@ class GradientKernel:
 
     def place(self, tile):
         """(row, column) of an expert's tile."""
-        return tile % self.high, tile // self.high
+        if self.high <= MOST_TOGETHER:
+            return tile % self.high, tile // self.high
+        group = tile // (TOGETHER * self.wide)
+        in_group = tile - group * (TOGETHER * self.wide)
+        rows = cutlass.min(self.high - group * TOGETHER, TOGETHER)
+        return group * TOGETHER + in_group % rows, in_group // rows
 
     @cute.jit
     def find(self, offsets: cute.Tensor, number: Int32):

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from .launch import SIZES, Prepared, cdiv, next_power_of_2
 
-MOST_ROWS_AT_ONCE = 8
+MOST_ROWS_AT_ONCE = 4
 COLUMNS = 512
+THREAD_BYTES = 32  # of a row, where there are COLUMNS
 
 
 @triton.jit
@@ -18,35 +19,35 @@ def combine_kernel(
     y, weight, out, offsets, token_offsets, token_rows, pair,
     H: tl.constexpr, NUM_EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """A token's programs run side by side; rows are added one by one, so that no value changes threads."""
+    column_blocks: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    token = tl.program_id(0) // column_blocks
+    column = tl.program_id(0) % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
     num_rows = tl.load(offsets + NUM_EXPERTS)
     start = tl.load(token_offsets + token)
     end = tl.load(token_offsets + token + 1)
     total = tl.zeros((COLUMNS,), tl.float32)
     for first in range(start, end, AT_ONCE):
-        entry = first + tl.arange(0, AT_ONCE)
-        row = tl.load(token_rows + entry, mask=entry < end, other=num_rows)
-        is_row = row < num_rows
-        values = tl.load(
-            y + row.to(tl.int64)[:, None] * H + column[None, :],
-            mask=is_row[:, None] & (column < H)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        if weight is not None:
-            routed = tl.load(weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)
-            values *= routed[:, None]
-        total += tl.sum(values, axis=0)
+        for entry in tl.static_range(AT_ONCE):
+            row = tl.load(token_rows + first + entry, mask=first + entry < end, other=num_rows)
+            is_row = row < num_rows
+            value = tl.load(y + row.to(tl.int64) * H + column, mask=is_row & (column < H), other=0.0).to(tl.float32)
+            if weight is not None:
+                value *= tl.load(weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)
+            total += value
     tl.store(out + token.to(tl.int64) * H + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
 @functools.lru_cache(maxsize=SIZES)
 def _prepared(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts):
-    at_once = min(next_power_of_2(cdiv(num_rows, num_tokens)), MOST_ROWS_AT_ONCE)
+    rows_of_token = cdiv(num_rows, num_tokens)
+    at_once = min(next_power_of_2(rows_of_token), MOST_ROWS_AT_ONCE)
     columns = min(next_power_of_2(hidden), COLUMNS)
-    warps = max(columns * dtype.itemsize // (32 * 16), 1)  # 16 bytes a thread: no two threads share a column
+    warps = max(columns * dtype.itemsize // (32 * THREAD_BYTES), 1)
+    if weighted and rows_of_token <= MOST_ROWS_AT_ONCE:  # one step, too little for what finding the weights takes
+        columns = min(next_power_of_2(hidden), 2 * COLUMNS)
     return Prepared(
-        combine_kernel, device, (num_tokens, cdiv(hidden, columns)),
+        combine_kernel, device, (num_tokens * cdiv(hidden, columns),),
         constants=(hidden, num_experts, at_once, columns), num_warps=warps,
     )  # fmt: skip
 
@@ -57,7 +58,7 @@ def combine(y_RH, weight_P, rows, num_tokens):
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
     launch = _prepared(
-        y_RH.get_device(), y_RH.dtype, weight_P is None, num_rows, hidden, num_tokens, rows.offsets.shape[0] - 1
+        y_RH.get_device(), y_RH.dtype, weight_P is not None, num_rows, hidden, num_tokens, rows.offsets.shape[0] - 1
     )
     launch(y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair)
     return out_TH
