@@ -99,7 +99,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
         _compiled().up, x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
         want_a, activation, interleaved, tile("up", width),
     )  # fmt: skip
-    _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, rows.offsets, *_tiles(rows, x_TH))
+    _launch(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, *_tiles(rows, x_TH))
     return h_R2I, a_RI
 
 
@@ -145,7 +145,7 @@ def down_backward(
     )  # fmt: skip
     _launch(
         kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
-        rows.offsets, *_tiles(rows, dout_TH),
+        *_tiles(rows, dout_TH),
     )  # fmt: skip
     return dh_R2I, a_RI, portable.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 

@@ -27,26 +27,25 @@ class DownBackwardKernel(FinishedKernel):
     @cute.jit
     def __call__(
         self, dout: cute.Tensor, weight: cute.Tensor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
-        pair: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
-        stream: cuda.CUstream,
+        pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_dout, atom_w, tensor_w = self.set_up(dout, weight)
         self.set_up_finish()
         self.kernel(
-            tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, offsets, table, last,
+            tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, table, last,
             self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, h: cute.Tensor,
-        routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor,
-        table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout,
-        layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
+        routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        layout: cute.ComposedLayout,
     ):  # fmt: skip
         self.divide_work(
-            None, tensor_dout, atom_w, tensor_w, token, offsets, table, last, tiled_mma, narrow_mma, None, layout_a,
-            layout_b, layout, (h, routing_weight, dh, a, parts, pair),
+            None, tensor_dout, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, None, layout_a, layout_b,
+            layout, (h, routing_weight, dh, a, parts, pair),
         )  # fmt: skip
 
     @cute.jit

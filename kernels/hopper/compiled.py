@@ -68,7 +68,7 @@ def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want
         _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
         _tensor(kind, (pairs, 2 * inner)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
-        _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
+        _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_
         _tensor(kind, (pairs, 2 * inner)) if want_dh else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
-        _indices(pairs), _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
+        _indices(pairs), _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class FinishedKernel(RowsKernel):
 
     @cute.jit
     def divide_work(
-        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, offsets, table: cute.Tensor, last: Int32,
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32,
         tiled_mma, narrow_mma, bias, layout_a, layout_b, layout, of_finishers: cutlass.Constexpr,
     ):  # fmt: skip
         """Every warp's part; `of_finishers`: what the subclass's `finish_tiles` takes beside `shared` and the warp."""
@@ -59,7 +59,7 @@ class FinishedKernel(RowsKernel):
         if group == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < self.gather_warps:
-                self.produce(atom_a, source, atom_w, tensor_w, shared, token, offsets, tiles)
+                self.produce(atom_a, source, atom_w, tensor_w, shared, token, tiles)
             else:
                 self.finish_tiles(shared, warp - self.gather_warps, *of_finishers)
         else:

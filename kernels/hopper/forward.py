@@ -24,8 +24,8 @@ class UpKernel(FinishedKernel):
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, gate_up: cute.Tensor, bias, h, a, token: cute.Tensor, offsets: cute.Tensor,
-        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+        self, x: cute.Tensor, gate_up: cute.Tensor, bias, h, a, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_x, atom_w, tensor_w = self.set_up(x, gate_up)
         self.set_up_finish()
@@ -33,19 +33,19 @@ class UpKernel(FinishedKernel):
         if const_expr(h is not None):
             atom_h, tensor_h = store_atom(ragged_h(h, self.interleaved), one_stage(self.layout), (HALF, PIECE))
         self.kernel(
-            tensor_x, atom_w, tensor_w, atom_h, tensor_h, a, bias, token, offsets, table, last, self.tiled_mma,
+            tensor_x, atom_w, tensor_w, atom_h, tensor_h, a, bias, token, table, last, self.tiled_mma,
             self.narrow_mma, self.layout_a, self.layout_b, self.layout,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tensor_x: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_h, tensor_h, a,
-        bias, token: cute.Tensor, offsets: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
-        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
+        bias, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma, narrow_mma,
+        layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout: cute.ComposedLayout,
     ):  # fmt: skip
         self.divide_work(
-            None, tensor_x, atom_w, tensor_w, token, offsets, table, last, tiled_mma, narrow_mma, bias, layout_a,
-            layout_b, layout, (atom_h, tensor_h, a),
+            None, tensor_x, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout,
+            (atom_h, tensor_h, a),
         )  # fmt: skip
 
     @cute.jit

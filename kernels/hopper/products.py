@@ -57,8 +57,8 @@ class Product(RowsKernel):
         layout: cute.ComposedLayout,
     ):  # fmt: skip
         self.divide_work(
-            atom_a, tensor_a, atom_b, tensor_b, token, None, table, last, tiled_mma, narrow_mma, bias, layout_a,
-            layout_b, layout, (atom_out, tensor_out, None),
+            atom_a, tensor_a, atom_b, tensor_b, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b,
+            layout, (atom_out, tensor_out, None),
         )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ class ProductKernel(Product):
 
     @cute.jit
     def divide_work(
-        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, offsets, table: cute.Tensor, last: Int32,
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32,
         tiled_mma, narrow_mma, bias, layout_a, layout_b, layout, of_store: cutlass.Constexpr,
     ):  # fmt: skip
         """Every warp's part."""
@@ -98,7 +98,7 @@ class ProductKernel(Product):
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             if warp == 0:
-                self.produce(atom_a, source, atom_w, tensor_w, shared, token, offsets, tiles)
+                self.produce(atom_a, source, atom_w, tensor_w, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             self.multiply(tiled_mma, narrow_mma, shared, group - 1, atom_out, tensor_out, bias)

@@ -2,9 +2,8 @@
 
 One work item is a tile of 128 rows of one expert (of a tall product up to 192, in a last wave of the others 64) times a
 tile of columns; a group of row tiles passes over all columns together, so that both operands of the tiles in flight stay
-in L2: where rows are gathered all of an expert's, so that its weights are read from memory once. Rows past an expert's
-end are computed from whatever lies there and clipped by the ragged TMA store; a half of the tile without rows is neither
-loaded nor multiplied.
+in L2. Rows past an expert's end are computed from whatever lies there and clipped by the ragged TMA store; a half of the
+tile without rows is neither loaded nor multiplied.
 """
 
 import math
@@ -45,7 +44,7 @@ class RowsKernel:
     columns / 2 of each.
     """
 
-    group = 24  # row tiles that pass over all columns together, at the most
+    group = 8  # row tiles that pass over all columns together
     gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
@@ -99,7 +98,7 @@ class RowsKernel:
         return whole + 2 * cut
 
     @cute.jit
-    def find(self, tiles: cute.Tensor, offsets, number: Int32):
+    def find(self, tiles: cute.Tensor, number: Int32):
         """The work item of a number, which may be -1; as an Item's fields."""
         expert, first, end, column_tile = NONE_LEFT
         if number >= 0:
@@ -107,15 +106,11 @@ class RowsKernel:
                 whole, _ = self.whole_items(tiles)
                 half = number - whole  # of those that are cut
                 number -= cutlass.max(half + 1, 0) // 2
-            start, row_tiles, size = Int32(0), tiles.shape[0], self.group
-            if const_expr(self.gather):
-                start, row_tiles, size = self.tiles_of_expert(tiles, offsets, number // self.column_tiles)
-            in_all = number - start * self.column_tiles
-            group = in_all // (size * self.column_tiles)
-            in_group = in_all - group * (size * self.column_tiles)
-            row_tiles = cutlass.min(row_tiles - group * size, size)
+            group = number // (self.group * self.column_tiles)
+            in_group = number - group * (self.group * self.column_tiles)
+            row_tiles = cutlass.min(tiles.shape[0] - group * self.group, self.group)
             column_tile = in_group // row_tiles
-            row_tile = start + group * size + in_group - column_tile * row_tiles
+            row_tile = group * self.group + in_group - column_tile * row_tiles
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
             if const_expr(self.gather):
                 if half >= 0:
@@ -130,30 +125,19 @@ class RowsKernel:
                         expert = Int32(TAKEN)
         return expert, first, end, column_tile
 
-    def tiles_of_expert(self, tiles, offsets, row_tile):
-        """Of the expert that a row tile (of ROWS rows) is of: its first row tile, how many there are, and how many form a
-        group."""
-        expert = tiles[row_tile, 0]
-        first = offsets[expert]
-        start = row_tile - (tiles[row_tile, 1] - first) // ROWS
-        end = start + (offsets[expert + 1] - first + ROWS - 1) // ROWS
-        groups = (end - start + self.group - 1) // self.group
-        return start, end - start, (end - start + groups - 1) // groups
-
     @cute.jit
-    def find_untaken(self, tiles: cute.Tensor, offsets, work: cutlass.Constexpr, number: Int32):
+    def find_untaken(self, tiles: cute.Tensor, work: cutlass.Constexpr, number: Int32):
         """`find`, and where the item belongs to another, that of the next number claimed."""
-        expert, first, end, column_tile = self.find(tiles, offsets, number)
+        expert, first, end, column_tile = self.find(tiles, number)
         if const_expr(self.rows > ROWS):
             while expert == TAKEN:
-                expert, first, end, column_tile = self.find(tiles, offsets, work.claimed(work.claim()))
+                expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim()))
         return expert, first, end, column_tile
 
     @cute.jit
     def produce(
-        self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, offsets,
-        tiles: cute.Tensor,
-    ):  # fmt: skip
+        self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, tiles: cute.Tensor
+    ):
         """The producer warps' part: fill the ring for every work item of this block.
 
         The next item is found, and its rows are looked up, while stages of this one are waited for; what is loaded for
@@ -173,9 +157,9 @@ class RowsKernel:
             shared.a.iterator.toint() + (top_row + skip) * (DEPTH * 2) + (chunk ^ (top_row + skip) % 8) * 16
             for skip in range(0, 8, together)
         ]
-        tokens, places = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
+        tokens, offsets = cute.make_rmem_tensor(passes, Int32), cute.make_rmem_tensor(passes, Uint32)
         number = work.first()
-        expert, first, end, column_tile = self.find_untaken(tiles, offsets, work, number)
+        expert, first, end, column_tile = self.find_untaken(tiles, work, number)
         work.hand_round(warp, (expert, first, end, column_tile), Int32(0))
         if const_expr(self.gather):
             look_up(tokens, token, first + top_row, end, together)
@@ -188,7 +172,7 @@ class RowsKernel:
             loaded = Int32(bytes_b)  # by TMA in a stage
             if const_expr(self.gather):
                 for i in cutlass.range_constexpr(passes):  # bytes from the first element of the source
-                    places[i] = (tokens[i] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
+                    offsets[i] = (tokens[i] * tensor_a.shape[1] + chunk * CHUNK).to(Uint32) * 2
             else:
                 rows_a = cute.domain_offset((first, 0), tensor_a)
                 halves = [
@@ -206,7 +190,7 @@ class RowsKernel:
                 if warp == 0:
                     if depth == self.depth_tiles // 2:
                         next_expert, next_first, next_end, next_tile = self.find_untaken(
-                            tiles, offsets, work, work.claimed(number)
+                            tiles, work, work.claimed(number)
                         )
                 if depth == self.depth_tiles - 1:
                     next_item = next_expert, next_first, next_end, next_tile
@@ -233,10 +217,10 @@ class RowsKernel:
                         source -= Int64(cutlass.max(past, 0))
                     targets = [t + stage * bytes_a for t in targets_of_stage_0]
                     for i in cutlass.range_constexpr(passes // 2):
-                        gather_chunk(target_of(targets, i, together), source + places[i].to(Int64))
+                        gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
                     if has_bottom:
                         for i in cutlass.range_constexpr(passes // 2, passes):
-                            gather_chunk(target_of(targets, i, together), source + places[i].to(Int64))
+                            gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 else:
                     (to_top, from_top), *others = halves
