@@ -58,7 +58,7 @@ def in_new_processes(shape: Shape, backend: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default=str(SHAPES["small"]), help="T,H,I,E,K")
     parser.add_argument("--backend", default="hopper", choices=("hopper", "triton"))
     parser.add_argument("--step", action="store_true", help=argparse.SUPPRESS)

@@ -136,7 +136,8 @@ def other_cases():
     }  # fmt: skip
     yield "bias_gradient", gradients.bias_gradient_kernel, {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128}, 4, 3
     yield "routing_gradient", backward.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
-    yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": 8, "COLUMNS": sum_rows.COLUMNS}, 1, 3
+    at_once = sum_rows.MOST_ROWS_AT_ONCE
+    yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": at_once, "COLUMNS": sum_rows.COLUMNS}, 1, 3
     pairs = {
         **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
         **named("scratch token_counts cursors token_of_row pair_of_row", "*i32"),
