@@ -40,7 +40,7 @@ def tile(kernel: str, width: int) -> Tile:
 TALL = Tile(192, 4, 192)  # of a product: an expert's last 64 rows, or fewer, go with the 128 before
 ABOUT_TALL = range(97, 161)  # mean rows of an expert: every second has a few more than 128
 WIDE = Tile(256, 3)  # of a product that is `DEEP`, of `MANY` rows, and whose columns it divides
-DEEP, MANY = 1024, 448  # depth; mean rows of an expert, those included that token rounding may add
+DEEP, MANY = 1536, 448  # depth; mean rows of an expert, those included that token rounding may add
 SHORT = Tile(128, 4)  # of a gradient over about as many rows as the stages of its ring hold, 256
 ABOUT_SHORT = range(161, 321)  # mean rows of an expert, as above
 

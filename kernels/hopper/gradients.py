@@ -37,7 +37,7 @@ from .core import (
 )
 from .multiply import consumer_fragments, consumer_mma, issue, multiply, multiply_tile, narrow_fragment, narrower
 from .rows import look_up, table_and_counter
-from .work import NONE_LEFT
+from .work import NONE_LEFT, place
 
 HEIGHT = 256  # of a tile: a consumer computes two halves of 64 of its 128
 QUARTER = HEIGHT // 4  # loaded by each of the four producer warps
@@ -203,10 +203,7 @@ class GradientKernel:
         """(row, column) of an expert's tile."""
         if self.high <= MOST_TOGETHER:
             return tile % self.high, tile // self.high
-        group = tile // (TOGETHER * self.wide)
-        in_group = tile - group * (TOGETHER * self.wide)
-        rows = cutlass.min(self.high - group * TOGETHER, TOGETHER)
-        return group * TOGETHER + in_group % rows, in_group // rows
+        return place(tile, self.high, self.wide, TOGETHER)
 
     @cute.jit
     def find(self, offsets: cute.Tensor, number: Int32):

@@ -30,7 +30,7 @@ from .core import (
     ragged_halves,
 )
 from .multiply import consumer_mma, narrower
-from .work import NONE_LEFT
+from .work import NONE_LEFT, place
 
 TAKEN = -2  # for an expert: the rows belong to the tile before
 GATHER_ROWS = 4  # copied at a time by the producer's warp, 128 bytes of each
@@ -106,11 +106,7 @@ class RowsKernel:
                 whole, _ = self.whole_items(tiles)
                 half = number - whole  # of those that are cut
                 number -= cutlass.max(half + 1, 0) // 2
-            group = number // (self.group * self.column_tiles)
-            in_group = number - group * (self.group * self.column_tiles)
-            row_tiles = cutlass.min(tiles.shape[0] - group * self.group, self.group)
-            column_tile = in_group // row_tiles
-            row_tile = group * self.group + in_group - column_tile * row_tiles
+            row_tile, column_tile = place(number, tiles.shape[0], self.column_tiles, self.group)
             expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
             if const_expr(self.gather):
                 if half >= 0:

@@ -8,6 +8,7 @@ counter must run one after the other, as those on one stream do.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -62,6 +63,15 @@ class Work:
     def receive(self, turn) -> Item:
         """By every other warp."""
         return Item(*_receive(self.slots, self.full, self.empty, turn))
+
+
+def place(number, height, width: int, together: int):
+    """(row, column) of the number-th of height x width places, where `together` rows at a time pass over all columns."""
+    group = number // (together * width)
+    in_group = number - group * (together * width)
+    rows = cutlass.min(height - group * together, together)
+    column = in_group // rows
+    return group * together + in_group - column * rows, column
 
 
 def arrivals(readers: int):
