@@ -28,7 +28,7 @@ from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, Tile
 from sonicmoe_hf.kernels.interface import Activation
 
-PRODUCTS = [Tile(192, 4), TALL, WIDE, Tile(128, 6)]
+PRODUCTS = [Tile(192, 4), Tile(192, 4, dealt=True), TALL, WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
 GRADIENTS = [Tile(192, 3), Tile(128, 4)]

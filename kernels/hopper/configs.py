@@ -10,14 +10,16 @@ MOST_COLUMNS = 192  # of a product whose consumers take turns
 
 
 class Tile(NamedTuple):
-    """Columns of a product's tile; stages of the operands' ring; the most rows (256 for `gradient` in any case)."""
+    """Columns of a product's tile; stages of the operands' ring; the most rows (256 for `gradient` in any case); whether
+    work items are dealt out, not claimed (work.py)."""
 
     columns: int
     stages: int
     rows: int = 128
+    dealt: bool = False
 
     def __str__(self):
-        return f"{self.columns}x{self.stages}" + f"x{self.rows}" * (self.rows != 128)
+        return f"{self.columns}x{self.stages}" + f"x{self.rows}" * (self.rows != 128) + " dealt" * self.dealt
 
 
 # kernel -> its tiles, and how fast each computes a column relative to the others
@@ -41,6 +43,7 @@ TALL = Tile(192, 4, 192)  # of a product: an expert's last 64 rows, or fewer, go
 ABOUT_TALL = range(97, 161)  # mean rows of an expert: every second has a few more than 128
 WIDE = Tile(256, 3)  # of a product that is `DEEP`, of `MANY` rows, and whose columns it divides
 DEEP, MANY = 1536, 448  # depth; mean rows of an expert, those included that token rounding may add
+SHALLOW = 512  # depth of a product up to which its work items are dealt out
 SHORT = Tile(128, 4)  # of a gradient over about as many rows as the stages of its ring hold, 256
 ABOUT_SHORT = range(161, 321)  # mean rows of an expert, as above
 
@@ -48,7 +51,7 @@ ABOUT_SHORT = range(161, 321)  # mean rows of an expert, as above
 @functools.cache
 def product_tiles(columns: int, depth: int) -> tuple[Tile, Tile, Tile]:
     """The tiles of down or input_rows: in general, where experts have about 128 rows, and where they have many."""
-    narrow = tile("product", columns)
+    narrow = tile("product", columns)._replace(dealt=depth <= SHALLOW)
     return narrow, TALL, WIDE if depth >= DEEP and columns % WIDE.columns == 0 else narrow
 
 

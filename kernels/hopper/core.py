@@ -166,11 +166,12 @@ class Shared:
 
 def enter(
     Storage, layout_a, layout_b, layout_pieces, stages: int, producer_arrivals: int, own_arrivals, atoms, counter, items,
-    working_warps: int, consumer_warps: int = CONSUMER_WARPS,
+    working_warps: int, consumer_warps: int = CONSUMER_WARPS, dealt: bool = False,
 ) -> Shared:  # fmt: skip
     """Lay out shared memory and initialise barriers, of the ring, of work and then the kernel's own; by every thread.
 
-    counter, items: see Work. working_warps: how many take part in every item. consumer_warps: how many empty a stage.
+    counter, items, dealt: see Work. working_warps: how many take part in every item. consumer_warps: how many empty a
+    stage.
     """
     memory = SmemAllocator().allocate(Storage)
     a, b, pieces = (
@@ -178,7 +179,7 @@ def enter(
         for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.pieces, layout_pieces))
     )
     ring = Ring(memory.barriers_.data_ptr(), stages)
-    work = Work(counter, items, memory.items.get_tensor(cute.make_layout((4, SLOTS))), ring.end)
+    work = Work(counter, items, memory.items.get_tensor(cute.make_layout((4, SLOTS))), ring.end, dealt)
     counts = [producer_arrivals] * stages + [consumer_warps] * stages
     counts += [*arrivals(working_warps - 1), *own_arrivals]
     _initialise(ring.full, counts, atoms)

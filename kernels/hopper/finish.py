@@ -54,7 +54,7 @@ class FinishedKernel(RowsKernel):
         tiles, counter = table_and_counter(table, last)
         shared = enter(
             self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), self.arrivals, (atom_w,),
-            counter, self.num_items(tiles), 4 + CONSUMER_WARPS,
+            counter, self.num_items(tiles), 4 + CONSUMER_WARPS, dealt=self.dealt,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])

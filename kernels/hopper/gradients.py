@@ -56,7 +56,7 @@ class GradientKernel:
 
     def __init__(self, dtype, tile: Tile):
         self.dtype = dtype
-        self.columns, self.stages, _ = tile
+        self.columns, self.stages = tile.columns, tile.stages
 
     @cute.jit
     def __call__(
@@ -239,7 +239,7 @@ class GradientKernel:
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
-                number = work.claim()
+                number = work.claim(number, turn)
             next_expert, next_start, next_end, next_tile = NONE_LEFT
             high, wide = self.place(tile)
             first = wide * self.columns + chunk * CHUNK

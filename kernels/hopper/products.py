@@ -35,6 +35,8 @@ class Product(RowsKernel):
 
     def __init__(self, dtype, tile: Tile):
         super().__init__(dtype, tile, gather=False)
+        if tile.dealt:
+            self.group = RowsKernel.group
 
     @cute.jit
     def __call__(
@@ -74,6 +76,8 @@ class ProductKernel(Product):
         self.buffers = self.pieces if self.rows == ROWS else 2  # of pieces, of each consumer: what there is room for
         if tile.columns > MOST_COLUMNS:
             raise ValueError(f"tiles of {tile.columns} columns: accumulators of over {MOST_COLUMNS} do not fit")
+        if tile.dealt and self.rows > ROWS:
+            raise ValueError(f"tiles of {tile.rows} rows: where one takes the rows of the next, items must be claimed")
 
     def set_up_finish(self):
         self.layout = piece_layout(self.dtype, 2 * self.buffers)
@@ -93,7 +97,7 @@ class ProductKernel(Product):
         shared = enter(
             self.Storage, layout_a, layout_b, layout, self.stages, self.producer_arrivals(), (of_one, of_one),
             (atom_w, atom_out), counter, self.num_items(tiles), 1 + CONSUMER_WARPS,
-            consumer_warps=of_one if self.rows == ROWS else CONSUMER_WARPS,
+            consumer_warps=of_one if self.rows == ROWS else CONSUMER_WARPS, dealt=self.dealt,
         )  # fmt: skip
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])

@@ -49,7 +49,7 @@ class RowsKernel:
 
     def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
         self.dtype = dtype
-        self.columns, self.stages, self.rows = tile
+        self.columns, self.stages, self.rows, self.dealt = tile
         self.gather = gather
         self.halves = 2 if gated else 1
         self.pieces = self.buffers = self.columns // PIECE
@@ -127,7 +127,7 @@ class RowsKernel:
         expert, first, end, column_tile = self.find(tiles, number)
         if const_expr(self.rows > ROWS):
             while expert == TAKEN:
-                expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim()))
+                expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim(number, Int32(0))))
         return expert, first, end, column_tile
 
     @cute.jit
@@ -162,7 +162,7 @@ class RowsKernel:
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
-                number = work.claim()
+                number = work.claim(number, turn)
             next_expert, next_first, next_end, next_tile = NONE_LEFT
             has_bottom = first + HALF < end
             loaded = Int32(bytes_b)  # by TMA in a stage

@@ -1,5 +1,7 @@
 """Which work items a block computes: it claims its next one when it begins the one before, so that a block whose tiles
-have few rows takes more of them, and none waits for another at the end.
+have few rows takes more of them, and none waits for another at the end. Short items are dealt out instead, but for the
+last eighth: blocks that share operands then keep step. A round is dealt one place on from the one before, because a block
+that always got tiles with few rows would run ahead of the others, and out of what L2 holds.
 
 The counter of claimed items lies in global memory, is zero before a launch, and again after it. Launches that share a
 counter must run one after the other, as those on one stream do.
@@ -31,14 +33,15 @@ NONE_LEFT = Item(Int32(-1), Int32(0), Int32(0), Int32(0))
 class Work:
     """The items of a block, found by its first warp and passed on to the others through shared memory.
 
-    items: how many there are in all. slots: (4, SLOTS). full: barriers of the slots, then those of empty slots. `turn`
-    counts the items that a warp has passed on or received.
+    items: how many there are in all. slots: (4, SLOTS). full: barriers of the slots, then those of empty slots. dealt:
+    whether items are dealt out. `turn` counts the items that a warp has passed on or received.
     """
 
     counter: cute.Pointer
     items: Int32
     slots: cute.Tensor
     full: cute.Pointer
+    dealt: bool
 
     @property
     def empty(self):
@@ -48,8 +51,11 @@ class Work:
         """The number of a block's first item, -1 where there is none."""
         return _within(cute.arch.block_idx()[0], self.items)
 
-    def claim(self):
-        """By the first warp when it begins an item: the number of its next one, for `claimed`; nothing waits for it."""
+    def claim(self, number, turn):
+        """By the first warp when it begins the item of this number: that of its next one, for `claimed`; nothing waits
+        for it."""
+        if self.dealt:
+            return _deal(self.counter, self.items, number, turn)
         return _claim(self.counter, self.items)
 
     def claimed(self, number):
@@ -87,14 +93,27 @@ def _within(number: Int32, items: Int32):
 
 
 @cute.jit
-def _claim(counter, items: Int32):
-    number = Int32(0)
+def _claim(counter, items: Int32, rounds=1):
+    number, blocks = Int32(0), cute.arch.grid_dim()[0]
     if cute.arch.lane_idx() == 0:
         before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        # every item begun claims one, so as many are claimed as there are, and this is the last
-        if before == items - 1:
+        # every item begun from the last dealt round on claims one, so this is the last of as many
+        if before == items - 1 - (rounds - 1) * blocks:
             cute.arch.atomic_exch(counter, Int32(0), sem="relaxed", scope="gpu")
-        number = _within(before + cute.arch.grid_dim()[0], items)
+        number = _within(before + rounds * blocks, items)
+    return number
+
+
+@cute.jit
+def _deal(counter, items: Int32, number: Int32, turn: Int32):
+    blocks = cute.arch.grid_dim()[0]
+    rounds = cutlass.max(items * 7 // 8 // blocks, 1)
+    if turn < rounds:
+        number += blocks + 1
+        if number >= (turn + 1) * blocks:
+            number -= blocks
+    else:
+        number = _claim(counter, items, rounds)
     return number
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import MOST_COLUMNS, TABLE, TALL, WIDE, tile
+from sonicmoe_hf.kernels.hopper.configs import MOST_COLUMNS, TABLE, TALL, WIDE, product_tiles, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -27,7 +27,7 @@ def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SW
 
 
 def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None):
-    return "product", (dtype, N, K, contiguous, bias, chosen or tile("product", N))
+    return "product", (dtype, N, K, contiguous, bias, chosen or product_tiles(N, K)[0])
 
 
 def down_backward(
