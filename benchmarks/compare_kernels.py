@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import itertools
 import multiprocessing
 import os
 import re
@@ -80,20 +79,18 @@ def machine_code(folder, shape, number):
     return [line for line in lines if line.endswith(";")]
 
 
-def of_every_kernel(function, folders, shape):
+def of_every_kernel(pool, function, folders, shape):
     """For each folder {(function of compiled.py, its parameters as text): what `function` returns for that kernel}."""
     found = []
-    # a fork of a process that uses CUDA cannot be used
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for folder in folders:
-            # a tile of another copy may have other fields; its text says what it is
-            names = [(name, *map(str, parameters)) for name, parameters in kernels(folder, shape)]
-            found.append({name: pool.submit(function, folder, shape, number) for number, name in enumerate(names)})
-        return [{name: of_one.result() for name, of_one in of_folder.items()} for of_folder in found]
+    for folder in folders:
+        # a tile of another copy may have other fields; its text says what it is
+        names = [(name, *map(str, parameters)) for name, parameters in kernels(folder, shape)]
+        found.append({name: pool.submit(function, folder, shape, number) for number, name in enumerate(names)})
+    return [{name: of_one.result() for name, of_one in of_folder.items()} for of_folder in found]
 
 
-def compare_code(folders, shape):
-    ours, *others = of_every_kernel(machine_code, folders, shape)
+def compare_code(pool, folders, shape):
+    ours, *others = of_every_kernel(pool, machine_code, folders, shape)
     for folder, theirs in zip(folders[1:], others):
         print(f"{shape} {folder}", flush=True)
         for kernel in dict.fromkeys((*ours, *theirs)):
@@ -109,13 +106,9 @@ def use(hopper, copy):
         setattr(hopper, name, getattr(copy, name))
 
 
-def results(step):
-    return [step(), *step.gradients]
-
-
 def measure(folders, shape, rounds, same):
     from contenders import available
-    from layer_kernels import PRODUCTS, launches, roles
+    from layer_kernels import PRODUCTS, launches, times_by_role
     from moe_layer import Step
 
     from sonicmoe_hf.kernels import hopper
@@ -124,13 +117,12 @@ def measure(folders, shape, rounds, same):
     first, times = None, {folder: [] for folder in folders}
     for folder in folders:
         use(hopper, load(folder))
-        step()
-        found = [tensor.clone() for tensor in results(step)]
+        found = [step(), *step.gradients]
         first = first or found
         if not all(map(torch.equal, first, found)):
             print(f"  {folder}: NOT THE BITS of the tree", flush=True)
-    order = itertools.cycle(range(len(folders)))
-    for _, start in zip(range(rounds), order):
+    for number in range(rounds):
+        start = number % len(folders)
         for folder in (*folders[start:], *folders[:start]):
             use(hopper, load(folder))
             step()  # so that the one after it runs on a GPU as hot as in training
@@ -139,12 +131,10 @@ def measure(folders, shape, rounds, same):
     print(f"{shape}\n{'':12s}" + "".join(f"{column:>16s}" for column in columns), flush=True)
     of_tree = None
     for number, runs in enumerate(times.values()):
-        names = [name for name, _ in runs[0]]
         figures = dict.fromkeys(columns, 0.0)
-        for launch, role in enumerate(roles("hopper", names, "forward+backward")):
+        for role, of_role in times_by_role("hopper", runs, "forward+backward"):
             role = role if role in columns else "combine" if "combine" in role else "the rest"
-            figures[role] += statistics.median(run[launch][1] for run in runs)
-        figures["sum"] = statistics.median(sum(time for _, time in run) for run in runs)
+            figures[role] += statistics.median(of_role)
         of_tree = of_tree or figures
         clock = sum(figures[name] for name in same) / sum(of_tree[name] for name in same) if same else 1.0
         words = (f"{us:9.1f} {100 * (us / of_tree[role] / clock - 1):+5.1f}%" for role, us in figures.items())
@@ -167,11 +157,15 @@ def main():
     os.environ["LOCAL_RANK"] = "1"  # no further processes that compile
     if not options.code and not torch.cuda.is_available():
         raise SystemExit("timing needs a CUDA GPU; --code does not")
-    for shape in shapes:
-        if options.code:
-            compare_code(folders, shape)
-        else:
-            of_every_kernel(compiled, folders, shape)
+    # a fork of a process that uses CUDA cannot be used
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for shape in shapes:
+            if options.code:
+                compare_code(pool, folders, shape)
+            else:
+                of_every_kernel(pool, compiled, folders, shape)
+    if not options.code:
+        for shape in shapes:
             measure(folders, shape, options.rounds, options.same)
             torch.cuda.empty_cache()
 

@@ -47,6 +47,16 @@ def roles(contender, names, mode):
     return [found.get(number, name.split("(")[0][:60]) for number, name in enumerate(names)]
 
 
+def times_by_role(contender, runs, mode):
+    """(role, microseconds in each run) of every launch in its order, and of their sum; `runs` as `launches` gives them.
+    Those with other kernels than the first are left out."""
+    names = [name for name, _ in runs[0]]
+    runs = [run for run in runs if [name for name, _ in run] == names]
+    for number, role in enumerate(roles(contender, names, mode)):
+        yield role, [run[number][1] for run in runs]
+    yield "sum", [sum(time for _, time in run) for run in runs]
+
+
 def measure(table, config, shape, contenders, rounds):
     inputs = problem(shape)
     layers = available(contenders, shape)
@@ -61,11 +71,9 @@ def measure(table, config, shape, contenders, rounds):
                 step()  # so that the one after it runs on a GPU as hot as in training
                 found.setdefault((name, mode), []).append(launches(step))
     for (name, mode), runs in found.items():
-        names = [kernel for kernel, _ in runs[0]]
-        runs = [run for run in runs if [kernel for kernel, _ in run] == names]
-        for number, role in enumerate(roles(name, names, mode)):
-            table.add(config, shape, name, mode, "eager", f"{number:02d} {role}", [run[number][1] for run in runs])
-        table.add(config, shape, name, mode, "eager", "sum", [sum(time for _, time in run) for run in runs])
+        for number, (role, times) in enumerate(times_by_role(name, runs, mode)):
+            metric = role if role == "sum" else f"{number:02d} {role}"
+            table.add(config, shape, name, mode, "eager", metric, times)
     show(table, config, shape, layers)
 
 

@@ -239,7 +239,7 @@ class GradientKernel:
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
-                number = work.claim(number, turn)
+                number = work.claim()
             next_expert, next_start, next_end, next_tile = NONE_LEFT
             high, wide = self.place(tile)
             first = wide * self.columns + chunk * CHUNK

@@ -127,7 +127,7 @@ class RowsKernel:
         expert, first, end, column_tile = self.find(tiles, number)
         if const_expr(self.rows > ROWS):
             while expert == TAKEN:
-                expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim(number, Int32(0))))
+                expert, first, end, column_tile = self.find(tiles, work.claimed(work.claim()))
         return expert, first, end, column_tile
 
     @cute.jit
@@ -162,7 +162,7 @@ class RowsKernel:
         stage, phase, turn = Int32(0), Int32(1), Int32(1)
         while expert >= 0:
             if warp == 0:
-                number = work.claim(number, turn)
+                number = work.claim_or_deal(number, turn)
             next_expert, next_first, next_end, next_tile = NONE_LEFT
             has_bottom = first + HALF < end
             loaded = Int32(bytes_b)  # by TMA in a stage

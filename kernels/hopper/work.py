@@ -51,12 +51,13 @@ class Work:
         """The number of a block's first item, -1 where there is none."""
         return _within(cute.arch.block_idx()[0], self.items)
 
-    def claim(self, number, turn):
-        """By the first warp when it begins the item of this number: that of its next one, for `claimed`; nothing waits
-        for it."""
-        if self.dealt:
-            return _deal(self.counter, self.items, number, turn)
+    def claim(self):
+        """By the first warp when it begins an item: the number of its next one, for `claimed`; nothing waits for it."""
         return _claim(self.counter, self.items)
+
+    def claim_or_deal(self, number, turn):
+        """`claim`, or where items are dealt out the number that follows this one, of the item begun."""
+        return _deal(self.counter, self.items, number, turn) if self.dealt else self.claim()
 
     def claimed(self, number):
         """What `claim` returned, in every lane; -1 where there is none."""
