@@ -100,16 +100,23 @@ def _join(gate, up, interleaved):
     return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
 
 
-def _activate(gate, up, activation: Activation):
-    """a, d a / d gate, d a / d up; all in the accumulation dtype."""
+def _activate(gate, up, activation: Activation, da=1.0):
+    """a and, of its gradient `da`, those of gate and up; all in the accumulation dtype.
+
+    Where a clamp or relu is flat they are 0 whatever `da` is, NaN included, as autograd has it.
+    """
     name = activation.name
     if name == "clamped_swiglu":
         alpha, limit = activation.alpha, activation.limit
         gate_clamped, up_clamped = gate.clamp(max=limit), up.clamp(-limit, limit)
         sigmoid = torch.sigmoid(alpha * gate_clamped)
         glu = gate_clamped * sigmoid
-        dgate = (up_clamped + 1) * (sigmoid + alpha * glu * (1 - sigmoid)) * (gate <= limit)
-        return (up_clamped + 1) * glu, dgate, glu * (up.abs() <= limit)
+        slope = (up_clamped + 1) * (sigmoid + alpha * glu * (1 - sigmoid))
+        dgate = torch.where(gate <= limit, da * slope, 0.0)
+        return (up_clamped + 1) * glu, dgate, torch.where(up.abs() <= limit, da * glu, 0.0)
+    if name == "reglu":
+        value = torch.relu(gate)
+        return value * up, torch.where(gate <= 0, 0.0, da * up), da * value
     if name == "swiglu":
         sigmoid = torch.sigmoid(gate)
         value = gate * sigmoid
@@ -118,15 +125,12 @@ def _activate(gate, up, activation: Activation):
         cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
         value = gate * cdf
         slope = cdf + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
-    elif name == "geglu_tanh":
+    else:  # geglu_tanh
         scale = math.sqrt(2 / math.pi)
         tanh = torch.tanh(scale * (gate + 0.044715 * gate**3))
         value = 0.5 * gate * (1 + tanh)
         slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * scale * (1 + 3 * 0.044715 * gate * gate)
-    else:  # reglu
-        slope = (gate > 0).to(gate.dtype)
-        value = gate * slope
-    return value * up, slope * up, value
+    return value * up, da * slope * up, da * value
 
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
@@ -172,11 +176,10 @@ def down_backward(
     for e, span in _spans(rows):
         dout = dout_TH[rows.token[span]]
         weight = weight_P[rows.pair[span], None]
-        a, dgate, dup = _activate(*_split(h_R2I[span].to(dtype), interleaved), activation)
-        if want_dh or want_dw:
-            da = (dout @ down_EHI[e]).to(dtype)
+        da = (dout @ down_EHI[e]).to(dtype) if want_dh or want_dw else 1.0
+        a, dgate, dup = _activate(*_split(h_R2I[span].to(dtype), interleaved), activation, weight * da)
         if want_dh:
-            dh_R2I[span] = _join(weight * da * dgate, weight * da * dup, interleaved).to(dh_R2I.dtype)
+            dh_R2I[span] = _join(dgate, dup, interleaved).to(dh_R2I.dtype)
         if want_a:
             a_RI[span] = (weight * a).to(a_RI.dtype)
         if want_dw:

@@ -1,9 +1,12 @@
 """Gated activations and their slopes on fp32 scalars in registers; the formulas of kernels/eager.py."""
 
+from __future__ import annotations
+
 import math
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Boolean, Float32, const_expr
 
 LOG2_E = math.log2(math.e)
 
@@ -12,8 +15,10 @@ def _sigmoid(x):
     return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(x * -LOG2_E))
 
 
-def _smaller(x, limit: float):
-    return -cute.arch.fmax(-x, Float32(-limit))
+def _clamp(x, high: float, low: float | None = None):
+    """NaN stays NaN."""
+    x = cute.arch.fmin(x, Float32(high), nan=True)
+    return x if low is None else cute.arch.fmax(x, Float32(low), nan=True)
 
 
 def _gelu(x):
@@ -29,24 +34,32 @@ def _gelu_tanh(x):
     return x * cdf, cdf + 2 * x * cdf * (1 - cdf) * scale * (1 + 3 * 0.044715 * x * x)
 
 
-def activate(gate, up, name: str, alpha: float, limit: float):
-    """(a, da/dgate, da/dup) of scalars; what is not used costs nothing."""
+def _where(condition, x):
+    """x, or 0."""
+    return Float32(cutlass.select_(condition, x, Float32(0.0)))
+
+
+def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
+    """a of scalars and, of its gradient `da`, those of gate and up; what is not used costs nothing. Where a clamp or relu
+    is flat they are 0 whatever `da` is."""
     if const_expr(name == "clamped_swiglu"):
-        clamped_gate = _smaller(gate, limit)
-        clamped_up = _smaller(cute.arch.fmax(up, Float32(-limit)), limit)
+        clamped_gate = _clamp(gate, limit)
+        clamped_up = _clamp(up, limit, -limit)
         sigmoid = _sigmoid(alpha * clamped_gate)
         glu = clamped_gate * sigmoid
-        slope_gate = (clamped_up + 1) * (sigmoid + alpha * glu * (1 - sigmoid)) * Float32(gate <= limit)
-        return (clamped_up + 1) * glu, slope_gate, glu * Float32(up <= limit) * Float32(up >= -limit)
+        slope = (clamped_up + 1) * (sigmoid + alpha * glu * (1 - sigmoid))
+        inside = Boolean(up <= limit) & Boolean(up >= -limit)
+        return (clamped_up + 1) * glu, _where(gate <= limit, da * slope), _where(inside, da * glu)
+    if const_expr(name == "reglu"):
+        above = (gate > 0.0) | (gate != gate)
+        value = _where(above, gate)
+        return value * up, _where(above, da * up), da * value
     if const_expr(name == "swiglu"):
         sigmoid = _sigmoid(gate)
         value = gate * sigmoid
         slope = sigmoid + value * (1 - sigmoid)
     elif const_expr(name == "geglu"):
         value, slope = _gelu(gate)
-    elif const_expr(name == "geglu_tanh"):
-        value, slope = _gelu_tanh(gate)
     else:
-        slope = Float32(gate > 0)
-        value = gate * slope
-    return value * up, slope * up, value
+        value, slope = _gelu_tanh(gate)
+    return value * up, da * slope * up, da * value

@@ -32,12 +32,12 @@ def _backward_piece(
     else:
         gate = tl.load(h + h_start + column[None, :], mask=is_stored, other=0.0)
         up = tl.load(h + h_start + column[None, :] + I, mask=is_stored, other=0.0)
-    activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), NAME, ALPHA, LIMIT)
+    activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), routed * da, NAME, ALPHA, LIMIT)
     if a is not None:
         tl.store(a + row * I + column[None, :], (routed * activated).to(a.dtype.element_ty), mask=is_stored)
     if dh is not None:
-        dgate = (routed * da * dgate).to(dh.dtype.element_ty)
-        dup = (routed * da * dup).to(dh.dtype.element_ty)
+        dgate = dgate.to(dh.dtype.element_ty)
+        dup = dup.to(dh.dtype.element_ty)
         if INTERLEAVED:
             joined = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
             tl.store(dh + h_start + wide[None, :], joined, mask=is_wide)

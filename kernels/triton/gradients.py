@@ -37,30 +37,24 @@ def _add_rows(
 
 @triton.jit
 def _add_described_rows(
-    product, direct, gathered, token, place, end, m, first_n,
-    M: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same from `place`, with `direct` a descriptor, whose loads know no mask.
-
-    An expert's last block ends at its last row, and rows of the block before count as zero: no unwritten row is read. (An
-    expert of fewer than DEPTH rows reads rows of the one before, times zero.)
-    """
-    first = tl.minimum(place, end - DEPTH)
-    row = first + tl.arange(0, DEPTH)
-    source = tl.load(token + row, mask=row >= place, other=0).to(tl.int64)[:, None]
-    left = tl.load(gathered + source * M + m[None, :], mask=(row >= place)[:, None] & (m < M)[None, :], other=0.0)
+    product, direct, gathered, token, first, m, first_n, M: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The same over DEPTH rows that the expert has, with `direct` a descriptor, whose loads know no mask."""
+    source = tl.load(token + first + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+    left = tl.load(gathered + source * M + m[None, :], mask=(m < M)[None, :], other=0.0)
     right = direct.load([first, first_n])
     return tl.dot(tl.trans(left), right, product, input_precision=PRECISION)
 
 
 @triton.jit
 def weight_gradient_kernel(
-    direct, gathered, out, token, offsets,
+    direct, described, gathered, out, token, offsets,
     M: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
-    DESCRIBED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    PEEL: tl.constexpr, PRECISION: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PEEL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = sum over the rows r of e of gathered[token[r]]^T direct[r]. DESCRIBED: `direct` is a tensor descriptor."""
+    """out[e] = sum over the rows r of e of gathered[token[r]]^T direct[r]. `described`: a tensor descriptor of `direct`
+    that its full depths are read through, or None."""
     HIGH: tl.constexpr = (M + HEIGHT - 1) // HEIGHT
     WIDE: tl.constexpr = (N + WIDTH - 1) // WIDTH
     expert = tl.program_id(0) // (HIGH * WIDE)
@@ -70,19 +64,18 @@ def weight_gradient_kernel(
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
     product = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    if DESCRIBED:
-        for first in range(start, end, DEPTH):
-            product = _add_described_rows(
-                product, direct, gathered, token, first, end, m, wide * WIDTH, M, DEPTH, PRECISION
-            )
-    else:
-        if PEEL:
-            full = start + (end - start) // DEPTH * DEPTH
-            for first in range(start, full, DEPTH):
+    if PEEL or described is not None:
+        full = start + (end - start) // DEPTH * DEPTH
+        for first in range(start, full, DEPTH):
+            if described is not None:
+                product = _add_described_rows(
+                    product, described, gathered, token, first, m, wide * WIDTH, M, DEPTH, PRECISION
+                )
+            else:
                 product = _add_rows(product, direct, gathered, token, first, end, m, n, M, N, DEPTH, False, PRECISION)
-            start = full
-        for first in range(start, end, DEPTH):
-            product = _add_rows(product, direct, gathered, token, first, end, m, n, M, N, DEPTH, True, PRECISION)
+        start = full
+    for first in range(start, end, DEPTH):
+        product = _add_rows(product, direct, gathered, token, first, end, m, n, M, N, DEPTH, True, PRECISION)
     tl.store(
         out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + n[None, :].to(tl.int64) * STRIDE_N,
         product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :],
@@ -126,13 +119,12 @@ def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
     gradient = torch.empty_like(like_ENM)
     num_experts, width, height = like_ENM.shape
     blocks = blocks_for("gradient", direct_RN, rows.token.numel(), num_experts)
-    direct = of_rows(direct_RN, blocks.depth, blocks.width) if blocks.descriptors and rows.token.numel() else None
-    described = direct is not None
+    described = of_rows(direct_RN, blocks.depth, blocks.width) if blocks.descriptors and rows.token.numel() else None
     launch(
         weight_gradient_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
-        (direct if described else direct_RN, gathered_TM, gradient, rows.token, rows.offsets), (),
-        (height, width, *gradient.transpose(1, 2).stride(), described, blocks.height, blocks.width, blocks.depth,
-         blocks.group, blocks.peel, precision(direct_RN)),
+        (direct_RN, described, gathered_TM, gradient, rows.token, rows.offsets), (),
+        (height, width, *gradient.transpose(1, 2).stride(), blocks.height, blocks.width, blocks.depth, blocks.group,
+         blocks.peel, precision(direct_RN)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return gradient

@@ -86,7 +86,7 @@ def _up_tile(
             tl.store(h_pointers, gate.to(h.dtype.element_ty), mask=is_stored)
             tl.store(h_pointers + I, up.to(h.dtype.element_ty), mask=is_stored)
     if a is not None:
-        activated, _, _ = activate(gate, up, NAME, ALPHA, LIMIT)
+        activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
         tl.store(a + long_row * I + column[None, :], activated.to(a.dtype.element_ty), mask=is_stored)
 
 

@@ -122,7 +122,7 @@ def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptor
         ("down_gradient", (INNER, HIDDEN), (down[0], down[2], down[1])),
     ):
         yield case(
-            name, gradients.weight_gradient_kernel, {"direct": described(b.depth, b.width)}, M=m, N=n,
+            name, gradients.weight_gradient_kernel, {"described": described(b.depth, b.width)}, M=m, N=n,
             STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group,
             PEEL=b.peel,
         )  # fmt: skip

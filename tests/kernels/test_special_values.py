@@ -1,0 +1,102 @@
+"""NaN and infinity in every input: they come out where they come out of the reference, and nowhere else.
+
+A NaN must reach the same elements as in the reference: a training run that has gone wrong must show it, and an expert that
+is broken must not break another. From an infinity, the same elements must stop being finite; whether one of them is NaN or
+infinite follows from the order in which factors are multiplied (w * (dout @ W2) here, (w * dout) @ W2 in autograd), so
+that is compared with the eager backend.
+"""
+
+import pytest
+import torch
+from moe_problems import INPUTS, layer, routing_ids, run, upcast
+
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.kernels import reference
+from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+
+NAN, INF = float("nan"), float("inf")
+E, K = 5, 2
+
+
+def by_reference(tensors, dout, ids, layout, activation):
+    """out and gradients of the loops in reference.py, in their own fp32."""
+    expert, token = ids
+    token = torch.arange(len(expert)).repeat_interleave(K) if token is None else token
+    leaves = {name: t.detach().cpu().float().requires_grad_() for name, t in tensors.items()}
+    act = Activation(activation)
+    out = reference.moe_experts(
+        leaves["x"], leaves["gate_up"], leaves["down"], expert.reshape(-1).cpu(), token.reshape(-1).cpu(), leaves["weight"],
+        gate_up_bias_E2I=leaves["gate_up_bias"], down_bias_EH=leaves["down_bias"], interleaved=LAYOUTS[layout][1],
+        activation=act.name, alpha=act.alpha, limit=act.limit,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout.cpu().float())
+    return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def broken(tensors, ids, where, value):
+    """The layer with `value` in one element of the tensor `where`, or, for "expert", in all of one expert's weights; the
+    element is one that a routed pair meets."""
+    tensors = {name: t.clone() for name, t in tensors.items()}
+    expert = int(ids[0].flatten()[0])
+    if where == "expert":
+        tensors["gate_up"][expert], tensors["down"][expert] = value, value
+    elif where == "weight":
+        tensors["weight"][0] = value
+    elif where == "x":
+        tensors["x"][0, -1] = value  # the last column, where kernels pad
+    else:
+        tensors[where][(expert, *(-1,) * (tensors[where].dim() - 1))] = value
+    return tensors
+
+
+def compare(backend, device, dtype, sizes, activation, where, value, layout="concatenated"):
+    T, H, I = sizes
+    torch.manual_seed(0)
+    ids = routing_ids(T, E, K, "top_k", device, empty=(E - 1,))
+    tensors, dout = layer(T, H, I, E, T * K, dtype, device)
+    tensors = broken(tensors, ids, where, value)
+    found = {name: t.cpu() for name, t in run(tensors, dout, ids, layout, activation, backend).items()}
+    expected = by_reference(tensors, dout, ids, layout, activation)
+    assert activation == "clamped_swiglu" or not all(t.isfinite().all() for t in expected.values())
+    assert any(t.isfinite().any() for t in expected.values())
+    same = torch.isnan if value != value else lambda t: ~torch.isfinite(t)
+    for name in expected:
+        assert torch.equal(same(found[name]), same(expected[name])), name
+    if backend != "eager" and value == value:
+        exact = run(upcast(tensors), dout.float(), ids, layout, activation, "eager")
+        for name in exact:
+            assert torch.equal(found[name].isnan(), exact[name].cpu().isnan()), name
+
+
+@pytest.mark.parametrize("value", (NAN, INF, -INF))
+@pytest.mark.parametrize("where", (*INPUTS, "expert"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_eager(activation, where, value):
+    compare("eager", "cpu", torch.float32, (9, 12, 10), activation, where, value)
+
+
+@pytest.mark.parametrize("value", (NAN, INF, -INF))
+@pytest.mark.parametrize("where", (*INPUTS, "expert"))
+@pytest.mark.parametrize("activation", ("swiglu", "clamped_swiglu", "reglu"))
+def test_triton(device, activation, where, value):
+    compare("triton", device, torch.float32, (37, 20, 36), activation, where, value)
+
+
+@pytest.mark.parametrize("value", (NAN, INF))
+def test_a_broken_expert_of_few_rows_breaks_no_other(device, value):
+    """Fewer than a block of the weight gradients takes."""
+    compare("triton", device, torch.float32, (12, 20, 36), "swiglu", "expert", value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("value", (NAN, INF, -INF))
+@pytest.mark.parametrize("where", (*INPUTS, "expert"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "backend, layout", [("triton", "concatenated"), ("hopper", "transposed_interleaved"), ("hopper", "concatenated")]
+)
+def test_on_a_gpu(backend, layout, activation, where, value):
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    compare(backend, "cuda", torch.bfloat16, (307, 72, 88), activation, where, value, layout)
