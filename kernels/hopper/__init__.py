@@ -22,7 +22,7 @@ from .configs import gradient_tiles, product_tiles, row_bucket, short, takes, ti
 from .variants import of_step
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor are 32-bit
+MOST_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
 
 
 @functools.cache
@@ -33,16 +33,15 @@ def _compiled():
     return compiled
 
 
-def _fits(rows, sizes, *tensors) -> bool:
-    """Whether the Hopper kernels take these operands, of these sizes H, I or 2I."""
+def _fits(rows, sizes, gathered, *others) -> bool:
+    """Whether the Hopper kernels take these operands, of these sizes H, I or 2I; `gathered`, whose rows an index names,
+    may be None."""
     if not rows.token.numel() or not takes(*sizes):
         return False
-    for tensor in tensors:
-        if tensor.dtype not in DTYPES or tensor.data_ptr() % 16:
-            return False
-        if tensor.dim() == 2 and tensor.numel() >= MOST_ELEMENTS:
-            return False
-    return True
+    if gathered is not None and gathered.numel() >= MOST_ELEMENTS:
+        return False
+    operands = others if gathered is None else (gathered, *others)
+    return all(tensor.dtype in DTYPES and tensor.data_ptr() % 16 == 0 for tensor in operands)
 
 
 def _few(rows) -> bool:
@@ -104,7 +103,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
 
 
 def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
-    if not _fits(rows, weight_ENK.shape[1:], source_RK, weight_ENK) or not _dense(weight_ENK):
+    if not _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK) or not _dense(weight_ENK):
         return fallback()
     (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
@@ -130,15 +129,17 @@ def input_rows(dh_R2I, gate_up_E2IH, rows):
 def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
 ):
-    if _few(rows) or not _fits(rows, down_EHI.shape[1:], dout_TH, down_EHI, h_R2I) or not _dense(down_EHI):
+    num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
+    chosen = tile("down_backward", inner)
+    num_parts = -(-inner // chosen.columns)
+    taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_parts * num_pairs < MOST_ELEMENTS
+    if _few(rows) or not taken or not _dense(down_EHI):
         return portable.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
         )
-    num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
-    chosen = tile("down_backward", inner)
-    parts = weight_P.new_empty(-(-inner // chosen.columns), num_pairs) if want_dw else None
+    parts = weight_P.new_empty(num_parts, num_pairs) if want_dw else None
     kernel = _compiled().down_backward(
         dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
         interleaved, chosen,

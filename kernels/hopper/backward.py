@@ -19,6 +19,8 @@ from .finish import LANE_ROWS, FinishedKernel
 class DownBackwardKernel(FinishedKernel):
     """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of gate_up."""
 
+    truncated = True  # da' is not stored
+
     def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
         super().__init__(dtype, tile)
         self.activation = activation
@@ -30,7 +32,7 @@ class DownBackwardKernel(FinishedKernel):
         pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_dout, atom_w, tensor_w = self.set_up(dout, weight)
-        self.set_up_finish()
+        self.set_up_finish(computed_with=True)
         self.kernel(
             tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, table, last,
             self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout,
@@ -75,7 +77,7 @@ class DownBackwardKernel(FinishedKernel):
                         ahead, h, routing_weight, pair, row + self.finishers * LANE_ROWS, end, column_tile
                     )
                     self.finish_group(
-                        shared.pieces.iterator.toint(), half, now, routed, dh, a, parts, row, row - first, end,
+                        shared, half, now, routed, dh, a, parts, row, row - first, end,
                         column_tile, h.shape[1] // 2,
                     )  # fmt: skip
                     routed = routed_ahead
@@ -122,34 +124,32 @@ class DownBackwardKernel(FinishedKernel):
 
     @cute.jit
     def finish_group(
-        self, pieces, half: cutlass.Constexpr, of_h, routed: Float32, dh, a, parts, row: Int32, row_of_half: Int32,
-        end: Int32, column_tile: Int32, width: cutlass.Constexpr,
+        self, shared: cutlass.Constexpr, half: cutlass.Constexpr, of_h, routed: Float32, dh, a, parts, row: Int32,
+        row_of_half: Int32, end: Int32, column_tile: Int32, width: cutlass.Constexpr,
     ):  # fmt: skip
         """dh, a' and dw of one row a thread, a piece of da's columns (`width` in all) at a time."""
         lane = cute.arch.lane_idx()
-        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
-        da = cute.make_rmem_tensor(CHUNK, self.dtype)
+        da, of_a = cute.make_rmem_tensor(CHUNK, Float32), cute.make_rmem_tensor(CHUNK, self.dtype)
         partial = Float32(0.0)
         for p in cutlass.range_constexpr(self.pieces):
             column = self.column_of(column_tile, p)
-            if const_expr(self.last_columns):
+            if const_expr(width % self.columns):
                 da.fill(0.0)  # past a narrower last tile lies what was there before
                 if column < width:
-                    cute.copy(copy, self.chunk_of(pieces, half, p, row_of_half, lane % (PIECE // CHUNK)), da)
+                    self.read_product(da, shared, half, p, row_of_half, lane % (PIECE // CHUNK))
             else:
-                cute.copy(copy, self.chunk_of(pieces, half, p, row_of_half, lane % (PIECE // CHUNK)), da)
+                self.read_product(da, shared, half, p, row_of_half, lane % (PIECE // CHUNK))
             for v in cutlass.range_constexpr(CHUNK):
                 gate, up = (2 * v, 2 * v + 1) if self.interleaved else (v, CHUNK + v)
                 gate, up = (i + 2 * CHUNK * p for i in (gate, up))
-                slope = da[v].to(Float32)
-                act, slope_gate, slope_up = activate(of_h[gate].to(Float32), of_h[up].to(Float32), *self.activation)
-                partial += slope * act
-                slope = routed * slope
-                of_h[gate] = (slope * slope_gate).to(self.dtype)
-                of_h[up] = (slope * slope_up).to(self.dtype)
-                da[v] = (routed * act).to(self.dtype)
+                act, dgate, dup = activate(
+                    of_h[gate].to(Float32), of_h[up].to(Float32), *self.activation, routed * da[v]
+                )
+                partial += da[v] * act
+                of_h[gate], of_h[up] = dgate.to(self.dtype), dup.to(self.dtype)
+                of_a[v] = (routed * act).to(self.dtype)
             if row < end:
-                self.write(dh, a, of_h, da, row, column, p)
+                self.write(dh, a, of_h, of_a, row, column, p)
         if const_expr(parts is not None):
             for distance in (1, 2, 4):
                 partial += cute.arch.shuffle_sync_bfly(partial, distance)

@@ -134,8 +134,8 @@ class Ring:
         return self.full + 2 * self.stages
 
 
-def storage(dtype, layout_a, layout_b, layout_pieces, stages: int, own_barriers: int):
-    """Shared memory: barriers, items passed on, the ring of operands, pieces of output."""
+def storage(dtype, layout_a, layout_b, layout_pieces, stages: int, own_barriers: int, spare: int = 0):
+    """Shared memory: barriers, items passed on, the ring of operands, pieces of output, `spare` elements behind them."""
 
     @cute.struct
     class Storage:
@@ -143,7 +143,7 @@ def storage(dtype, layout_a, layout_b, layout_pieces, stages: int, own_barriers:
         items: cute.struct.MemRange[Int32, 4 * SLOTS]
         a: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_a)], 1024]
         b: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_b)], 1024]
-        pieces: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_pieces)], 1024]
+        pieces: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_pieces) + spare], 1024]
 
     return Storage
 
@@ -209,13 +209,16 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 
 
 @dsl_user_op
-def gather_chunk(shared_address, address, *, loc=None, ip=None):
-    """Copy 16 bytes asynchronously, past the L1 cache, from a 64-bit global address to a 32-bit shared one. L2 fetches
-    256 bytes: the row's next stage will want the other half."""
+def gather_chunk(shared_address, address, size=None, *, loc=None, ip=None):
+    """Copy 16 bytes asynchronously, past the L1 cache, from a 64-bit global address to a 32-bit shared one; where `size`
+    is 0, write zeros. L2 fetches 256 bytes: the row's next stage will want the other half."""
     operands = [Int32(shared_address).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)]
+    if size is not None:
+        operands.append(Int32(size).ir_value(loc=loc, ip=ip))
+    code = "cp.async.cg.shared.global.L2::256B [$0], [$1], 16" + (";" if size is None else ", $2;")
     llvm.inline_asm(
-        None, operands, "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;", "r,l", has_side_effects=True,
-        is_align_stack=False, loc=loc, ip=ip,
+        None, operands, code, "r,l" if size is None else "r,l,r", has_side_effects=True, is_align_stack=False, loc=loc,
+        ip=ip,
     )  # fmt: skip
 
 
@@ -268,11 +271,16 @@ class PieceStore:
         """Until what was sent before has been read."""
         _wait_for_sent(self.issuer, self.group)
 
-    def write(self, piece: int, values):
-        """`size` fp32 values, a function of the index, to a piece."""
-        for v in range(self.size):
-            self.registers[v] = values(v).to(self.registers.element_type)
+    def write(self, piece: int, values, residual=None):
+        """`size` fp32 values, a function of the index, to a piece; what rounding them loses to its `residual`."""
+        if residual is not None and residual.truncated:
+            residual.pack(self.registers, values)
+        else:
+            for v in range(self.size):
+                self.registers[v] = values(v).to(self.registers.element_type)
         cute.copy(self.copy, self.registers, self.smem[None, None, None, self.buffer(piece)])
+        if residual is not None:
+            residual.write(self.buffer(piece), values, cute.arch.thread_idx()[0] % 128)
 
     def publish(self):
         """The written pieces become visible to TMA."""

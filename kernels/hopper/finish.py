@@ -1,12 +1,13 @@
 """Kernels over sorted rows whose epilogue runs beside the next tile's product: up, down_backward, wide products.
 
-The consumers put a tile of the product into shared memory in the tensors' dtype and go on to the next. The first
+The consumers put a tile of the product into shared memory in the tensors' dtype, beside it what that loses of a value
+that is computed with (residual.py), and go on to the next. The first
 warpgroup is `gather_warps` producer warps and finishing warps; these read the tile by rows, 16 bytes a thread.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from .configs import Tile
 from .core import (
@@ -22,6 +23,7 @@ from .core import (
     storage,
 )
 from .multiply import consumer_fragments, multiply_tile, narrow_fragment
+from .residual import PIECE_BYTES, Residual
 from .rows import RowsKernel, add_bias, table_and_counter
 
 LANE_ROWS = 32 * CHUNK // PIECE  # rows of a piece that a warp reads at a time
@@ -33,15 +35,39 @@ class FinishedKernel(RowsKernel):
     halves of the tile (by the consumers' warps) and `taken` of both (by the finishing warps)."""
 
     registers = 136, 184  # of the first warpgroup and of the consumers: 3 * 168 in all
+    truncated = False  # how the product is handed over, see residual.py
 
     def __init__(self, dtype, tile: Tile, gather: bool = True, gated: bool = False):
         super().__init__(dtype, tile, gather, gated)
         self.finishers = 4 - self.gather_warps
 
-    def set_up_finish(self):
+    def set_up_finish(self, computed_with: bool = False):
+        """computed_with: the finishing warps do more with the product than to store it."""
         self.layout = piece_layout(self.dtype, 2 * self.pieces)
         self.arrivals = (4, 4, self.finishers, self.finishers)
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, self.stages, 4)
+        self.has_residual = computed_with and self.dtype is cutlass.BFloat16
+        spare = 2 * self.pieces * PIECE_BYTES * 8 // self.dtype.width if self.has_residual else 0
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout, self.stages, 4, spare)
+
+    def residual_of(self, shared):
+        """The residuals of the tile in shared memory, or None."""
+        if not self.has_residual:
+            return None
+        return Residual(shared.pieces.iterator.toint() + 2 * self.pieces * HALF_BYTES, self.truncated)
+
+    def read_product(self, into, shared, half, piece, row, chunk):
+        """The chunk-th 8 values of a row of the tile, in fp32."""
+        rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
+        first = shared.pieces.iterator.toint() + (half * self.pieces + piece) * HALF_BYTES
+        cute.copy(copy, shared_chunk(self.dtype, first, row, chunk), rounded)
+        residual = self.residual_of(shared)
+        if residual is None:
+            into.store(rounded.load().to(Float32))
+        else:
+            words = residual.read(half * self.pieces + piece, row, chunk)
+            for v in range(CHUNK):
+                into[v] = residual.value(rounded, words, v, chunk)
 
     @cute.jit
     def divide_work(
@@ -74,7 +100,7 @@ class FinishedKernel(RowsKernel):
         fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
         narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
         store, places = self.store_of(tiled_mma, shared, half)
-        values = store.retile(accumulator)
+        values, residual = store.retile(accumulator), self.residual_of(shared)
         stage, phase, taken_phase = Int32(0), Int32(0), Int32(1)
         expert, first, end, column_tile = shared.work.receive(Int32(0))
         turn = Int32(1)
@@ -95,7 +121,7 @@ class FinishedKernel(RowsKernel):
             cute.arch.mbarrier_wait(taken, taken_phase)
             taken_phase ^= 1
             for p in cutlass.range_constexpr(self.pieces):
-                store.write(p, lambda v, start=p * store.size: values[start + v])
+                store.write(p, lambda v, start=p * store.size: values[start + v], residual)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -118,7 +144,7 @@ class FinishedKernel(RowsKernel):
                     if finisher == 0 and first < end:
                         self.send(shared.pieces, atom_out, tensor_out, first, end, column_tile, half)
                 if const_expr(a is not None):
-                    self.write_a(shared.pieces.iterator.toint(), a, first, end, column_tile, half, finisher)
+                    self.write_a(shared, a, first, end, column_tile, half, finisher)
                 if const_expr(atom_out is not None):
                     if finisher == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -139,7 +165,3 @@ class FinishedKernel(RowsKernel):
             box = column_tile * per_side + p % per_side
             cute.copy(atom_out, from_out[None, half * self.pieces + p], to_out[None, box])
         cute.arch.cp_async_bulk_commit_group()
-
-    def chunk_of(self, pieces, half, piece, row, chunk):
-        """16 bytes of a row of a piece in shared memory; `pieces` is the address of the first."""
-        return shared_chunk(self.dtype, pieces + (half * self.pieces + piece) * HALF_BYTES, row, chunk)

@@ -28,7 +28,7 @@ class UpKernel(FinishedKernel):
         last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_x, atom_w, tensor_w = self.set_up(x, gate_up)
-        self.set_up_finish()
+        self.set_up_finish(computed_with=a is not None)
         atom_h, tensor_h = None, None
         if const_expr(h is not None):
             atom_h, tensor_h = store_atom(ragged_h(h, self.interleaved), one_stage(self.layout), (HALF, PIECE))
@@ -50,29 +50,28 @@ class UpKernel(FinishedKernel):
 
     @cute.jit
     def write_a(
-        self, pieces, a: cute.Tensor, first: Int32, end: Int32, column_tile: Int32, half: cutlass.Constexpr, finisher
-    ):
+        self, shared: cutlass.Constexpr, a: cute.Tensor, first: Int32, end: Int32, column_tile: Int32,
+        half: cutlass.Constexpr, finisher,
+    ):  # fmt: skip
         """a of half a tile: a finishing warp takes every third unit of LANE_ROWS rows and PIECE columns."""
         lane = cute.arch.lane_idx()
         chunk, width = lane % (PIECE // CHUNK), a.shape[1]
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * CHUNK)
-        left, right, out = (cute.make_rmem_tensor(CHUNK, self.dtype) for _ in range(3))
+        left, right = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(2))
+        out = cute.make_rmem_tensor(CHUNK, self.dtype)
         across = self.pieces // 2  # units that lie side by side
         rows = cutlass.max(cutlass.min(end - first, HALF), 0)
         units = (rows + LANE_ROWS - 1) // LANE_ROWS * across
         for unit in cutlass.range(finisher, units, self.finishers, unroll=1):
             row, piece = unit // across * LANE_ROWS + lane // (PIECE // CHUNK), unit % across
             if const_expr(self.interleaved):
-                of_left = self.chunk_of(pieces, half, 2 * piece + chunk // 4, row, 2 * (chunk % 4))
-                of_right = self.chunk_of(pieces, half, 2 * piece + chunk // 4, row, 2 * (chunk % 4) + 1)
+                self.read_product(left, shared, half, 2 * piece + chunk // 4, row, 2 * (chunk % 4))
+                self.read_product(right, shared, half, 2 * piece + chunk // 4, row, 2 * (chunk % 4) + 1)
             else:
-                of_left = self.chunk_of(pieces, half, piece, row, chunk)
-                of_right = self.chunk_of(pieces, half, piece + across, row, chunk)
-            cute.copy(copy, of_left, left)
-            cute.copy(copy, of_right, right)
+                self.read_product(left, shared, half, piece, row, chunk)
+                self.read_product(right, shared, half, piece + across, row, chunk)
             for v in cutlass.range_constexpr(CHUNK):
-                gate, up = gate_and_up(left, right, v, self.interleaved)
-                out[v] = activate(gate.to(Float32), up.to(Float32), *self.activation)[0].to(self.dtype)
+                out[v] = activate(*gate_and_up(left, right, v, self.interleaved), *self.activation)[0].to(self.dtype)
             column = (column_tile * across + piece) * PIECE + chunk * CHUNK
             if row < rows and column < width:
                 cute.copy(copy, out, global_chunk(a, Int64(first + row) * width + column))

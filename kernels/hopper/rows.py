@@ -206,17 +206,18 @@ class RowsKernel:
                         to_b, from_b = partition(atom_b, slot, box)
                         cute.copy(atom_b, from_b, to_b, tma_bar_ptr=full + stage)
                 if const_expr(self.gather):
-                    source = tensor_a.iterator.toint() + Int64(depth * (DEPTH * 2))
+                    source, size = tensor_a.iterator.toint() + Int64(depth * (DEPTH * 2)), None
                     if const_expr(tensor_a.shape[1] % DEPTH):
-                        # columns past the last are read twice instead: the weight is zero there
+                        # columns past the last are zero, as the weight is there: infinity times that would be NaN
                         past = (depth * DEPTH + (chunk + 1) * CHUNK - tensor_a.shape[1]) * 2
                         source -= Int64(cutlass.max(past, 0))
+                        size = 16 * Int32(past <= 0)
                     targets = [t + stage * bytes_a for t in targets_of_stage_0]
                     for i in cutlass.range_constexpr(passes // 2):
-                        gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
+                        gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64), size)
                     if has_bottom:
                         for i in cutlass.range_constexpr(passes // 2, passes):
-                            gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64))
+                            gather_chunk(target_of(targets, i, together), source + offsets[i].to(Int64), size)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 else:
                     (to_top, from_top), *others = halves

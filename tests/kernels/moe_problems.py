@@ -9,6 +9,8 @@ import torch
 
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.routing import Routing
 
 INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
@@ -70,6 +72,36 @@ def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="p
 
 def upcast(tensors, dtype=torch.float32):
     return {name: t.to(dtype) for name, t in tensors.items()}
+
+
+def rounded_once(tensors, dout, ids, layout, activation):
+    """What `run` gives, computed in fp32 with every stored tensor (h, a, y, out; dh, a', dx's rows, dx and the weights'
+    gradients) rounded to the inputs' dtype once: nothing that stores them in that dtype can be closer to fp32."""
+    dtype, (expert, token) = tensors["x"].dtype, ids
+    act, interleaved = Activation(activation), LAYOUTS[layout][1]
+    t, dout = upcast(tensors), dout.float()
+    gate_up_bias, down_bias, weight_P = t.get("gate_up_bias"), t.get("down_bias"), t["weight"].reshape(-1)
+    num_tokens, num_experts = len(t["x"]), len(t["down"])
+    rows = eager.dispatch(expert, token, num_tokens, num_experts, True)
+
+    def stored(tensor):
+        return tensor.to(dtype).float()
+
+    h, a = (stored(part) for part in eager.up(t["x"], t["gate_up"], gate_up_bias, rows, act, interleaved, True, True))
+    y = stored(eager.down(a, t["down"], down_bias, rows))
+    found = {"out": stored(eager.combine(y, weight_P, rows, num_tokens))}
+    dh, a, dweight = eager.down_backward(
+        dout, t["down"], down_bias, h, weight_P, rows, act, interleaved, want_dh=True, want_a=True, want_dw=True
+    )
+    dh, a = stored(dh), stored(a)
+    found["dx"] = stored(eager.combine(stored(eager.input_rows(dh, t["gate_up"], rows)), None, rows, num_tokens))
+    found["dgate_up"] = stored(eager.gate_up_gradient(dh, t["x"], rows, t["gate_up"]))
+    found["ddown"] = stored(eager.down_gradient(dout, a, rows, t["down"]))
+    found["dweight"] = dweight
+    if gate_up_bias is not None:
+        found["dgate_up_bias"] = stored(eager.gate_up_bias_gradient(dh, rows, gate_up_bias))
+        found["ddown_bias"] = stored(eager.down_bias_gradient(dout, weight_P, rows, down_bias))
+    return found
 
 
 def errors(found, expected):

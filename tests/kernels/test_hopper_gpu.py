@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from moe_problems import errors, layer, routing_ids, run, upcast
-from test_triton_gpu import CAP, _exact_fp32_reference, check, problem  # noqa: F401
+from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
@@ -138,6 +138,39 @@ def test_one_expert_all_experts_and_many_experts(on_hopper_alone, E, K):
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
 def test_sizes_that_no_tile_divides(on_hopper_alone, dtype, H, I, layout):
     check(*problem(5003, H=H, I=I, dtype=dtype, bias=True), layout, "geglu", backend="hopper")
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("H", "I"), [(2048, 72), (128, 1024)])
+def test_rows_beyond_two_to_the_31_elements(on_hopper_alone, H, I):
+    """The limit is that of gathered operands, which have a row a token."""
+    check_last_tokens(H, I, "hopper")
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("T", (16384, 65536))
+def test_deepseek_v3_sizes(on_hopper_alone, T):
+    """Compared where it is cheap: some tokens, whose out, dx and dweight need no others, and the weights of two experts."""
+    tensors, dout, (expert, _) = problem(T, H=7168, I=2048, E=256, K=8)
+    found = run(tensors, dout, (expert, None), "concatenated", "swiglu", "hopper")
+    sample = torch.arange(T - 4, T, device="cuda")
+    weight = tensors["weight"].view(T, 8)
+    named = expert[sample].unique()
+    few = {"x": tensors["x"][sample], "weight": weight[sample].reshape(-1)}
+    few |= {name: tensors[name][named] for name in ("gate_up", "down")}
+    ids = torch.searchsorted(named, expert[sample]), None
+    expected = run(upcast(few), dout[sample].float(), ids, "concatenated", "swiglu", "eager")
+    of_sample = {"out": found["out"][sample], "dx": found["dx"][sample],
+                 "dweight": found["dweight"].view(T, 8)[sample].reshape(-1)}  # fmt: skip
+    assert all(error < CAP for error in errors(of_sample, {name: expected[name] for name in of_sample}).values())
+    for e in (0, 255):
+        token, place = (expert == e).nonzero(as_tuple=True)
+        alone = {"x": tensors["x"][token], "weight": weight[token, place]}
+        alone |= {name: tensors[name][e : e + 1] for name in ("gate_up", "down")}
+        ids = torch.zeros(len(token), 1, dtype=torch.long, device="cuda"), None
+        expected = run(upcast(alone), dout[token].float(), ids, "concatenated", "swiglu", "eager")
+        of_expert = {name: found[name][e : e + 1] for name in ("dgate_up", "ddown")}
+        assert all(error < CAP for error in errors(of_expert, {name: expected[name] for name in of_expert}).values())
 
 
 def test_one_expert_gets_everything(on_hopper_alone):

@@ -1,6 +1,6 @@
-"""The Triton kernels on a GPU. The bar for bf16 and fp16: every named tensor is as close to fp32 as the eager backend's
-computation in the same dtype, and within 5e-3. The eager backend rounds at the same places or more, so only the order of
-sums and chance in the roundings differ: 10% is allowed for them, and one rounding (2^-9) where a tensor has few elements."""
+"""The Triton kernels on a GPU. The bar for bf16 and fp16: the relative error of every named tensor is at most 1.15 times
+that of fp32 arithmetic in which every stored tensor is rounded once (`rounded_once`). Only the order of sums and chance in
+the roundings differ; where a tensor has few elements, one rounding more is allowed."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from moe_problems import errors, layer, poisoned, routing_ids, run, upcast
+from moe_problems import errors, layer, poisoned, rounded_once, routing_ids, run, upcast
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
@@ -18,7 +18,10 @@ from sonicmoe_hf.kernels.triton import backward, gradients, rows, sort_pairs, su
 
 pytestmark = pytest.mark.gpu
 CAP = 5e-3
+ALLOWED = 1.15
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
+# In fp16 the Hopper kernels round h and da' once more on the way to their epilogue: 4 or 5 roundings where there are 3.
+ALLOWED_IN_FP16_ON_HOPPER = 1.4
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +36,13 @@ def check(tensors, dout, ids, layout="concatenated", activation="swiglu", backen
     dtype = tensors["x"].dtype
     arguments = ids, layout, activation
     expected = run(upcast(tensors), dout.float(), *arguments, "eager")
-    eager_errors = errors(run(tensors, dout, *arguments, "eager"), expected)
+    least = errors(rounded_once(tensors, dout, *arguments), expected)
     with poisoned():
         found = run(tensors, dout, *arguments, backend, **options)
     found_errors = errors(found, expected)
     slack = ROUNDING[dtype] if dout.shape[0] < 100 else 0.0
-    allowed = {name: min(1.1 * error + slack, CAP) for name, error in eager_errors.items()}
+    factor = ALLOWED_IN_FP16_ON_HOPPER if (backend, dtype) == ("hopper", torch.float16) else ALLOWED
+    allowed = {name: factor * error + slack for name, error in least.items()}
     worse = {n: (e, allowed[n]) for n, e in found_errors.items() if e > allowed[n]}
     assert worse == {}
     again = run(tensors, dout, *arguments, backend, **options)
@@ -109,11 +113,11 @@ def test_fp32_is_about_exact(layout):
     assert {n: e for n, e in errors(found, exact).items() if e > 2e-5} == {}
 
 
-def test_rows_beyond_two_to_the_31_elements():
-    """R * H = 2.3e9: an int32 offset would wrap. The last tokens tell; compared with those tokens alone."""
-    T, H, I, E, K = 141_000, 2048, 64, 16, 8
+def check_last_tokens(H, I, backend):
+    """Of so many that R * H or R * 2I is 2.3e9: an int32 offset would wrap. Compared with those tokens alone."""
+    T, E, K = 141_000, 16, 8
     tensors, dout, (expert, _) = problem(T, H, I, E, K)
-    found = run(tensors, dout, (expert, None), "concatenated", "swiglu", "triton")
+    found = run(tensors, dout, (expert, None), "concatenated", "swiglu", backend)
     last = slice(T - 500, T)
     few = {**tensors, "x": tensors["x"][last], "weight": tensors["weight"].view(T, K)[last].reshape(-1)}
     expected = run(upcast(few), dout[last].float(), (expert[last], None), "concatenated", "swiglu", "eager")
@@ -123,6 +127,11 @@ def test_rows_beyond_two_to_the_31_elements():
         "dweight": found["dweight"].view(T, K)[last].reshape(-1),
     }
     assert all(error < CAP for error in errors(found, {name: expected[name] for name in found}).values())
+
+
+@pytest.mark.large
+def test_rows_beyond_two_to_the_31_elements():
+    check_last_tokens(2048, 64, "triton")
 
 
 def test_it_is_chosen_for_cuda():

@@ -1,0 +1,116 @@
+"""What rounding a product to bf16 loses on its way to the finishing warps: four bits a value, in shared memory beside it.
+
+The activation is computed from the product, not from its rounding, as an epilogue in the consumers' registers would. The
+finishing warps see 16 bits a value (finish.py) and the bits below them; together they are off by at most 2^-11 of the
+value, relative, instead of 2^-9:
+
+    rounded     the 16 bits are the nearest bf16, which is stored as h. The four are 16 to 13 of the fp32 product: bit 16
+                tells whether rounding went up.
+    truncated   the 16 bits are the upper ones of the product, for what is not stored (da'). The four are 15 to 12.
+
+Both give the product without the bits that are left out, half a step below it on average, which a factor makes good.
+Infinities and NaN stay what they are. fp16 keeps 11 bits itself and needs none of this.
+
+A piece of HALF rows and PIECE columns has 32 bytes a row: the word of columns 32 w + 8 j + 2 q + c, j < 4, c < 2, lies at
+16 w + 4 q. So a consumer's thread, which holds the columns 8 j + 2 q + c of two rows, writes words of its own, and a
+finishing thread reads the four words of a chunk of 8 columns at once.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from .core import HALF, PIECE
+
+ROW_BYTES = PIECE // 2
+PIECE_BYTES = HALF * ROW_BYTES
+CHUNKS = 4  # of 8 columns, whose values share a word
+
+
+@dsl_user_op
+def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
+    """Four of the eight bytes of two words; a digit of the selector, from the last on, names one."""
+    operands = [Int32(word).ir_value(loc=loc, ip=ip) for word in (low, high, selector)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False, is_align_stack=False,
+            loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+def _bits(pattern: int) -> Int32:
+    return Int32(pattern - (pattern >> 31 << 32))
+
+
+def _word(address):
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+    return cute.make_tensor(pointer, cute.make_layout(1))
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residuals of a block's pieces; `first` is their address in shared memory."""
+
+    first: Int32
+    truncated: bool
+
+    @property
+    def correction(self) -> float:
+        """1 + half a step over the mantissa, 1 / (2 ln 2) on average if mantissas are as frequent as their inverses."""
+        return 1 + 2.0 ** -(12 if self.truncated else 11) / (2 * math.log(2))
+
+    def pack(self, registers, values):
+        """The upper 16 bits of the product's values, two to a word of `registers`."""
+        words = cute.recast_tensor(registers, Int32)
+        for i in range(cute.size(words)):
+            words[i] = permute_bytes(*(values(2 * i + c).bitcast(Int32) for c in range(2)), 0x7632)
+
+    def write(self, piece, values, thread):
+        """A consumer thread's residuals of a piece; `values` as in PieceStore.write."""
+        row, place = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 4
+        swapped = thread % 32 // 16  # else rows would share banks
+        for below in range(2):
+            for w in range(2):
+                starts = [4 * (CHUNKS * w + j) + 2 * below for j in range(CHUNKS)]
+                bits = [[values(start + c).bitcast(Int32) for c in range(2)] for start in starts]
+                address = self.first + piece * PIECE_BYTES + (row + 8 * below) * ROW_BYTES + (w ^ swapped) * 16 + place
+                _word(address)[0] = self.word(bits)
+
+    def word(self, bits):
+        """The residuals of eight products as fp32 bits, [chunk][column of the pair]."""
+        if self.truncated:  # byte j: chunk j, its first column in the lower half
+            pairs = [[permute_bytes(bits[j][c], bits[j + 1][c], 0x0051) for j in (0, 2)] for c in range(2)]
+            first, second = (permute_bytes(*pair, 0x5410) for pair in pairs)
+            return (second & _bits(0xF0F0F0F0)) | ((first >> 4) & _bits(0x0F0F0F0F))
+        word = Int32(0)  # bits 4 j: chunk j, its second column 16 bits higher
+        for j in range(CHUNKS):
+            both = permute_bytes(*bits[j], 0x6521)
+            word |= (both >> 5 - 4 * j if j < 2 else both << 4 * j - 5) & _bits(0x000F000F << 4 * j)
+        return word
+
+    def read(self, piece, row, chunk):
+        """A finishing thread's: the words of a chunk of 8 columns of a row of a piece."""
+        address = self.first + piece * PIECE_BYTES + row * ROW_BYTES + (chunk // CHUNKS ^ row // 4 % 2) * 16
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+        words = cute.make_rmem_tensor(4, Int32)
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Int32, num_bits_per_copy=128)
+        cute.copy(copy, cute.make_tensor(pointer, cute.make_layout(4)), words)
+        return words
+
+    def value(self, rounded, words, v: int, chunk):
+        """The v-th product of a chunk from its 16 bits, in `rounded`, and its residual, in `words`."""
+        pair = cute.recast_tensor(rounded, Int32)[v // 2]
+        upper = pair << 16 if v % 2 == 0 else pair & _bits(0xFFFF0000)
+        word, j = words[v // 2], chunk % CHUNKS
+        if self.truncated:
+            byte = permute_bytes(word, 0, 0x4404 + 16 * j)
+            return (upper | ((byte << 4 if v % 2 == 0 else byte) & _bits(0xF000))).bitcast(Float32) * self.correction
+        residual = word << (28 - 4 * j if v % 2 == 0 else 12 - 4 * j)
+        # the difference to the 17 bits from bit 16 on, whose sign says which way it was rounded
+        difference = (residual & _bits(0xF0000000)) ^ (upper << 15)
+        return (upper + (difference >> 15)).bitcast(Float32) * self.correction
