@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import json
 import os
 import platform
@@ -21,6 +20,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+import provenance
 
 RESULTS = Path(__file__).parent / "results" / "checkpoints.csv"
 CONFIG = {
@@ -121,15 +122,6 @@ def in_process(step: str, *arguments: str) -> dict:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-def versions() -> str:
-    """What ran."""
-    import safetensors
-    import torch
-    import transformers
-
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, safetensors {safetensors.__version__}"
-
-
 def main() -> None:
     """Make, convert both ways, compare, load; append the rows."""
     parser = argparse.ArgumentParser()
@@ -170,14 +162,14 @@ def write(rows: list[dict], size: float, shard_size: str) -> None:
         writer = csv.writer(file)
         if new:
             writer.writerow(
-                ["date", "checkpoint_gb", "shard_size", "what", "seconds", "peak_gb", "peak_own_gb", "peak_mapped_gb",
-                 "machine", "versions"]
+                ["checkpoint_gb", "shard_size", "what", "seconds", "peak_gb", "peak_own_gb", "peak_mapped_gb",
+                 "machine", *provenance.columns()]
             )  # fmt: skip
         for row in rows:
             figures = [f"{row[key]:.2f}" for key in ("seconds", "VmRSS", "RssAnon", "RssFile")]
             machine = f"{platform.machine()}, {os.cpu_count()} cores"
             writer.writerow(
-                [datetime.date.today(), f"{size:.2f}", shard_size, row["what"], *figures, machine, versions()]
+                [f"{size:.2f}", shard_size, row["what"], *figures, machine, *provenance.columns().values()]
             )
             print(f"{row['what']:28} {figures[0]:>7} s   peak {figures[1]} GB (own {figures[2]}, mapped {figures[3]})")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from contenders import CONTENDERS, available
 from moe_layer import Step, Table
-from shapes import SHAPES, Shape, problem
+from shapes import add_shapes, chosen_shapes, problem
 from torch.profiler import ProfilerActivity, profile
 
 UPSTREAM = "sonicmoe (Transformers)"
@@ -97,17 +97,16 @@ def show(table, config, shape, contenders):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    add_shapes(parser)
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
-    given = {text: Shape(*map(int, text.split(","))) for text in options.shape or ()}
     table = Table()
     options.out.mkdir(parents=True, exist_ok=True)
-    for config, shape in (given or SHAPES).items():
+    for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, options.contender or list(PRODUCTS), options.rounds)
         table.write(options.out / "layer_kernels.csv")
 

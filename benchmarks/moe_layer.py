@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import gc
 import time
 from pathlib import Path
 
+import provenance
 import torch
-import triton
 from contenders import BOUND, CONTENDERS, available
-from shapes import SHAPES, Shape, floor_seconds, problem
+from shapes import Shape, add_shapes, chosen_shapes, floor_seconds, problem
 
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.triton.blocks import tile_rows
 
 MODES = ("forward", "forward+backward", "frozen")
@@ -36,8 +34,9 @@ FIELDS = (
     "median",
     "p20",
     "p80",
-    "versions",
     "gpu",
+    "commit",
+    "versions",
     "date",
 )
 NAMES = ("x", "gate_up", "down", "weight")
@@ -68,22 +67,31 @@ class Step:
         return out
 
 
-def relative_errors(step, expected):
-    out = step()
-    found = dict(zip(["out", *(f"d{name}" for name in NAMES)], [out, *step.gradients]))
-    return {
-        name: ((found[name].float() - value).norm() / value.norm()).item()
-        for name, value in expected.items()
-        if found.get(name) is not None
-    }
-
-
-def reference(inputs):
-    """out and gradients in fp32, by the plain backend."""
-    x, gate_up, down, expert, weight, dout = (t.float() if t.is_floating_point() else t for t in inputs)
-    leaves = [t.detach().requires_grad_() for t in (x, gate_up, down, weight)]
-    out = moe_experts(*leaves[:3], (expert, leaves[3]), backend="eager")
-    return dict(zip(["out", *(f"d{name}" for name in NAMES)], [out.detach(), *torch.autograd.grad(out, leaves, dout)]))
+def relative_errors(step, inputs):
+    """The error of every result against fp32, relative to its norm; an expert at a time, because all weights and their
+    gradients in fp32 would not fit."""
+    x, gate_up, down, expert, weight, dout = inputs
+    out, (dx, dgate_up, ddown, dweight) = step(), step.gradients
+    expected = {name: torch.zeros_like(like, dtype=torch.float32) for name, like in
+                (("out", out), ("dx", x), ("dweight", weight))}  # fmt: skip
+    squares = {name: [0.0, 0.0] for name in ("dgate_up", "ddown")}
+    for e in range(len(gate_up)):
+        token, place = (expert == e).nonzero(as_tuple=True)
+        x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, place].float()[:, None]
+        gate, up = (x_e @ gate_up[e].float().T).chunk(2, dim=1)
+        sigmoid = gate.sigmoid()
+        a, da = gate * sigmoid * up, dout_e @ down[e].float()
+        expected["out"].index_add_(0, token, w * (a @ down[e].float().T))
+        expected["dweight"][token, place] = (da * a).sum(1)
+        dgate, dup = w * da * up * sigmoid * (1 + gate * (1 - sigmoid)), w * da * gate * sigmoid
+        dh = torch.cat((dgate, dup), dim=1)
+        expected["dx"].index_add_(0, token, dh @ gate_up[e].float())
+        for name, found, exact in (("dgate_up", dgate_up, dh.T @ x_e), ("ddown", ddown, (w * dout_e).T @ a)):
+            squares[name][0] += (found[e].float() - exact).square().sum()
+            squares[name][1] += exact.square().sum()
+    found = {"out": out, "dx": dx, "dweight": dweight}
+    errors = {name: ((found[name].float() - exact).norm() / exact.norm()).item() for name, exact in expected.items()}
+    return errors | {name: (wrong / whole).sqrt().item() for name, (wrong, whole) in squares.items()}
 
 
 def memory(step):
@@ -101,6 +109,19 @@ def memory(step):
     peak = torch.cuda.max_memory_allocated() - before
     step.gradients = ()
     return {"held_MB": held / 1e6, "peak_MB": peak / 1e6}
+
+
+def first_step(step):
+    """Seconds of a contender's first forward and backward at this size, what it compiles, loads and tunes included, and
+    the most memory that took beyond its inputs, in MB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, began = torch.cuda.memory_allocated(), time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    step.gradients = ()
+    return {"first_step_s": seconds, "first_peak_MB": (torch.cuda.max_memory_allocated() - before) / 1e6}
 
 
 def captured(step):
@@ -175,12 +196,7 @@ class Table:
 
     def __init__(self):
         self.rows = []
-        versions = f"torch {torch.__version__}, triton {triton.__version__}"
-        self.common = {
-            "versions": versions,
-            "gpu": torch.cuda.get_device_name(),
-            "date": datetime.date.today().isoformat(),
-        }
+        self.common = {"gpu": torch.cuda.get_device_name(), **provenance.columns()}
 
     def add(self, config, shape, contender, mode, launch, metric, values):
         median, p20, p80 = quantiles(values)
@@ -203,25 +219,23 @@ class Table:
 
 def measure(table, config, shape, names, rounds):
     inputs = problem(shape)
-    expected = reference(inputs)
     layers = available(names, shape)
     rows_E = inputs[3].flatten().bincount(minlength=shape.E)
     R, tile = shape.T * shape.K, tile_rows(shape.T * shape.K, shape.E)
     padded = ((rows_E + tile - 1) // tile * tile).sum().item() / R
+    for name, layer in layers.items():
+        figures = first_step(Step(layer, inputs, "forward+backward"))
+        for metric, value in figures.items():
+            table.add(config, shape, name, "forward+backward", "eager", metric, [value])
     for mode in MODES:
         add = lambda name, launch, metric, values: table.add(config, shape, name, mode, launch, metric, values)  # noqa: E731, B023
         steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}
         for name, step in steps.items():
-            torch.cuda.reset_peak_memory_stats()
-            before, began = torch.cuda.memory_allocated(), time.perf_counter()
             step()
-            torch.cuda.synchronize()
-            add(name, "eager", "first_call_s", [time.perf_counter() - began])
-            add(name, "eager", "first_peak_MB", [(torch.cuda.max_memory_allocated() - before) / 1e6])
             step.gradients = ()
             if name != BOUND:
                 if mode == "forward+backward":
-                    for tensor, error in relative_errors(step, expected).items():
+                    for tensor, error in relative_errors(step, inputs).items():
                         add(name, "eager", f"error_{tensor}", [error])
                 for metric, value in memory(step).items():
                     add(name, "eager", metric, [value])
@@ -261,7 +275,7 @@ def show(table, config, shape, names):
             f" stacked {table.get(**step, metric='stacked_host_ms'):.2f}"
             f"  held {table.get(**step, metric='held_MB'):.0f} peak {table.get(**step, metric='peak_MB'):.0f}"
             f" (first {table.get(**step, metric='first_peak_MB'):.0f}) MB"
-            f"  first {table.get(**step, metric='first_call_s'):.1f} s  errors {errors}",
+            f"  first {table.get(**step, metric='first_step_s'):.1f} s  errors {errors}",
             flush=True,
         )
 
@@ -291,7 +305,7 @@ def plot(table, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
+    add_shapes(parser)
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
     parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, which tunes for minutes")
     parser.add_argument("--rounds", type=int, default=15)
@@ -300,10 +314,9 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     names = options.contender or [n for n in CONTENDERS if options.upstream or "Transformers" not in n]
-    given = {text: Shape(*map(int, text.split(","))) for text in options.shape or ()}
     table = Table()
     options.out.mkdir(parents=True, exist_ok=True)
-    for config, shape in (given or SHAPES).items():
+    for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, names, options.rounds)
         table.write(options.out / "moe_layer.csv")
     plot(table, options.out / "moe_layer.png")

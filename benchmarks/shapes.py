@@ -27,7 +27,29 @@ SHAPES = {
     "gpt-oss-20b": Shape(16384, 2880, 2880, 32, 4),
     "small": Shape(2048, 2048, 768, 128, 8),
 }
+LARGE = {  # DeepSeek-V3's layer: left out unless asked for
+    "DeepSeek-V3": Shape(16384, 7168, 2048, 256, 8),
+    "DeepSeek-V3, 65,536 tokens": Shape(65536, 7168, 2048, 256, 8),
+}
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12  # measured on an H200: bf16 products, copies
+
+
+def add_shapes(parser) -> None:
+    """The option by which shapes are chosen."""
+    parser.add_argument(
+        "--shape", action="append", help="T,H,I,E,K or a name of shapes.py; may be given several times"
+    )
+
+
+def chosen_shapes(options) -> dict[str, Shape]:
+    """name -> shape of those asked for, or the general ones."""
+    known = SHAPES | LARGE
+    names = {str(shape): name for name, shape in known.items()}
+    chosen = {}
+    for text in options.shape or SHAPES:
+        shape = known.get(text) or Shape(*map(int, text.split(",")))
+        chosen[names.get(str(shape), text)] = shape
+    return chosen
 
 
 def problem(shape: Shape, dtype=torch.bfloat16, device="cuda", seed=0):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import provenance
 import torch
 from shapes import SHAPES, Shape, problem
 
@@ -67,15 +67,14 @@ def main() -> None:
     if options.step:
         print(first_step(shape, options.backend))
         return
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
+    origin = provenance.columns()
+    with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file)
-        if new:
-            writer.writerow(["date", "shape", "backend", "full caches", "seconds", "cores", "gpu", "versions"])
+        writer.writerow(["shape", "backend", "full caches", "seconds", "cores", "gpu", *origin])
         for full, seconds in in_new_processes(shape, options.backend):
             print(f"{shape} {options.backend}, full caches {full}: {seconds:.2f} s", flush=True)
-            about = os.cpu_count(), torch.cuda.get_device_name(), f"torch {torch.__version__}"
-            writer.writerow([datetime.date.today(), shape, options.backend, full, f"{seconds:.2f}", *about])
+            about = os.cpu_count(), torch.cuda.get_device_name(), *origin.values()
+            writer.writerow([shape, options.backend, full, f"{seconds:.2f}", *about])
 
 
 if __name__ == "__main__":

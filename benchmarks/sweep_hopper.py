@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import datetime
 import os
 import statistics
 from pathlib import Path
 from unittest import mock
 
+import provenance
 import torch
 from shapes import Shape, problem
 from sweep_triton import as_tensors, captured
@@ -44,7 +44,7 @@ CANDIDATES = {
 }
 SHAPES = ("24576,1536,256,128,8", "16384,2048,768,128,8", "16384,2048,1024,64,8", "16384,2880,2880,32,4",
           "16384,4096,1024,256,4", "2048,2048,768,128,8", "512,2048,768,128,8")  # fmt: skip
-FIELDS = ("shape", "kernel", "tile", "us", "TFLOP/s", "difference", "gpu", "date")
+FIELDS = ("shape", "kernel", "tile", "us", "TFLOP/s", "difference", "gpu", "commit", "versions", "date")
 
 
 def calls(shape: Shape, inputs):
@@ -161,7 +161,7 @@ def main():
     shapes = [Shape(*map(int, text.split(","))) for text in options.shape or SHAPES]
     wanted = options.kernel or list(CANDIDATES)
     candidates = compile_all(shapes, wanted)
-    common = (torch.cuda.get_device_name(), datetime.date.today().isoformat())
+    common = (torch.cuda.get_device_name(), *provenance.columns().values())
     with open(options.out / "sweep_hopper.csv", "w", newline="") as file:
         table = csv.writer(file)
         table.writerow(FIELDS)

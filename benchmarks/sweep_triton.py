@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 
+import provenance
 import torch
 from shapes import SHAPES, Shape, problem
 from triton.runtime import JITFunction
@@ -169,7 +170,18 @@ def measure(table, shape, name, group):
     lines = []
     for us, (tile, candidate, flop, difference, _) in zip(interleaved_us([f[-1] for f in found]), found):
         text = "" if candidate is None else " ".join(map(str, candidate))
-        table.writerow([shape, name, tile, text, f"{us:.1f}", f"{flop / us / 1e6:.0f}", f"{difference:.1e}"])
+        table.writerow(
+            [
+                shape,
+                name,
+                tile,
+                text,
+                f"{us:.1f}",
+                f"{flop / us / 1e6:.0f}",
+                f"{difference:.1e}",
+                *provenance.columns().values(),
+            ]
+        )
         wrong = "" if difference < 1e-2 else f" DIFFERS {difference:.1e}"
         lines.append((us, f"{tile}:{text} {us:.0f}us {flop / us / 1e6:.0f}{wrong}"))
     print(shape, name, " | ".join(text for _, text in sorted(lines)[:8]), flush=True)
@@ -193,7 +205,7 @@ def main():
     print("compiled", flush=True)
     with open(os.path.join(options.out, "sweep.csv"), "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["shape", "kernel", "row_tile", "blocks", "us", "TFLOP/s", "difference"])
+        table.writerow(["shape", "kernel", "row_tile", "blocks", "us", "TFLOP/s", "difference", *provenance.columns()])
         for shape in shapes:
             inputs, groups = problem(shape), {}
             for name, *rest in experiments(shape, wanted, inputs):

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import datetime
 import math
 import multiprocessing
 import os
@@ -35,8 +34,8 @@ import platform
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import provenance
 import torch
-import transformers
 from quality_training import METHODS, PRESETS, Corpus, Preset, Run, measure, read_corpus
 
 from sonicmoe_hf.config import ROUNDINGS
@@ -63,8 +62,9 @@ FIELDS = (
     "load_cv_held_out",
     "seconds",
     "corpus",
-    "versions",
     "device",
+    "commit",
+    "versions",
     "date",
 )
 
@@ -105,9 +105,8 @@ def append_row(path: Path, preset: Preset, run: Run, figures: dict, description:
         "learning_rate": preset.learning_rate,
         **{name: f"{value:.6g}" if isinstance(value, float) else value for name, value in figures.items()},
         "corpus": description,
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "device": gpu,
-        "date": datetime.date.today().isoformat(),
+        **provenance.columns(),
     }
     new = not path.exists()
     with path.open("a", newline="") as file:

@@ -1,0 +1,52 @@
+"""What produced a figure: the commit, and the versions of the packages that take part."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+COMMIT_VARIABLE = "SONICMOE_HF_COMMIT"  # for a machine that has the files and not the repository
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors")
+PEERS = ("sonic_moe", "scattermoe")  # of kernels-community, which are no distributions
+
+
+def commit() -> str:
+    """The commit of the working tree, with "-dirty" where files differ from it; SONICMOE_HF_COMMIT wins."""
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+        return found.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def versions() -> str:
+    """ "torch 2.11.0, triton 3.6.0, ...", of the packages installed here; peers with the digest of their sources."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found += [f"{name} {_digest(spec.origin)}" for name in PEERS if (spec := importlib.util.find_spec(name))]
+    return ", ".join(found)
+
+
+def columns() -> dict[str, str]:
+    """What every row of a CSV says of its origin."""
+    return {"commit": commit(), "versions": versions(), "date": datetime.date.today().isoformat()}
+
+
+def _digest(origin: str) -> str:
+    digest = hashlib.sha256()
+    folder = Path(origin).parent
+    for source in sorted(folder.rglob("*.py")):
+        digest.update(str(source.relative_to(folder)).encode() + source.read_bytes())
+    return digest.hexdigest()[:12]
