@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from .config import TokenRounding
+from .digest import DIGEST, check_resumed, experts_digest, restore_best
 from .experts import is_expert_parallel
 from .load import TOTALS
 from .patching import is_patched, patch_model, patch_state, router_hooks, start_counting
+from .policy_trainers import check_no_policy_trainer
+from .resume import restore_experts_on_resume
 from .support import check_rounding, find_layers, supports
 
 logger = logging.get_logger(__name__)
@@ -26,7 +30,42 @@ def _check_moment(name: str, value) -> None:
         )
 
 
-class TokenRoundingCallback(TrainerCallback):
+class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
+    """Keeps a digest of the experts in every checkpoint's trainer_state.json, and checks what was resumed by it."""
+
+    model = None  # while training
+    digest_of_epoch = None
+
+    def arguments(self) -> dict:
+        """What this callback was made with: restore_callback_states_from_checkpoint makes it again."""
+        return {}
+
+    def state(self) -> dict:
+        """For trainer_state.json; the Trainer asks for it whenever it saves a checkpoint."""
+        digest = None if self.model is None else experts_digest(self.model)
+        return {"args": self.arguments(), "attributes": {} if digest is None else {DIGEST: digest}}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Raise RuntimeError if training resumes without the checkpoint's experts; patch the model if nobody has."""
+        state.stateful_callbacks.setdefault(type(self).__name__, {})  # a checkpoint written without this callback
+        check_resumed(model, state)
+        self.model = model
+        if not is_patched(model):
+            patch_model(model)
+
+    def on_epoch_end(self, args, state, control, model=None, **kwargs):
+        """Note the experts: after the last epoch the Trainer may load the best model."""
+        if args.load_best_model_at_end:
+            self.digest_of_epoch = experts_digest(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """Load the best model's experts if the Trainer, asked to load the best model, left them out."""
+        self.model = None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            restore_best(model, state.best_model_checkpoint, self.digest_of_epoch)
+
+
+class TokenRoundingCallback(_ExpertsInCheckpoints):
     """Switches token rounding on for a stretch of training. Evaluation, prediction and generation use top-k always.
 
     The stretch is looked up from `state.global_step` before every optimiser step, so a resumed run continues it. A model
@@ -35,11 +74,24 @@ class TokenRoundingCallback(TrainerCallback):
     Args:
         rounding, tile, min_tiles_per_expert: the policy, see `sonicmoe_hf.routing.TokenRounding`.
         start, end: from when and until when; an int is an optimiser step, a float a fraction of training.
+        allow_policy_optimization: train with GRPO, DPO and the like all the same. They compare log-probabilities of calls
+            of which only one is rounded.
+    Raises, from the Trainer:
+        ValueError: it is a trainer of reinforcement learning or preference optimisation.
+        RuntimeError: training resumes from a checkpoint, and the model does not have its experts (see `attach`).
     Example:
         Trainer(..., callbacks=[sonicmoe_hf.TokenRoundingCallback(rounding="nearest", end=0.9)])
     """
 
-    def __init__(self, rounding="nearest", tile=None, start=0.0, end=1.0, min_tiles_per_expert=2.0):
+    def __init__(
+        self,
+        rounding="nearest",
+        tile=None,
+        start=0.0,
+        end=1.0,
+        min_tiles_per_expert=2.0,
+        allow_policy_optimization=False,
+    ):
         self.policy = TokenRounding(rounding=rounding, tile=tile, min_tiles_per_expert=min_tiles_per_expert)
         _check_moment("start", start)
         _check_moment("end", end)
@@ -47,6 +99,20 @@ class TokenRoundingCallback(TrainerCallback):
             raise ValueError(f"start {start!r} must come before end {end!r}")
         self.start = start
         self.end = end
+        self.allow_policy_optimization = allow_policy_optimization
+
+    def arguments(self) -> dict:
+        """See `_ExpertsInCheckpoints`."""
+        policy = {name: getattr(self.policy, name) for name in ("rounding", "tile", "min_tiles_per_expert")}
+        own = {name: getattr(self, name) for name in ("start", "end", "allow_policy_optimization")}
+        return {**policy, **own}
+
+    def check_trainer(self, *objects) -> None:
+        """Raise ValueError if a Trainer or its arguments are those of reinforcement learning or preference optimisation."""
+        if not self.allow_policy_optimization:
+            check_no_policy_trainer(
+                *objects, remedy="leave TokenRoundingCallback out, or give it allow_policy_optimization=True"
+            )
 
     def is_active(self, global_step: int, max_steps: int) -> bool:
         """Whether optimiser step `global_step` (counted from 0) of `max_steps` rounds tokens."""
@@ -56,11 +122,15 @@ class TokenRoundingCallback(TrainerCallback):
 
         return step(self.start) <= global_step < step(self.end)
 
+    def on_init_end(self, args, state, control, **kwargs):
+        """Refuse policy and preference trainers."""
+        self.check_trainer(args)
+
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Patch the model if nobody has; refuse one that cannot round."""
-        if not is_patched(model):
-            patch_model(model)
-        check_rounding(supports(model), self.policy)
+        self.check_trainer(args)
+        super().on_train_begin(args, state, control, model, **kwargs)
+        check_rounding(supports(model), self.policy, remedy="leave TokenRoundingCallback out")
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step."""
@@ -70,9 +140,10 @@ class TokenRoundingCallback(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Back to top-k."""
         patch_state(model).policy = None
+        super().on_train_end(args, state, control, model, **kwargs)
 
 
-class ExpertLoadCallback(TrainerCallback):
+class ExpertLoadCallback(_ExpertsInCheckpoints):
     """Counts what the routers do in training, and sums it up at every log.
 
     With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
@@ -95,8 +166,9 @@ class ExpertLoadCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Start counting, from zero."""
-        if not is_patched(model):
-            patch_model(model)
+        super().on_train_begin(args, state, control, model, **kwargs)
+        if patch_state(model).policy is not None:  # set by patch_model or set_routing
+            check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
         if any(is_expert_parallel(layer.experts) for layer in find_layers(model)):
             logger.warning_once(
                 "ExpertLoadCallback: nothing is counted under expert parallelism, whose ranks may share their tokens"
@@ -116,6 +188,7 @@ class ExpertLoadCallback(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Stop counting."""
         patch_state(model).counting = False
+        super().on_train_end(args, state, control, model, **kwargs)
 
     def collect(self, model, step: int) -> dict[str, float]:
         """Sum the counts over layers and ranks, note them in `history`, start again; {} where nothing was counted."""
@@ -168,12 +241,23 @@ class _LogWithLoad:
 
 
 def attach(trainer) -> ExpertLoadCallback:
-    """Send the metrics of the trainer's ExpertLoadCallback (added if there is none) through `trainer.log`.
+    """Have a Trainer log the experts' load and restore checkpoints whole; call it before `trainer.train()`.
+
+    The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
+    load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
+    leaves out, so that fused experts are restored too.
 
     Returns:
         The callback, whose `history` keeps rows per expert.
+    Raises:
+        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimisation.
+        RuntimeError: this version's Trainer has no such methods to be attached to.
     """
     callbacks = trainer.callback_handler.callbacks
+    for callback in callbacks:
+        if isinstance(callback, TokenRoundingCallback):
+            callback.check_trainer(trainer, trainer.args)
+    restore_experts_on_resume(trainer)
     callback = next((c for c in callbacks if isinstance(c, ExpertLoadCallback)), None)
     if callback is None:
         callback = ExpertLoadCallback()

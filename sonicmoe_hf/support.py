@@ -186,8 +186,8 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
     return layers
 
 
-def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None) -> None:
-    """Raise UnsupportedModelError where the policy wants token rounding and a layer cannot do it."""
+def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
+    """Raise UnsupportedModelError, naming the caller's remedy, where the policy wants token rounding and a layer cannot."""
     refused = [layer for layer in layers if not layer.token_rounding]
     if policy is not None and refused:
-        raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; use routing=None")
+        raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; {remedy}")

@@ -1,0 +1,129 @@
+"""A digest of the experts' weights in every Trainer checkpoint, and what it says about a model that was resumed.
+
+A callback never learns which folder training resumes from, but it is given the folder's trainer_state.json, in which
+callbacks may keep a state of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import TrainerState
+from transformers.utils import logging
+
+from .resume import RESTORED, conversions, expert_weights, restore, whole_model
+
+logger = logging.get_logger(__name__)
+
+DIGEST = "experts_digest"
+VALUES_PER_EXPERT = 8
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REMEDY = (
+    "call sonicmoe_hf.attach(trainer) before trainer.train(), or load the model from the checkpoint's folder with "
+    "from_pretrained"
+)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def experts_digest(model: nn.Module | None) -> dict[str, dict[str, str]] | None:
+    """{expert weight: {dtype: hash}} of a fixed sample of the values, 8 of each expert, cast to each of three dtypes.
+
+    A model of 48 layers and 128 experts gives 98,304 values, whatever their size. A model resumed in another dtype
+    compares equal: its weights are the saved ones, cast. None where checkpoints do not hold the experts whole (PEFT,
+    FSDP, ZeRO-3) or there are none.
+    """
+    model = whole_model(model)
+    weights = {} if model is None else expert_weights(model)
+    return {name: _hashes(weight.detach()) for name, weight in weights.items() if weight.is_floating_point()} or None
+
+
+def _hashes(weight: torch.Tensor) -> dict[str, str]:
+    flat = weight.flatten(1) if weight.dim() > 1 else weight.reshape(1, -1)
+    places = torch.linspace(0, flat.shape[1] - 1, VALUES_PER_EXPERT, dtype=torch.float64).long()
+    sample = flat[:, places.to(flat.device)].cpu()
+    return {
+        _name(dtype): hashlib.sha256(sample.to(dtype).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        for dtype in DTYPES
+    }
+
+
+def saved_digest(stateful_callbacks: dict) -> dict | None:
+    """The digest among the states of callbacks in a trainer_state.json, whichever callback left it there."""
+    for states in (stateful_callbacks or {}).values():
+        latest = states[-1] if isinstance(states, list) and states else states
+        if isinstance(latest, dict) and DIGEST in latest.get("attributes", {}):
+            return latest["attributes"][DIGEST]
+    return None
+
+
+def changed_experts(saved: dict, model: nn.Module) -> list[str]:
+    """The expert weights of `model` that are not those of a digest, in the dtype that the model has now."""
+    weights, now = expert_weights(model), experts_digest(model) or {}
+    dtypes = {name: _name(weights[name].dtype) for name in now}
+    dtypes = {name: dtype if dtype in now[name] else _name(torch.float32) for name, dtype in dtypes.items()}
+    return [name for name in now if name in saved and now[name][dtypes[name]] != saved[name].get(dtypes[name])]
+
+
+def _can_lose_experts(model: nn.Module) -> bool:
+    return bool(conversions(model) and expert_weights(model))
+
+
+def check_resumed(model: nn.Module, state: TrainerState) -> None:
+    """Compare a resumed model with the digest in its checkpoint; warn where the checkpoint has none.
+
+    Raises:
+        RuntimeError: the experts are not the checkpoint's.
+    """
+    model = whole_model(model)
+    if state.global_step == 0 or model is None:
+        return
+    saved = saved_digest(state.stateful_callbacks)
+    if saved is None:
+        if _can_lose_experts(model) and not hasattr(model, RESTORED):
+            logger.warning(
+                "sonicmoe_hf: the checkpoint has no digest of the experts, so nobody can say whether they were restored; "
+                f"Transformers' Trainer restores weights by name and leaves fused experts as they are: {REMEDY}"
+            )
+        return
+    changed = changed_experts(saved, model)
+    if changed:
+        raise RuntimeError(
+            f"the experts of the resumed model are not the checkpoint's: {len(changed)} of {len(saved)} expert weights "
+            f"differ (first: {changed[0]}). Transformers' Trainer restores weights by name and leaves fused experts as "
+            f"they are in memory: {REMEDY}"
+        )
+
+
+def restore_best(model: nn.Module, folder: str, at_end_of_training: dict | None) -> None:
+    """After load_best_model_at_end: load the best checkpoint's experts where the Trainer left those of the last step.
+
+    at_end_of_training: the digest of the last step, None if unknown. Experts that are neither the best nor the last ones
+    are somebody else's doing (an average, say) and stay.
+    """
+    model = whole_model(model)
+    path = Path(folder) / "trainer_state.json"
+    if model is None or at_end_of_training is None or not path.is_file():
+        return
+    saved = saved_digest(json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks"))
+    if saved is None:
+        if _can_lose_experts(model) and getattr(model, RESTORED, None) != folder:
+            logger.warning(
+                f"sonicmoe_hf: {folder} has no digest of the experts, so nobody can say whether the best model's were "
+                f"loaded: {REMEDY}"
+            )
+        return
+    if changed_experts(saved, model) and not changed_experts(at_end_of_training, model):
+        restore(model, folder)
+        if changed_experts(saved, model):
+            raise RuntimeError(
+                f"the experts of the best model could not be loaded from {folder}; load it with from_pretrained, the model "
+                "in memory has the last step's experts"
+            )
+        logger.info(f"sonicmoe_hf: loaded the best model's experts from {folder}, which the Trainer leaves out")
