@@ -126,8 +126,8 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
     filled = {id(tensor) for tensor, _ in loaded}
     state = model.state_dict(keep_vars=True)
     missing = sorted(name for name in info.missing_keys if id(state[name]) not in filled)  # tied weights have two names
-    wrong = [*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)]
-    wrong += [name for name in expert_weights(model) if name in missing]
+    wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    wrong = sorted(wrong | (set(missing) & set(expert_weights(model))))
     if wrong:
         raise RuntimeError(
             f"{folder} does not hold the experts of this {type(model).__name__}: {len(wrong)} weights are missing or of "
