@@ -77,7 +77,7 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
         allow_policy_optimization: train with GRPO, DPO and the like all the same. They compare log-probabilities of calls
             of which only one is rounded.
     Raises, from the Trainer:
-        ValueError: it is a trainer of reinforcement learning or preference optimisation.
+        ValueError: it is a trainer of reinforcement learning or preference optimization.
         RuntimeError: training resumes from a checkpoint, and the model does not have its experts (see `attach`).
     Example:
         Trainer(..., callbacks=[sonicmoe_hf.TokenRoundingCallback(rounding="nearest", end=0.9)])
@@ -108,7 +108,7 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
         return {**policy, **own}
 
     def check_trainer(self, *objects) -> None:
-        """Raise ValueError if a Trainer or its arguments are those of reinforcement learning or preference optimisation."""
+        """Raise ValueError if a Trainer, or its arguments, compares log-probabilities of a policy."""
         if not self.allow_policy_optimization:
             check_no_policy_trainer(
                 *objects, remedy="leave TokenRoundingCallback out, or give it allow_policy_optimization=True"
@@ -250,7 +250,7 @@ def attach(trainer) -> ExpertLoadCallback:
     Returns:
         The callback, whose `history` keeps rows per expert.
     Raises:
-        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimisation.
+        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization.
         RuntimeError: this version's Trainer has no such methods to be attached to.
     """
     callbacks = trainer.callback_handler.callbacks

@@ -1,10 +1,10 @@
-"""Trainers of reinforcement learning and preference optimisation, recognised by their class names.
+"""Trainers of reinforcement learning and preference optimization, recognised by their class names.
 
-They compare log-probabilities of one text under two calls: GRPO and RLOO a policy's new ones with its old ones, DPO and KTO
-a policy's with a reference's. The call with gradients is rounded, the other is not, so that the two differ where the
-policies do not (KL 0.009 instead of 0 at GRPO's first step). ORPO, CPO and TPO compare a chosen and a rejected text, whose
-roundings depend on each other and on the rest of the batch. Reward models, supervised fine-tuning and distillation
-compare nothing across routings and are none of these.
+They compare log-probabilities of one text under two calls: a policy's new ones with its old ones (GRPO, RLOO), or with a
+reference's (DPO, KTO). Only the call with gradients is rounded, so that the two differ where the policies do not: at
+GRPO's first step KL is 0.009 instead of 0. ORPO, CPO and TPO compare a chosen and a rejected text, whose roundings depend
+on each other and on the rest of the batch. Reward models, supervised fine-tuning and distillation compare no
+log-probabilities of one model across two routings, and are none of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def policy_trainer(*objects) -> str | None:
 
 
 def check_no_policy_trainer(*objects, remedy: str) -> None:
-    """Raise ValueError where a Trainer, or its arguments, belong to reinforcement learning or preference optimisation."""
+    """Raise ValueError where a Trainer, or its arguments, belong to reinforcement learning or preference optimization."""
     name = policy_trainer(*objects)
     if name is not None:
         raise ValueError(

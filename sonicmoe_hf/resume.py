@@ -4,9 +4,9 @@ Checkpoints hold the hub's names, one tensor per expert in most families. `from_
 Trainer does not: on resume and with load_best_model_at_end it calls `load_state_dict`, which leaves fused experts as they
 are in memory and warns. PEFT, FSDP and DeepSpeed save and load by the module's names, and lose nothing.
 
-This module is the only one that uses private parts of Transformers' Trainer and loader, as of 5.17 to 5.23:
-`Trainer._load_from_checkpoint`, `_load_best_model` and `_issue_warnings_after_load`; `PreTrainedModel._load_pretrained_model`
-with `LoadStateDictConfig`, and `_weight_conversions`, which it sets and `save_pretrained` reverts.
+This module alone uses private parts of Transformers' Trainer and loader, as they are in 5.17 to 5.23:
+`Trainer._load_from_checkpoint`, `_load_best_model` and `_issue_warnings_after_load`; of PreTrainedModel
+`_load_pretrained_model` with `LoadStateDictConfig`, and `_weight_conversions`, which it sets and `save_pretrained` reverts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
             del model._weight_conversions
     filled = {id(tensor) for tensor, _ in loaded}
     state = model.state_dict(keep_vars=True)
-    missing = sorted(name for name in info.missing_keys if id(state[name]) not in filled)  # tied weights have two names
+    missing = sorted(
+        name for name in info.missing_keys if id(state[name]) not in filled
+    )  # tied weights have two names
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
     wrong = sorted(wrong | (set(missing) & set(expert_weights(model))))
     if wrong:

@@ -187,7 +187,7 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
 
 
 def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
-    """Raise UnsupportedModelError, naming the caller's remedy, where the policy wants token rounding and a layer cannot."""
+    """Raise UnsupportedModelError, with the remedy, where the policy wants token rounding and a layer cannot do it."""
     refused = [layer for layer in layers if not layer.token_rounding]
     if policy is not None and refused:
         raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; {remedy}")

@@ -3,16 +3,19 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli import main as command
 from sonicmoe_hf.demo import corpus, run
+from sonicmoe_hf.patching import patch_state
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n"
@@ -140,6 +143,21 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
+@pytest.mark.parametrize("options", [[], ["--lora-rank", "4"]], ids=["all weights", "LoRA"])
+def test_finetune_resumed_ends_where_a_straight_run_does(options, tmp_path):
+    finetune = load("finetune")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    finetune.main(["--steps", "4", "--save-steps", "2", "--output", str(straight), *options, *TINY])
+    shutil.copytree(straight / "checkpoint-2", resumed / "checkpoint-2")
+    finetune.main(["--steps", "4", "--save-steps", "2", "--output", str(resumed), "--resume", *options, *TINY])
+    name = "adapter_model.safetensors" if options else "model.safetensors"
+    start, expected, found = [load_file(folder / name) for folder in (straight / "checkpoint-2", straight, resumed)]
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    changed = [key for key in expected if ".experts." in key and not torch.equal(start[key], expected[key])]
+    assert changed, "so that the comparison could fail"
+
+
 def test_finetune_names_a_missing_column(tmp_path):
     texts = tmp_path / "texts.csv"
     texts.write_text("body\nhello\n")
@@ -152,6 +170,19 @@ def test_the_accelerate_loop_lowers_the_held_out_loss():
         ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
     )
     assert after < before
+
+
+def test_the_python_of_the_document_on_token_rounding_runs():
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
+    )  # fmt: skip
+    text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
+    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(python) == 1
+    model = AutoModelForCausalLM.from_config(config)
+    exec(python[0], {"model": model})
+    assert patch_state(model).policy.rounding == "nearest"
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):

@@ -5,22 +5,31 @@ import logging
 
 import pytest
 import torch
-from models import CONFIGS, build
+from accelerate import Accelerator
+from datasets import Dataset
+from models import CONFIGS, batch, build
 from native import native_twin, save_both
 from peft import LoraConfig, get_peft_model
+from ranks import Ranks
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from training import TILE, Examples, arguments, trainer_for
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
-from sonicmoe_hf.digest import DIGEST, changed_experts, experts_digest
+from sonicmoe_hf.digest import DIGEST, changed_experts, check_resumed, experts_digest
 from sonicmoe_hf.resume import RESTORED, restore
 
-CONVERTED = ["qwen3_moe", "olmoe", "deepseek_v3"]  # their checkpoints hold one tensor per expert
 SAVING = {"save_strategy": "steps", "save_steps": 2}
-BEST = {**SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
-        "metric_for_best_model": "earliness", "greater_is_better": True}  # step 2 is the best
+BEST = {
+    **SAVING,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "earliness",
+    "greater_is_better": True,
+}  # step 2 is the best
 
 
 def weights(model):
@@ -159,7 +168,9 @@ def test_ways_to_train_resume_without_a_false_alarm(options, attach, tmp_path):
     model = build("qwen3_moe", seed=5) if attach else AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     resumed = train(model, tmp_path / "resumed", checkpoint, attach=attach, **options)
     assert_equal(weights(resumed.model), weights(straight.model))
-    assert_equal(weights(restored(build("qwen3_moe"), checkpoint)), weights(AutoModelForCausalLM.from_pretrained(checkpoint)))
+    assert_equal(
+        weights(restored(build("qwen3_moe"), checkpoint)), weights(AutoModelForCausalLM.from_pretrained(checkpoint))
+    )
 
 
 @pytest.mark.parametrize("attach", [True, False])
@@ -252,8 +263,6 @@ def test_trl_resumes_a_straight_run(tmp_path):
         trainer.train(resume_from_checkpoint=checkpoint)
         return weights(model)
 
-    from datasets import Dataset
-
     straight = run(tmp_path / "straight", build("qwen3_moe"))
     resumed = run(tmp_path / "resumed", build("qwen3_moe", seed=5), str(tmp_path / "straight" / "checkpoint-2"))
     assert_equal(resumed, straight)
@@ -303,6 +312,78 @@ def test_what_another_callback_makes_of_the_weights_at_the_end_stays(attach, tmp
         assert not torch.equal(weights(trainer.model)[down], weights(best)[down])
 
 
+# ranks, and other ways to save and load
+
+
+def resume_on_a_rank(rank, folder):
+    """DDP: a straight run, a resumed one with attach, and the error of one without."""
+    straight = train(build("qwen3_moe"), f"{folder}/straight", **BEST)
+    best = weights(straight.model)
+    checkpoint = f"{folder}/straight/checkpoint-2"
+    resumed = train(build("qwen3_moe", seed=5), f"{folder}/resumed", checkpoint)
+    last = weights(restored(build("qwen3_moe", seed=6), f"{folder}/straight/checkpoint-4"))
+    try:
+        train(build("qwen3_moe", seed=5), f"{folder}/lost", checkpoint, attach=False)
+    except RuntimeError as error:
+        return weights(resumed.model), last, best, weights(restored(build("qwen3_moe"), checkpoint)), str(error)
+
+
+def shard_on_a_rank(rank):
+    """FSDP2: whether its sharded experts have a digest, and what a resumed state makes of them."""
+    model = build("qwen3_moe")
+    saved = experts_digest(model)
+    fully_shard(model)
+    state = TrainerState(global_step=2, stateful_callbacks={"ExpertLoadCallback": {"attributes": {DIGEST: saved}}})
+    check_resumed(model, state)
+    return saved is not None, experts_digest(model)
+
+
+def test_two_ranks(tmp_path):
+    ranks = Ranks(tmp_path)
+    try:
+        for resumed, last, best_model, best, error in ranks.run(resume_on_a_rank, str(tmp_path)):
+            assert_equal(resumed, last)
+            assert_equal(best_model, best)
+            assert "experts of the resumed model" in error
+        assert ranks.run(shard_on_a_rank) == [(True, None)] * 2
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_accelerate_averages_and_save_pretrained_keep_a_patched_models_experts(family, tmp_path):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, "token_rounding")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    saved = weights(model)
+    accelerator.save_state(str(tmp_path / "state"))
+    model.save_pretrained(tmp_path / "saved")
+    accelerator.save_model(model, str(tmp_path / "fused"))
+    model.config.save_pretrained(tmp_path / "fused")
+    average.module.save_pretrained(tmp_path / "average")
+    model(**batch()).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(saved[name], p) for name, p in model.named_parameters() if ".experts." in name)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert_equal(weights(model), saved)
+    for folder in ("saved", "fused", "average"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert_equal(weights(loaded), saved)
+        assert not any(report.values())
+    assert "sonicmoe" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_a_trainer_that_only_evaluates_needs_no_training(tmp_path):
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [rounding(), ExpertLoadCallback()])
+    sonicmoe_hf.attach(trainer)
+    loss = trainer.evaluate()["eval_loss"]
+    assert loss == trainer_for(build("qwen3_moe"), tmp_path).evaluate()["eval_loss"]
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(loss)
+
+
 # a callback alone
 
 
@@ -318,7 +399,10 @@ def test_a_callback_alone_stops_a_resume_that_lost_the_experts(family, callback,
     if family == "gpt_oss":  # the hub's layout is the model's: nothing is lost
         assert_equal(weights(resume().model), weights(straight.model))
     else:
-        with pytest.raises(RuntimeError, match=r"the experts of the resumed model are not the checkpoint's: \d of \d .*attach\(trainer\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"the experts of the resumed model are not the checkpoint's: \d of \d .*attach\(trainer\)",
+        ):
             resume()
 
 
@@ -328,7 +412,9 @@ def test_one_expert_that_differs_is_enough(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[3].mul_(1.001)
-    with pytest.raises(RuntimeError, match=r"1 of 4 expert weights differ \(first: model.layers.1.mlp.experts.down_proj\)"):
+    with pytest.raises(
+        RuntimeError, match=r"1 of 4 expert weights differ \(first: model.layers.1.mlp.experts.down_proj\)"
+    ):
         train(model, tmp_path / "resumed", checkpoint, attach=False)
 
 
@@ -398,5 +484,5 @@ def test_a_version_of_transformers_that_lacks_what_we_use_is_named(tmp_path, mon
         sonicmoe_hf.attach(NewTrainer(build("qwen3_moe"), arguments(tmp_path)))
     build("qwen3_moe").save_pretrained(tmp_path / "saved")
     monkeypatch.delattr(modeling_utils, "LoadStateDictConfig")
-    with pytest.raises(RuntimeError, match="no LoadStateDictConfig, .* load the model from the checkpoint's folder"):
+    with pytest.raises(RuntimeError, match=r"no LoadStateDictConfig, .* load the model from the checkpoint's folder"):
         restore(build("qwen3_moe"), tmp_path / "saved")

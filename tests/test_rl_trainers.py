@@ -114,7 +114,9 @@ def test_a_rounding_set_by_patch_model_is_refused_by_the_load_callback(tmp_path)
     model = model_of(words, tmp_path)
     sonicmoe_hf.patch_model(model, routing="token_rounding")
     trainer = make(DPOTrainer, DPOConfig, PREFERENCES, tmp_path, [ExpertLoadCallback()], model=model)
-    with pytest.raises(ValueError, match=r'DPOConfig: .* train it with top-k: sonicmoe_hf.set_routing\(model, "top_k"\)'):
+    with pytest.raises(
+        ValueError, match=r'DPOConfig: .* train it with top-k: sonicmoe_hf.set_routing\(model, "top_k"\)'
+    ):
         trainer.train()
 
 

@@ -57,8 +57,7 @@ def test_a_resumed_run_continues_the_schedule_and_ends_where_an_uninterrupted_on
 
     whole, _ = run(tmp_path / "whole", build(family), save_strategy="steps", save_steps=3)
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")
-    # the Trainer restores weights by name without Transformers' conversion of checkpoints, so it leaves fused experts as
-    # they are in the model: it must start from the checkpoint
+    # without sonicmoe_hf.attach the experts must come from the checkpoint beforehand: see test_resume.py
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     resumed, rounded = run(tmp_path / "resumed", model, checkpoint)
     assert rounded == {3: True, 4: True, 5: False}
@@ -289,3 +288,17 @@ def test_a_model_without_our_layers_is_refused_when_training_begins(tmp_path):
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="no mixture-of-experts layer"):
         trainer.train()
+
+
+def test_layers_that_cannot_round_are_refused_with_what_the_caller_can_do(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                             num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))  # fmt: skip
+    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
+    with pytest.raises(
+        sonicmoe_hf.UnsupportedModelError, match=r"knows the families .*; leave TokenRoundingCallback out$"
+    ):
+        trainer.train()
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"knows the families .*; use routing=None$"):
+        sonicmoe_hf.patch_model(model, "token_rounding")
