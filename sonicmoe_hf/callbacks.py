@@ -33,36 +33,36 @@ def _check_moment(name: str, value) -> None:
 class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
     """Keeps a digest of the experts in every checkpoint's trainer_state.json, and checks what was resumed by it."""
 
-    model = None  # while training
-    digest_of_epoch = None
+    _model = None  # while training
+    _digest_of_epoch = None
 
-    def arguments(self) -> dict:
+    def _arguments(self) -> dict:
         """What this callback was made with: restore_callback_states_from_checkpoint makes it again."""
         return {}
 
     def state(self) -> dict:
         """For trainer_state.json; the Trainer asks for it whenever it saves a checkpoint."""
-        digest = None if self.model is None else experts_digest(self.model)
-        return {"args": self.arguments(), "attributes": {} if digest is None else {DIGEST: digest}}
+        digest = None if self._model is None else experts_digest(self._model)
+        return {"args": self._arguments(), "attributes": {} if digest is None else {DIGEST: digest}}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Raise RuntimeError if training resumes without the checkpoint's experts; patch the model if nobody has."""
         state.stateful_callbacks.setdefault(type(self).__name__, {})  # a checkpoint written without this callback
         check_resumed(model, state)
-        self.model = model
+        self._model = model
         if not is_patched(model):
             patch_model(model)
 
     def on_epoch_end(self, args, state, control, model=None, **kwargs):
         """Note the experts: after the last epoch the Trainer may load the best model."""
         if args.load_best_model_at_end:
-            self.digest_of_epoch = experts_digest(model)
+            self._digest_of_epoch = experts_digest(model)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Load the best model's experts if the Trainer, asked to load the best model, left them out."""
-        self.model = None
+        self._model = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            restore_best(model, state.best_model_checkpoint, self.digest_of_epoch)
+            restore_best(model, state.best_model_checkpoint, self._digest_of_epoch)
 
 
 class TokenRoundingCallback(_ExpertsInCheckpoints):
@@ -101,13 +101,13 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
         self.end = end
         self.allow_policy_optimization = allow_policy_optimization
 
-    def arguments(self) -> dict:
+    def _arguments(self) -> dict:
         """See `_ExpertsInCheckpoints`."""
         policy = {name: getattr(self.policy, name) for name in ("rounding", "tile", "min_tiles_per_expert")}
         own = {name: getattr(self, name) for name in ("start", "end", "allow_policy_optimization")}
         return {**policy, **own}
 
-    def check_trainer(self, *objects) -> None:
+    def _check_trainer(self, *objects) -> None:
         """Raise ValueError if a Trainer, or its arguments, compares log-probabilities of a policy."""
         if not self.allow_policy_optimization:
             check_no_policy_trainer(
@@ -124,11 +124,11 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
 
     def on_init_end(self, args, state, control, **kwargs):
         """Refuse policy and preference trainers."""
-        self.check_trainer(args)
+        self._check_trainer(args)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Patch the model if nobody has; refuse one that cannot round."""
-        self.check_trainer(args)
+        self._check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
         check_rounding(supports(model), self.policy, remedy="leave TokenRoundingCallback out")
 
@@ -256,7 +256,7 @@ def attach(trainer) -> ExpertLoadCallback:
     callbacks = trainer.callback_handler.callbacks
     for callback in callbacks:
         if isinstance(callback, TokenRoundingCallback):
-            callback.check_trainer(trainer, trainer.args)
+            callback._check_trainer(trainer, trainer.args)
     restore_experts_on_resume(trainer)
     callback = next((c for c in callbacks if isinstance(c, ExpertLoadCallback)), None)
     if callback is None:

@@ -5,8 +5,8 @@ Trainer does not: on resume and with load_best_model_at_end it calls `load_state
 are in memory and warns. PEFT, FSDP and DeepSpeed save and load by the module's names, and lose nothing.
 
 This module alone uses private parts of Transformers' Trainer and loader, as they are in 5.17 to 5.23:
-`Trainer._load_from_checkpoint`, `_load_best_model` and `_issue_warnings_after_load`; of PreTrainedModel
-`_load_pretrained_model` with `LoadStateDictConfig`, and `_weight_conversions`, which it sets and `save_pretrained` reverts.
+`_load_from_checkpoint`, `_load_best_model` and `_issue_warnings_after_load` of the Trainer; `_load_pretrained_model` of
+PreTrainedModel with `LoadStateDictConfig`; and `_weight_conversions`, which it sets and `save_pretrained` reverts.
 """
 
 from __future__ import annotations
