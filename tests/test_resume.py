@@ -213,16 +213,18 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
 
 @pytest.mark.parametrize("attach", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_lora_adapters_resume_as_before(family, attach, tmp_path, messages):
+def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_path, messages):
     def adapted():
         config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"],
                             target_parameters=["experts.gate_up_proj", "experts.down_proj"], lora_dropout=0.0)  # fmt: skip
         torch.manual_seed(3)
         return get_peft_model(build(family), config)
 
-    straight = train(adapted(), tmp_path / "straight", attach=attach)
+    snapshots = Snapshots()
+    best = train(adapted(), tmp_path / "straight", callbacks=[snapshots, rounding()], attach=attach, **BEST)
+    assert_equal(weights(best.model), snapshots.at[2])
     resumed = train(adapted(), tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=attach)
-    assert_equal(weights(resumed.model), weights(straight.model))
+    assert_equal(weights(resumed.model), snapshots.at[4])
     state = json.loads((tmp_path / "straight" / "checkpoint-2" / "trainer_state.json").read_text())
     assert DIGEST not in json.dumps(state) and not messages.about("digest")
 
@@ -453,6 +455,19 @@ def test_checkpoints_resume_without_our_callbacks_and_with_restored_ones(tmp_pat
                                restore_callback_states_from_checkpoint=True)  # fmt: skip
     assert_equal(weights(restored_callbacks.model), weights(straight.model))
     assert any("moe/load_cv" in log for log in restored_callbacks.state.log_history if log["step"] == 4)
+
+
+def test_of_two_callbacks_of_one_class_the_digest_of_the_checkpoint_counts(tmp_path):
+    def stretches():
+        return [TokenRoundingCallback(tile=TILE, end=3), ExpertLoadCallback(), TokenRoundingCallback(tile=4, start=3)]
+
+    train(build("qwen3_moe"), tmp_path, callbacks=stretches(), attach=False)
+    checkpoint = str(tmp_path / "checkpoint-4")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    train(model, tmp_path / "resumed", checkpoint, callbacks=stretches(), attach=False, max_steps=6)
+    old = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    with pytest.raises(RuntimeError, match="experts of the resumed model"):
+        train(old, tmp_path / "lost", checkpoint, callbacks=[rounding()], attach=False, max_steps=6)
 
 
 def test_a_digest_is_small_whatever_the_experts_size():
