@@ -47,11 +47,18 @@ class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Raise RuntimeError if training resumes without the checkpoint's experts; patch the model if nobody has."""
-        state.stateful_callbacks.setdefault(type(self).__name__, {})  # a checkpoint written without this callback
+        self._announce(state)  # the checkpoint may have been written without this callback
         check_resumed(model, state)
         self._model = model
         if not is_patched(model):
             patch_model(model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """A callback added while training is on must be known before the Trainer saves."""
+        self._announce(state)
+
+    def _announce(self, state):
+        state.stateful_callbacks.setdefault(type(self).__name__, {})
 
     def on_epoch_end(self, args, state, control, model=None, **kwargs):
         """Note the experts: after the last epoch the Trainer may load the best model."""

@@ -45,9 +45,8 @@ def experts_digest(model: nn.Module | None) -> dict[str, dict[str, str]] | None:
 
 
 def _hashes(weight: torch.Tensor) -> dict[str, str]:
-    flat = weight.flatten(1) if weight.dim() > 1 else weight.reshape(1, -1)
-    places = torch.linspace(0, flat.shape[1] - 1, VALUES_PER_EXPERT, dtype=torch.float64).long()
-    sample = flat[:, places.to(flat.device)].cpu()
+    places = torch.linspace(0, weight[0].numel() - 1, VALUES_PER_EXPERT, dtype=torch.float64).long()
+    sample = weight[(slice(None), *torch.unravel_index(places.to(weight.device), weight.shape[1:]))].cpu()
     return {
         _name(dtype): hashlib.sha256(sample.to(dtype).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for dtype in DTYPES

@@ -151,20 +151,20 @@ class _Loading:
         self.trainer = trainer
         self.load = getattr(trainer, name)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, resume_from_checkpoint=None, model=None):
         trainer = self.trainer
+        given = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
         by_name = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        model = None if by_name else whole_model(trainer.model)
-        if model is None:
-            return self.load(*args, **kwargs)
-        folder = kwargs.get("resume_from_checkpoint", args[0] if args else trainer.state.best_model_checkpoint)
+        whole = None if by_name else whole_model(trainer.model if model is None else model)
+        if whole is None:
+            return self.load(*given)
         warn, results = trainer._issue_warnings_after_load, []
         trainer._issue_warnings_after_load = results.append
         try:
-            self.load(*args, **kwargs)
+            self.load(*given)
         finally:
             trainer._issue_warnings_after_load = warn
-        restored = restore(model, folder)
+        restored = restore(whole, resume_from_checkpoint or trainer.state.best_model_checkpoint)
         for result in results if restored is None else [restored]:
             warn(result)
 

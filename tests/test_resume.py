@@ -470,6 +470,19 @@ def test_of_two_callbacks_of_one_class_the_digest_of_the_checkpoint_counts(tmp_p
         train(old, tmp_path / "lost", checkpoint, callbacks=[rounding()], attach=False, max_steps=6)
 
 
+def test_a_callback_added_while_training_does_not_stop_the_trainer_from_saving(tmp_path):
+    class AddLate(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.add_callback(ExpertLoadCallback())
+
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    trainer = trainer_for(model, tmp_path, [AddLate()], **SAVING)
+    trainer.train()
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
+
+
 def test_a_digest_is_small_whatever_the_experts_size():
     sizes = [len(json.dumps(experts_digest(build("qwen3_moe", moe_intermediate_size=size)))) for size in (16, 64)]
     assert sizes[0] == sizes[1] < 1000
