@@ -33,7 +33,7 @@ def _check_moment(name: str, value) -> None:
 class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
     """Keeps a digest of the experts in every checkpoint's trainer_state.json, and checks what was resumed by it."""
 
-    _model = None  # while training
+    _model = _state = None  # while training
     _digest_of_epoch = None
 
     def _arguments(self) -> dict:
@@ -42,14 +42,15 @@ class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
 
     def state(self) -> dict:
         """For trainer_state.json; the Trainer asks for it whenever it saves a checkpoint."""
-        digest = None if self._model is None else experts_digest(self._model)
-        return {"args": self._arguments(), "attributes": {} if digest is None else {DIGEST: digest}}
+        weights = None if self._model is None else experts_digest(self._model)
+        digest = {} if weights is None else {DIGEST: {"step": self._state.global_step, "weights": weights}}
+        return {"args": self._arguments(), "attributes": digest}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Raise RuntimeError if training resumes without the checkpoint's experts; patch the model if nobody has."""
         self._announce(state)  # the checkpoint may have been written without this callback
         check_resumed(model, state)
-        self._model = model
+        self._model, self._state = model, state
         if not is_patched(model):
             patch_model(model)
 
@@ -67,7 +68,7 @@ class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Load the best model's experts if the Trainer, asked to load the best model, left them out."""
-        self._model = None
+        self._model = self._state = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             restore_best(model, state.best_model_checkpoint, self._digest_of_epoch)
 

@@ -7,7 +7,6 @@ callbacks may keep a state of their own.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
@@ -53,12 +52,16 @@ def _hashes(weight: torch.Tensor) -> dict[str, str]:
     }
 
 
-def saved_digest(stateful_callbacks: dict) -> dict | None:
-    """The digest among the states of callbacks in a trainer_state.json, whichever callback left it there."""
+def saved_digest(stateful_callbacks: dict | None, step: int) -> dict | None:
+    """The digest of that step among the states of callbacks in a trainer_state.json, whichever callback left it there.
+
+    A run without our callbacks hands on, in its own checkpoints, the states that it was resumed with.
+    """
     for states in (stateful_callbacks or {}).values():
-        latest = states[-1] if isinstance(states, list) and states else states
-        if isinstance(latest, dict) and DIGEST in latest.get("attributes", {}):
-            return latest["attributes"][DIGEST]
+        for state in states if isinstance(states, list) else [states]:
+            digest = state.get("attributes", {}).get(DIGEST)
+            if digest is not None and digest["step"] == step:
+                return digest["weights"]
     return None
 
 
@@ -83,7 +86,7 @@ def check_resumed(model: nn.Module, state: TrainerState) -> None:
     model = whole_model(model)
     if state.global_step == 0 or model is None:
         return
-    saved = saved_digest(state.stateful_callbacks)
+    saved = saved_digest(state.stateful_callbacks, state.global_step)
     if saved is None:
         if _can_lose_experts(model) and not hasattr(model, RESTORED):
             logger.warning(
@@ -110,7 +113,8 @@ def restore_best(model: nn.Module, folder: str, at_end_of_training: dict | None)
     path = Path(folder) / "trainer_state.json"
     if model is None or at_end_of_training is None or not path.is_file():
         return
-    saved = saved_digest(json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks"))
+    best = TrainerState.load_from_json(path)
+    saved = saved_digest(best.stateful_callbacks, best.global_step)
     if saved is None:
         if _can_lose_experts(model) and getattr(model, RESTORED, None) != folder:
             logger.warning(

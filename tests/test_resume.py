@@ -337,7 +337,10 @@ def shard_on_a_rank(rank):
     model = build("qwen3_moe")
     saved = experts_digest(model)
     fully_shard(model)
-    state = TrainerState(global_step=2, stateful_callbacks={"ExpertLoadCallback": {"attributes": {DIGEST: saved}}})
+    state = TrainerState(
+        global_step=2,
+        stateful_callbacks={"ExpertLoadCallback": {"attributes": {DIGEST: {"step": 2, "weights": saved}}}},
+    )
     check_resumed(model, state)
     return saved is not None, experts_digest(model)
 
@@ -441,7 +444,7 @@ def test_a_checkpoint_without_a_digest_is_warned_of_only_where_experts_may_be_lo
     resumed = train(build(family), tmp_path, True, attach=attach)
     assert len(messages.about("no digest of the experts")) == (family == "qwen3_moe" and not attach)
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert set(state["stateful_callbacks"]["TokenRoundingCallback"]["attributes"][DIGEST]) == {
+    assert set(state["stateful_callbacks"]["TokenRoundingCallback"]["attributes"][DIGEST]["weights"]) == {
         name for name, _ in resumed.model.named_parameters() if ".experts." in name
     }
 
@@ -468,6 +471,17 @@ def test_of_two_callbacks_of_one_class_the_digest_of_the_checkpoint_counts(tmp_p
     old = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     with pytest.raises(RuntimeError, match="experts of the resumed model"):
         train(old, tmp_path / "lost", checkpoint, callbacks=[rounding()], attach=False, max_steps=6)
+
+
+def test_a_digest_of_an_earlier_step_handed_on_by_a_run_without_us_counts_for_nothing(tmp_path, messages):
+    train(build("qwen3_moe"), tmp_path, attach=False, max_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    train(model, tmp_path, True, callbacks=[], attach=False)
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["TokenRoundingCallback"]["attributes"][DIGEST]["step"] == 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    train(model, tmp_path, True, attach=False, max_steps=6)
+    assert len(messages.about("no digest of the experts")) == 1
 
 
 def test_a_callback_added_while_training_does_not_stop_the_trainer_from_saving(tmp_path):
