@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -41,8 +40,8 @@ def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
     model = getattr(model, "_orig_mod", model)  # torch.compile
     if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
         return None
-    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
-        return None
+    if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
+        return None  # DTensors, ZeRO-3, offloaded
     return model
 
 
@@ -123,17 +122,17 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
         model._weight_conversions = own_conversions
         if own_conversions is None:
             del model._weight_conversions
-    filled = {id(tensor) for tensor, _ in loaded}
+    loaded_ids = {id(tensor) for tensor, _ in loaded}
     state = model.state_dict(keep_vars=True)
     missing = sorted(
-        name for name in info.missing_keys if id(state[name]) not in filled
-    )  # tied weights have two names
-    wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
-    wrong = sorted(wrong | (set(missing) & set(expert_weights(model))))
-    if wrong:
+        name for name in info.missing_keys if id(state[name]) not in loaded_ids
+    )  # tied weights: two names
+    misfits = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    misfits = sorted(misfits | (set(missing) & set(expert_weights(model))))
+    if misfits:
         raise RuntimeError(
-            f"{folder} does not hold the experts of this {type(model).__name__}: {len(wrong)} weights are missing or of "
-            f"another shape (first: {wrong[0]}); resume with the model that wrote the checkpoint"
+            f"{folder} does not hold the experts of this {type(model).__name__}: {len(misfits)} weights are missing or "
+            f"of another shape (first: {misfits[0]}); resume with the model that wrote the checkpoint"
         )
     for tensor, value in loaded:
         tensor.copy_(value)
@@ -153,18 +152,18 @@ class _Loading:
 
     def __call__(self, resume_from_checkpoint=None, model=None):
         trainer = self.trainer
-        given = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
-        by_name = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        whole = None if by_name else whole_model(trainer.model if model is None else model)
-        if whole is None:
-            return self.load(*given)
+        arguments = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
+        own_format = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        converted_model = None if own_format else whole_model(trainer.model if model is None else model)
+        if converted_model is None:
+            return self.load(*arguments)
         warn, results = trainer._issue_warnings_after_load, []
         trainer._issue_warnings_after_load = results.append
         try:
-            self.load(*given)
+            self.load(*arguments)
         finally:
             trainer._issue_warnings_after_load = warn
-        restored = restore(whole, resume_from_checkpoint or trainer.state.best_model_checkpoint)
+        restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
         for result in results if restored is None else [restored]:
             warn(result)
 
@@ -175,10 +174,10 @@ def restore_experts_on_resume(trainer) -> None:
     Raises:
         RuntimeError: the Trainer lacks a private method that this relies on.
     """
-    lacking = [name for name in TRAINER_METHODS if not hasattr(trainer, name)]
-    if lacking:
+    missing = [name for name in TRAINER_METHODS if not hasattr(trainer, name)]
+    if missing:
         raise RuntimeError(
-            f"{type(trainer).__name__} of this version of Transformers has no {' and no '.join(lacking)}, so that "
+            f"{type(trainer).__name__} of this version of Transformers has no {' and no '.join(missing)}, so that "
             "sonicmoe_hf cannot have it restore experts; load the model from the checkpoint's folder before resuming"
         )
     for name in TRAINER_METHODS[:2]:
