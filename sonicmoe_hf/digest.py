@@ -129,4 +129,4 @@ def restore_best(model: nn.Module, folder: str, at_end_of_training: dict | None)
                 f"the experts of the best model could not be loaded from {folder}, and the model in memory has the last "
                 "step's; load the folder with from_pretrained"
             )
-        logger.info(f"sonicmoe_hf: loaded the best model's experts from {folder}, which the Trainer leaves out")
+        logger.warning(f"sonicmoe_hf: loaded the best model's experts from {folder}, which the Trainer leaves out")

@@ -1,3 +1,4 @@
+import logging
 import os
 
 import pytest
@@ -11,3 +12,28 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+class Messages(logging.Handler):
+    """What sonicmoe_hf and the Trainer log."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def about(self, words):
+        return [text for text in self.texts if words in text]
+
+
+@pytest.fixture
+def messages():
+    handler = Messages()
+    loggers = [logging.getLogger(name) for name in ("sonicmoe_hf", "transformers")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield handler
+    for logger in loggers:
+        logger.removeHandler(handler)

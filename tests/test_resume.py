@@ -1,7 +1,6 @@
 """Resumed and best models in a real Trainer: every weight restored, or an error that says so."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -11,100 +10,16 @@ from models import CONFIGS, batch, build
 from native import native_twin, save_both
 from peft import LoraConfig, get_peft_model
 from ranks import Ranks
+from resuming import BEST, SAVING, Snapshots, assert_equal, restored, rounding, shard_checkpoints, train, weights
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from training import TILE, Examples, arguments, trainer_for
+from training import Examples, arguments, trainer_for
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
-from sonicmoe_hf.digest import DIGEST, changed_experts, check_resumed, experts_digest
+from sonicmoe_hf import ExpertLoadCallback
+from sonicmoe_hf.digest import DIGEST, check_resumed, experts_digest
 from sonicmoe_hf.resume import RESTORED, restore
-
-SAVING = {"save_strategy": "steps", "save_steps": 2}
-BEST = {
-    **SAVING,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "earliness",
-    "greater_is_better": True,
-}  # step 2 is the best
-
-
-def weights(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_equal(actual, expected):
-    """Bit for bit."""
-    assert actual.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
-
-
-def rounding():
-    return TokenRoundingCallback(tile=TILE)
-
-
-def train(model, folder, checkpoint=None, callbacks=None, attach=True, **options):
-    """Train four steps, saving at 2 and 4, or resume; returns the Trainer."""
-    callbacks = [rounding()] if callbacks is None else callbacks
-    options = {"learning_rate": 0.02, "optim": "adamw_torch", "weight_decay": 0.1, **SAVING, **options}
-    trainer = trainer_for(model, folder, [*callbacks, Earliness()], count=24, **options)
-    if attach:
-        sonicmoe_hf.attach(trainer)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return trainer
-
-
-def shard_checkpoints(model):
-    """Have the Trainer write this model's checkpoints in many files with an index."""
-    save = model.save_pretrained
-    model.save_pretrained = lambda *args, **kwargs: save(*args, **{**kwargs, "max_shard_size": "30KB"})
-    return model
-
-
-class Earliness(TrainerCallback):
-    """A metric that the first evaluation wins."""
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        metrics["eval_earliness"] = -state.global_step
-
-
-class Snapshots(TrainerCallback):
-    """The weights after every step."""
-
-    def __init__(self):
-        self.at = {}
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.at[state.global_step] = weights(model)
-
-
-class Messages(logging.Handler):
-    """What sonicmoe_hf and the Trainer log."""
-
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-    def about(self, words):
-        return [text for text in self.texts if words in text]
-
-
-@pytest.fixture
-def messages():
-    handler = Messages()
-    loggers = [logging.getLogger(name) for name in ("sonicmoe_hf", "transformers")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    yield handler
-    for logger in loggers:
-        logger.removeHandler(handler)
-
 
 # resumed = straight
 
@@ -131,11 +46,6 @@ def test_resume_true_takes_the_last_checkpoint_of_the_output_folder(tmp_path):
     assert_equal(weights(resumed.model), weights(further.model))
     assert_equal(weights(restored(build("qwen3_moe", seed=7), tmp_path / "checkpoint-6")), weights(further.model))
     assert straight.state.global_step == 4
-
-
-def restored(model, folder):
-    restore(model, folder)
-    return model
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -389,117 +299,6 @@ def test_a_trainer_that_only_evaluates_needs_no_training(tmp_path):
     loss = trainer.evaluate()["eval_loss"]
     assert loss == trainer_for(build("qwen3_moe"), tmp_path).evaluate()["eval_loss"]
     assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(loss)
-
-
-# a callback alone
-
-
-@pytest.mark.parametrize("callback", [rounding, ExpertLoadCallback])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_callback_alone_stops_a_resume_that_lost_the_experts(family, callback, tmp_path):
-    straight = train(build(family), tmp_path / "straight", callbacks=[callback()], attach=False)
-    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-
-    def resume():
-        return train(build(family), tmp_path / "resumed", checkpoint, callbacks=[callback()], attach=False)
-
-    if family == "gpt_oss":  # the hub's layout is the model's: nothing is lost
-        assert_equal(weights(resume().model), weights(straight.model))
-    else:
-        with pytest.raises(
-            RuntimeError,
-            match=r"the experts of the resumed model are not the checkpoint's: \d of \d .*attach\(trainer\)",
-        ):
-            resume()
-
-
-def test_one_expert_that_differs_is_enough(tmp_path):
-    train(build("qwen3_moe"), tmp_path / "straight", attach=False)
-    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[3].mul_(1.001)
-    with pytest.raises(
-        RuntimeError, match=r"1 of 4 expert weights differ \(first: model.layers.1.mlp.experts.down_proj\)"
-    ):
-        train(model, tmp_path / "resumed", checkpoint, attach=False)
-
-
-@pytest.mark.parametrize("saved, resumed", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")])
-def test_another_dtype_is_no_difference(saved, resumed, tmp_path):
-    model = build("qwen3_moe").to(getattr(torch, saved))
-    train(model, tmp_path / "straight", attach=False)
-    checkpoint = str(tmp_path / "straight" / "checkpoint-4")
-    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=resumed)
-    assert changed_experts(experts_digest(model), loaded) == []
-    train(loaded, tmp_path / "resumed", checkpoint, attach=False, max_steps=5)
-    with pytest.raises(RuntimeError, match="experts of the resumed model"):
-        train(build("qwen3_moe").to(getattr(torch, resumed)), tmp_path / "lost", checkpoint, attach=False, max_steps=5)
-
-
-@pytest.mark.parametrize("attach", [True, False])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_checkpoint_without_a_digest_is_warned_of_only_where_experts_may_be_lost(family, attach, tmp_path, messages):
-    train(build(family), tmp_path, callbacks=[], attach=False, max_steps=2)
-    resumed = train(build(family), tmp_path, True, attach=attach)
-    assert len(messages.about("no digest of the experts")) == (family == "qwen3_moe" and not attach)
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert set(state["stateful_callbacks"]["TokenRoundingCallback"]["attributes"][DIGEST]["weights"]) == {
-        name for name, _ in resumed.model.named_parameters() if ".experts." in name
-    }
-
-
-def test_checkpoints_resume_without_our_callbacks_and_with_restored_ones(tmp_path):
-    straight = train(build("gpt_oss"), tmp_path / "straight")
-    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    train(build("gpt_oss"), tmp_path / "bare", checkpoint, callbacks=[], attach=False)
-    other = TokenRoundingCallback(tile=4, start=3)
-    restored_callbacks = train(build("gpt_oss"), tmp_path / "restored", checkpoint, callbacks=[other],
-                               restore_callback_states_from_checkpoint=True)  # fmt: skip
-    assert_equal(weights(restored_callbacks.model), weights(straight.model))
-    assert any("moe/load_cv" in log for log in restored_callbacks.state.log_history if log["step"] == 4)
-
-
-def test_of_two_callbacks_of_one_class_the_digest_of_the_checkpoint_counts(tmp_path):
-    def stretches():
-        return [TokenRoundingCallback(tile=TILE, end=3), ExpertLoadCallback(), TokenRoundingCallback(tile=4, start=3)]
-
-    train(build("qwen3_moe"), tmp_path, callbacks=stretches(), attach=False)
-    checkpoint = str(tmp_path / "checkpoint-4")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    train(model, tmp_path / "resumed", checkpoint, callbacks=stretches(), attach=False, max_steps=6)
-    old = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    with pytest.raises(RuntimeError, match="experts of the resumed model"):
-        train(old, tmp_path / "lost", checkpoint, callbacks=[rounding()], attach=False, max_steps=6)
-
-
-def test_a_digest_of_an_earlier_step_handed_on_by_a_run_without_us_counts_for_nothing(tmp_path, messages):
-    train(build("qwen3_moe"), tmp_path, attach=False, max_steps=2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    train(model, tmp_path, True, callbacks=[], attach=False)
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"]["TokenRoundingCallback"]["attributes"][DIGEST]["step"] == 2
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    train(model, tmp_path, True, attach=False, max_steps=6)
-    assert len(messages.about("no digest of the experts")) == 1
-
-
-def test_a_callback_added_while_training_does_not_stop_the_trainer_from_saving(tmp_path):
-    class AddLate(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                trainer.add_callback(ExpertLoadCallback())
-
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
-    trainer = trainer_for(model, tmp_path, [AddLate()], **SAVING)
-    trainer.train()
-    assert (tmp_path / "checkpoint-4" / "trainer_state.json").is_file()
-
-
-def test_a_digest_is_small_whatever_the_experts_size():
-    sizes = [len(json.dumps(experts_digest(build("qwen3_moe", moe_intermediate_size=size)))) for size in (16, 64)]
-    assert sizes[0] == sizes[1] < 1000
 
 
 # what cannot be restored
