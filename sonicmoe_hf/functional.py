@@ -139,32 +139,44 @@ _BACKWARD = ops.define(_experts_backward, _fake_backward)
 def _setup_context(ctx, inputs, output):
     x, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, keep_h, save = inputs
     ctx.set_materialize_grads(False)
-    ctx.needs = list(ctx.needs_input_grad[: len(NEEDS)])
+    needs_gate_up = ctx.needs_input_grad[1]
     h = output[1] if keep_h else None
     if h is not None:
         ctx.mark_non_differentiable(h)
-    keep_x = save == "input" or ctx.needs[1]
+    keep_x = save == "input" or needs_gate_up or ops.transformed()  # there, for the refusal of second derivatives
     ctx.save_for_backward(x if keep_x else None, h, gate_up, down, weight, gate_up_bias, down_bias, *rows)
 
 
+def _needs(ctx, gate_up_bias, down_bias) -> list[bool]:
+    """Which of NEEDS the running backward asks for."""
+    nodes = [node for node, _ in ctx.next_functions]  # one for each input that is a tensor, in their order
+    if gate_up_bias is None:
+        nodes.insert(4, None)
+    if down_bias is None:
+        nodes.insert(5, None)
+    return [node is not None and ops.is_needed(node) for node in nodes[: len(NEEDS)]]
+
+
 def _gradients(ctx, dout):
-    """The gradients of NEEDS, None where nobody needs one."""
+    """The gradients of NEEDS, None where nobody asks for one."""
     if dout is None:
         return (None,) * len(NEEDS)
     x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
-    others = gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs
+    needs = _needs(ctx, gate_up_bias, down_bias)
+    others = gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, needs
     if torch.is_grad_enabled() or ops.traced(dout):
-        if torch.is_grad_enabled() and not dout.requires_grad:
+        run = ops.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
+        if run is _BACKWARD and torch.is_grad_enabled() and not dout.requires_grad:
             # create_graph=True: whatever is derived from these gradients meets the op's refusal
             dout = dout.detach().requires_grad_()
-        found = iter(_BACKWARD(dout, x, h, *others))
+        found = iter(run(dout, x, h, *others))
     else:
         held = [h]
         del h
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
         found = iter(_run_backward(dout, x, held, *others))
-    return tuple(next(found) if need else None for need in ctx.needs)
+    return tuple(next(found) if need else None for need in needs)
 
 
 def _backward_of_op(ctx, gradients):
@@ -176,8 +188,9 @@ def _backward(ctx, gradients):
 
 
 ops.differentiate(_FORWARD, _backward_of_op, _setup_context)
-ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = ops.without_dispatcher(_experts_forward, _setup_context, _backward)
+_functional_backward = ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = ops.without_dispatcher(_experts_forward, "moe_experts", _setup_context, _backward)
+_functional = ops.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
@@ -240,6 +253,7 @@ def moe_experts(
         [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype.
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, with the value and the remedy.
+        NotImplementedError, RuntimeError: forward-mode and second derivatives, which there are not.
     """
     check_choice("layout", layout, LAYOUTS)
     check_choice("save", save, SAVE_POLICIES)
@@ -269,7 +283,8 @@ def moe_experts(
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep_h = differentiable and save == "preactivation"
-    run = _FORWARD if ops.traced(*inputs) else _differentiable if differentiable else _experts_forward
+    plain = _differentiable if differentiable or ops.forward_mode() else _experts_forward
+    run = ops.choose(_functional, _FORWARD, plain, *inputs)
     out = run(
         x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, interleaved, backend, keep_h, save
     )[0]
