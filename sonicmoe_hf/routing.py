@@ -48,6 +48,18 @@ class Routing:
         self.rows = rows
         self.rows_backend = rows_backend
 
+    def weighted_by(self, weights: torch.Tensor | None) -> Routing:
+        """This routing with its weights as they came beside it, through the hooks of DeepSpeed and others on modules.
+
+        Weights in another dtype were cast on the way (FSDP's mixed precision does so with arguments): its own are exact.
+        """
+        if weights is None or weights is self.weights or weights.dtype != self.weights.dtype:
+            return self
+        return Routing(
+            self.expert_index, weights, self.token_index,
+            sentinels=self.sentinels, rows=self.rows, rows_backend=self.rows_backend,
+        )  # fmt: skip
+
     def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
         """The rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve all.
 
