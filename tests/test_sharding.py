@@ -10,14 +10,13 @@ from accelerate.utils import DistributedType
 from models import CONFIGS, assert_all_close, batch, build
 from ranks import WORLD, Ranks
 from test_distributed import OWN_BATCH, SUMMATION, mean_of_ranks
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-from sonicmoe_hf.support import find_layers
 
 ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 
@@ -176,7 +175,7 @@ def fsdp_gradients(model):
         return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in named}
 
 
-def fsdp_step(rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision="no"):
+def fsdp_step(rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None):
     AcceleratorState._reset_state(True)
     pretend_to_have_gpus()
     model = build(family)
@@ -186,9 +185,9 @@ def fsdp_step(rank, family, routing, use_orig_params, patch_last, checkpointing=
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1, use_orig_params=use_orig_params, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=units,
+        transformer_cls_names_to_wrap=units, mixed_precision_policy=precision,
     )  # fmt: skip
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     prepared = accelerator.prepare(model)
     if patch_last:
         sonicmoe_hf.patch_model(prepared, routing)
@@ -216,9 +215,10 @@ def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, rout
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1s_mixed_precision_leaves_the_rounded_weights_as_they_are(ranks, use_orig_params):
     layers, experts = ["DeepseekV3DecoderLayer"], ["DeepseekV3DecoderLayer", "DeepseekV3Experts"]
-    # arguments of a unit are cast to bf16, and the family's routing weights are fp32
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    # arguments of a unit are then cast to bf16, and the family's routing weights are fp32
     within, apart = (
-        ranks.run(fsdp_step, "deepseek_v3", POLICY, use_orig_params, False, None, units, "bf16")
+        ranks.run(fsdp_step, "deepseek_v3", POLICY, use_orig_params, False, None, units, precision)
         for units in (layers, experts)
     )
     for (loss, gradients), (same_loss, same_gradients) in zip(within, apart):
