@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
+_is_executed = torch._C._will_engine_execute_node
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -110,12 +111,21 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_needed(node) -> bool:
-    """Whether the running backward goes on to `node`, one of a backward node's `next_functions`: autograd.grad(out, x)
-    and backward(inputs=...) go to fewer than the forward recorded (ctx.needs_input_grad)."""
+def are_needed(nodes) -> list[bool]:
+    """Whether the running backward goes on to each of `nodes`, a backward node's `next_functions` or None:
+    autograd.grad(out, x) and backward(inputs=...) go to fewer than the forward recorded (ctx.needs_input_grad)."""
     try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # not answered for a leaf that autograd.grad was given, whose gradient is thus needed
+        return [node is not None and _is_executed(node) for node in nodes]
+    except RuntimeError:  # one is a leaf that autograd.grad was given
+        return [node is not None and _is_executed_or_given(node) for node in nodes]
+
+
+def _is_executed_or_given(node) -> bool:
+    try:
+        return _is_executed(node)
+    except (
+        RuntimeError
+    ):  # torch does not answer for a leaf that autograd.grad was given, whose gradient is thus needed
         return True
 
 
