@@ -1,6 +1,7 @@
 """Two gloo ranks whose weights are gathered for each module's turn: DeepSpeed's ZeRO, and FSDP1 as accelerate sets it up."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from test_distributed import OWN_BATCH, SUMMATION, mean_of_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from transformers import AutoModelForCausalLM, Trainer
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 
+with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 
 
@@ -98,12 +100,14 @@ def zero_step(rank, family, stage, routing, patch_last, checkpointing):
     return found
 
 
+@with_deepspeed
 @pytest.mark.parametrize("family", CONFIGS)
 @ROUTINGS
 def test_zero_3_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
     assert_mean_of_ranks(patched(family, routing), ranks.run(zero_step, family, 3, routing, False, None))
 
 
+@with_deepspeed
 @pytest.mark.parametrize(
     "family, stage, routing, patch_last, checkpointing",
     [
@@ -122,25 +126,39 @@ def test_zero_patched_after_the_engine_or_checkpointed_gives_the_same(
     assert_mean_of_ranks(patched(family, routing), results)
 
 
-def trained(rank, folder, checkpoint, stage):
+def trained(rank, folder, checkpoint, options, wrapper):
     """The logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
+    environment = dict(os.environ)
     AcceleratorState._reset_state(True)
-    import_deepspeed()
-    args = arguments(folder, max_steps=3, learning_rate=0.05, deepspeed=zero(stage))
+    args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
+    if "deepspeed" in options:
+        import_deepspeed()
+    if "fsdp" in options:
+        pretend_to_have_gpus()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)  # after `args`: sharded as it loads
-    assert {p.numel() == 0 for p in model.parameters()} == {stage == 3}
+    assert {p.numel() == 0 for p in model.parameters()} == {is_deepspeed_zero3_enabled()}
     callbacks = [TokenRoundingCallback(tile=TILE, start=1)]
     trainer = Trainer(model, args, train_dataset=Examples(32, padding=True), callbacks=callbacks)
     sonicmoe_hf.attach(trainer)
     trainer.train()
-    assert trainer.args.world_size == WORLD and type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
-    trainer.model_wrapped.destroy()
-    unset_hf_deepspeed_config()  # else every model built from now on is sharded
-    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    assert trainer.args.world_size == WORLD and type(trainer.model_wrapped).__name__ == wrapper
+    if "deepspeed" in options:
+        trainer.model_wrapped.destroy()
+        unset_hf_deepspeed_config()  # else every model built from now on is sharded
+    os.environ.clear()
+    os.environ.update(environment)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     return [[log[key] for key in ("loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped")] for log in logs]
 
 
+def assert_trained_alike(actual, expected):
+    assert len(expected[0]) == 3 and expected[0][0][2:] == [0, 0] and all(log[2] > 0 for log in expected[0][1:])
+    for rank in range(WORLD):
+        for log, expected_log in zip(actual[rank], expected[rank]):
+            assert log == pytest.approx(expected_log, rel=1e-5), SUMMATION
+
+
+@with_deepspeed
 @pytest.mark.parametrize("layout", ["hub", "native"])
 def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_path, layout):
     checkpoint = tmp_path / "hub"
@@ -149,11 +167,11 @@ def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_pat
         sonicmoe_hf.convert_checkpoint(checkpoint, tmp_path / "native", layout="native")
         checkpoint = tmp_path / "native"
     # ZeRO-2 keeps weights whole. Without DeepSpeed the Trainer itself is 3e-4 off after two updates, eager experts too
-    expected, actual = (ranks.run(trained, str(tmp_path), str(checkpoint), stage) for stage in (2, 3))
-    assert len(expected[0]) == 3 and expected[0][0][2:] == [0, 0] and all(log[2] > 0 for log in expected[0][1:])
-    for rank in range(WORLD):
-        for log, expected_log in zip(actual[rank], expected[rank]):
-            assert log == pytest.approx(expected_log, rel=1e-5), SUMMATION
+    expected, actual = (
+        ranks.run(trained, str(tmp_path), str(checkpoint), {"deepspeed": zero(stage)}, "DeepSpeedEngine")
+        for stage in (2, 3)
+    )
+    assert_trained_alike(actual, expected)
 
 
 # FSDP1
@@ -223,3 +241,14 @@ def test_fsdp1s_mixed_precision_leaves_the_rounded_weights_as_they_are(ranks, us
     )
     for (loss, gradients), (same_loss, same_gradients) in zip(within, apart):
         assert_all_close({"loss": loss, **gradients}, {"loss": same_loss, **same_gradients}, 1e-6, SUMMATION)
+
+
+def test_the_trainer_rounds_and_counts_with_fsdp1_as_with_ddp(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path / "hub")
+    config = {"version": 1, "sync_module_states": False}  # accelerate refuses to broadcast weights between CPUs
+    fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    expected, actual = (
+        ranks.run(trained, str(tmp_path), str(tmp_path / "hub"), options, wrapper)
+        for options, wrapper in (({}, "DistributedDataParallel"), (fsdp, "FullyShardedDataParallel"))
+    )
+    assert_trained_alike(actual, expected)
