@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from .experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts
+from .experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, whole_shape
 from .functional import Activation, moe_experts
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, CheckpointError, Sizes
 from .model_patches import FAMILIES, Family
@@ -120,7 +120,7 @@ def sizes_of(experts: nn.Module) -> Sizes:
     """E, H, I and biases of experts, whatever their layout."""
     facts = experts_facts(experts)
     _, down = getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
-    num_experts, hidden, intermediate = getattr(experts, down).shape
+    num_experts, hidden, intermediate = whole_shape(getattr(experts, down))
     if facts.layout.startswith("transposed"):
         hidden, intermediate = intermediate, hidden
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)

@@ -32,6 +32,7 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
 
 
 _DISPATCH = ops.define(_dispatch, _fake_dispatch)
+_functional = ops.for_torch_func(_DISPATCH, "dispatch")
 
 
 def dispatch(
@@ -71,5 +72,5 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    run = _DISPATCH if ops.traced(expert_index, token_index) else _dispatch
+    run = ops.choose(_functional, _DISPATCH, _dispatch, expert_index, token_index)
     return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

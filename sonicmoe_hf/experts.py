@@ -95,11 +95,17 @@ def experts_facts(experts: nn.Module) -> ExpertsFacts:
     return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
 
 
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """The shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
 def check_weights(experts: nn.Module) -> None:
     """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
     for name in getattr(experts, "weight_names", ("gate_up_proj", "down_proj")):
         weight = getattr(experts, name, None)
-        if weight is None or weight.dim() != 3:
+        is_shard = getattr(weight, "_fsdp_flattened", False)  # FSDP1's: flat, and nothing tells its shape
+        if weight is None or (len(whole_shape(weight)) != 3 and not is_shard):
             _refuse(experts, f"it has no {name} of three dimensions")
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantised", "load the model unquantised")
@@ -129,14 +135,15 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
     """The routing that an experts module was handed, as a Routing.
 
     Raises:
-        ValueError: token rounding's Routing reached a module that holds only some of the experts.
+        ValueError: token rounding's Routing reached a module that holds only some of the experts, or weights that are
+            not its own came with it.
     """
     expert_parallel = is_expert_parallel(experts)
     if not isinstance(top_k_index, Routing):
         return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
     if expert_parallel:
         raise ValueError(MISPLACED)
-    return top_k_index
+    return top_k_index.weighted_by(top_k_weights)
 
 
 def sonicmoe_hf_experts_forward(
@@ -145,7 +152,7 @@ def sonicmoe_hf_experts_forward(
     """The experts' output for `hidden_states` [T, H]: [T, H].
 
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
-    rounding, which carries its own weights. Under expert parallelism ids outside the local experts mean "elsewhere".
+    rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
     facts = experts_facts(self)
     return moe_experts(

@@ -20,12 +20,12 @@ from .routing import Routing
 
 __all__ = ["Activation", "moe_experts"]
 
+_NOTHING = contextlib.nullcontext()
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _without_autocast(device: torch.device):
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
 
 
 def _experts_forward(
@@ -39,6 +39,7 @@ def _experts_forward(
     activation: str,
     alpha: float,
     limit: float,
+    transposed: bool,
     interleaved: bool,
     backend: str,
     keep_h: bool,
@@ -46,6 +47,8 @@ def _experts_forward(
 ) -> list[torch.Tensor]:
     """[out_TH], and h_R2I after it when `keep_h`. `save` is what backward will ask for, noted on the op for autograd."""
     kernels, rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     with _without_autocast(x.device):
         h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=keep_h, want_a=True)
         y = kernels.down(a, down, down_bias, rows)
@@ -54,9 +57,9 @@ def _experts_forward(
 
 
 def _fake_forward(x, gate_up, down, weight, gate_up_bias, down_bias, rows, *options):
-    *_, keep_h, _ = options
+    transposed, _, _, keep_h, _ = options[3:]
     out = x.new_empty(x.shape)
-    return [out, x.new_empty(rows[1].shape[0], gate_up.shape[1])] if keep_h else [out]
+    return [out, x.new_empty(rows[1].shape[0], gate_up.shape[2 if transposed else 1])] if keep_h else [out]
 
 
 NEEDS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")  # the order of `needs` and of the gradients
@@ -75,18 +78,19 @@ def _experts_backward(
     activation: str,
     alpha: float,
     limit: float,
+    transposed: bool,
     interleaved: bool,
     backend: str,
     needs: list[bool],
 ) -> list[torch.Tensor]:
     """`_run_backward` as an op."""
-    options = activation, alpha, limit, interleaved, backend, needs
+    options = activation, alpha, limit, transposed, interleaved, backend, needs
     return _run_backward(dout, x, [h], gate_up, down, weight, gate_up_bias, down_bias, rows, *options)
 
 
 def _run_backward(
-    dout, x, held, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, interleaved, backend,
-    needs,
+    dout, x, held, gate_up, down, weight, gate_up_bias, down_bias, rows, activation, alpha, limit, transposed,
+    interleaved, backend, needs,
 ):  # fmt: skip
     """The gradients that `needs` asks for, in the order of NEEDS.
 
@@ -98,6 +102,8 @@ def _run_backward(
     need = dict(zip(NEEDS, needs))
     dout, weight_P = dout.contiguous(), weight.reshape(-1)
     gradients, h, dh, a = {}, held.pop(), None, None
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     with _without_autocast(dout.device):
         want_dh = need["x"] or need["gate_up"] or need["gate_up_bias"]
         if want_dh or need["down"] or need["weight"]:
@@ -123,6 +129,8 @@ def _run_backward(
             gradients["down"] = kernels.down_gradient(dout, a, rows, down)
         if need["down_bias"]:
             gradients["down_bias"] = kernels.down_bias_gradient(dout, weight_P, rows, down_bias)
+    if transposed:
+        gradients.update({name: gradients[name].transpose(1, 2) for name in ("gate_up", "down") if need[name]})
     return [gradients[name] for name in NEEDS if need[name]]
 
 
@@ -139,49 +147,64 @@ _BACKWARD = ops.define(_experts_backward, _fake_backward)
 def _setup_context(ctx, inputs, output):
     x, gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, keep_h, save = inputs
     ctx.set_materialize_grads(False)
-    ctx.needs = list(ctx.needs_input_grad[: len(NEEDS)])
+    needs_gate_up = ctx.needs_input_grad[1]
     h = output[1] if keep_h else None
     if h is not None:
         ctx.mark_non_differentiable(h)
-    keep_x = save == "input" or ctx.needs[1]
+    keep_x = save == "input" or needs_gate_up or ops.transformed()  # there, for the refusal of second derivatives
     ctx.save_for_backward(x if keep_x else None, h, gate_up, down, weight, gate_up_bias, down_bias, *rows)
 
 
+def _needs(ctx, gate_up_bias, down_bias) -> list[bool]:
+    """Which of NEEDS the running backward asks for."""
+    nodes = [
+        node for node, _ in ctx.next_functions[: len(NEEDS)]
+    ]  # one for each input that is a tensor, in their order
+    if gate_up_bias is None:
+        nodes.insert(4, None)
+    if down_bias is None:
+        nodes.insert(5, None)
+    return ops.are_needed(nodes[: len(NEEDS)])
+
+
 def _gradients(ctx, dout):
-    """The gradients of NEEDS, None where nobody needs one."""
+    """The gradients of NEEDS, None where nobody asks for one."""
     if dout is None:
         return (None,) * len(NEEDS)
     x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
-    others = gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, ctx.needs
+    needs = _needs(ctx, gate_up_bias, down_bias)
+    others = gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, needs
     if torch.is_grad_enabled() or ops.traced(dout):
-        if torch.is_grad_enabled() and not dout.requires_grad:
+        run = ops.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
+        if run is _BACKWARD and torch.is_grad_enabled() and not dout.requires_grad:
             # create_graph=True: whatever is derived from these gradients meets the op's refusal
             dout = dout.detach().requires_grad_()
-        found = iter(_BACKWARD(dout, x, h, *others))
+        found = iter(run(dout, x, h, *others))
     else:
         held = [h]
         del h
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
         found = iter(_run_backward(dout, x, held, *others))
-    return tuple(next(found) if need else None for need in ctx.needs)
+    return tuple(next(found) if need else None for need in needs)
 
 
 def _backward_of_op(ctx, gradients):
-    return *_gradients(ctx, gradients[0]), [None] * len(Rows._fields), *(None,) * 7
+    return *_gradients(ctx, gradients[0]), [None] * len(Rows._fields), *(None,) * 8
 
 
 def _backward(ctx, gradients):
-    return *_gradients(ctx, gradients[0]), *(None,) * 8
+    return *_gradients(ctx, gradients[0]), *(None,) * 9
 
 
 ops.differentiate(_FORWARD, _backward_of_op, _setup_context)
-ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = ops.without_dispatcher(_experts_forward, _setup_context, _backward)
+_functional_backward = ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = ops.without_dispatcher(_experts_forward, "moe_experts", _setup_context, _backward)
+_functional = ops.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
-    """Raise what a user can act on; `gate_up` and `down` are the logical views [E, 2I, H] and [E, H, I]."""
+    """Raise what a user can act on."""
     dtype, device = x.dtype, x.device
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
@@ -200,10 +223,15 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
             "3 and 3 (experts first)"
         )
     num_experts, width, hidden = gate_up.shape
-    if x.shape[1] != hidden or width % 2 or down.shape != (num_experts, hidden, width // 2):
+    down_shape = num_experts, hidden, width // 2
+    if LAYOUTS[layout][0]:  # transposed
+        hidden, width = width, hidden
+        down_shape = num_experts, width // 2, hidden
+    if x.shape[1] != hidden or width % 2 or down.shape != down_shape:
+        sizes = "[E, H, 2I] and [E, I, H]" if LAYOUTS[layout][0] else "[E, 2I, H] and [E, H, I]"
         raise ValueError(
-            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}, read as [T, H], "
-            f"[E, 2I, H] and [E, H, I] by layout={layout!r}, disagree; is the layout right?"
+            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}, read as [T, H], {sizes} "
+            f"by layout={layout!r}, disagree; is the layout right?"
         )
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
         if bias is not None and bias.shape != (num_experts, size):
@@ -240,6 +268,7 @@ def moe_experts(
         [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype.
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, with the value and the remedy.
+        NotImplementedError, RuntimeError: forward-mode and second derivatives, which there are not.
     """
     check_choice("layout", layout, LAYOUTS)
     check_choice("save", save, SAVE_POLICIES)
@@ -253,8 +282,6 @@ def moe_experts(
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
-    if transposed and gate_up.dim() == 3 and down.dim() == 3:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
 
     backend = backends.choose(x.device, x.dtype, backend).name
@@ -269,8 +296,10 @@ def moe_experts(
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep_h = differentiable and save == "preactivation"
-    run = _FORWARD if ops.traced(*inputs) else _differentiable if differentiable else _experts_forward
+    plain = _differentiable if differentiable or ops.forward_mode() else _experts_forward
+    run = ops.choose(_functional, _FORWARD, plain, *inputs)
     out = run(
-        x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, interleaved, backend, keep_h, save
-    )[0]
+        x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, transposed, interleaved, backend,
+        keep_h, save,
+    )[0]  # fmt: skip
     return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -87,7 +87,7 @@ class RouterHook:
         call = state.backward_call if recomputing else state.call
         if call is None or not call.gradients:
             return None
-        logits_TE, weights_TK, index_TK = output
+        logits_TE, _, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
         policy, rounded, fell_back = call.policy, None, False
@@ -105,7 +105,8 @@ class RouterHook:
             rows_E = None if rounded is None else rounded.rows.offsets.diff()
             with torch.no_grad():
                 self.load.record(index_TK, num_experts, rows_E=rows_E, fell_back=fell_back, tile=tile, valid_T=valid_T)
-        return None if rounded is None else (logits_TE, weights_TK, rounded)
+        # the weights beside it too: DeepSpeed gathers the router's own for backward where a tensor of a tuple asks for it
+        return None if rounded is None else (logits_TE, rounded.weights, rounded)
 
     def _check_implementation(self):
         if self.config._experts_implementation != IMPLEMENTATION:

@@ -8,9 +8,12 @@ torch.library.opcheck, in the tests, makes sure.
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
+_is_executed = torch._C._will_engine_execute_node
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -30,17 +33,18 @@ def differentiate(op, backward, setup_context=None):
 
 
 def refuse_second_derivatives(op, what: str):
-    """Make differentiating `op`, the gradient formula of `what`, an error in words."""
+    """Make differentiating `op`, the gradient formula of `what`, an error in words. Returns `op` for torch.func."""
 
     def refuse(ctx, *gradients):
         raise RuntimeError(f"{what} has no second derivatives: its gradients cannot be differentiated again")
 
     differentiate(op, refuse)
+    return for_torch_func(op, what, lambda ctx, inputs, output: None, refuse)
 
 
-def without_dispatcher(function, setup_context, backward):
+def without_dispatcher(function, what: str, setup_context, backward):
     """`function`, differentiable as the op defined by it is, for where nothing traces; `backward(ctx, gradients)` gives a
-    gradient or None for each of its arguments."""
+    gradient or None for each of its arguments. `what` is the user's name of it."""
 
     class Plain(torch.autograd.Function):
         @staticmethod
@@ -53,16 +57,99 @@ def without_dispatcher(function, setup_context, backward):
         def backward(ctx, *gradients):
             return backward(ctx, gradients)
 
+        @staticmethod
+        def jvp(ctx, *tangents):
+            _refuse_forward_mode(what)
+
     return Plain.apply
+
+
+def for_torch_func(op, what: str, setup_context=None, backward=None):
+    """`op` as torch.func's transforms need it: grad and vjp through `setup_context` and `backward(ctx, gradients)` (no
+    gradients without them), vmap as a loop. What `differentiate` registers does not work there."""
+
+    class Functional(torch.autograd.Function):  # not Plain: a separate setup_context makes every call slower
+        @staticmethod
+        def forward(*inputs):
+            return tuple(op(*inputs))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return backward(ctx, gradients)
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            _refuse_forward_mode(what)
+
+        @staticmethod
+        def vmap(info, in_dims, *inputs):
+            leaves, structure = tree_flatten(inputs)
+            dims = tree_leaves(in_dims)
+            outputs = []
+            for i in range(info.batch_size):
+                sample = [t if dim is None else t.select(dim, i).contiguous() for t, dim in zip(leaves, dims)]
+                outputs.append(Functional.apply(*tree_unflatten(sample, structure)))
+            return tuple(map(torch.stack, zip(*outputs))), (0,) * len(outputs[0])
+
+    return Functional.apply
+
+
+def _refuse_forward_mode(what: str):
+    raise NotImplementedError(
+        f"{what} has no forward-mode derivatives (jvp, jacfwd); use reverse mode: backward(), or torch.func's grad, vjp "
+        "or jacrev"
+    )
+
+
+def forward_mode() -> bool:
+    """Whether derivatives are taken forward, which a call without autograd would leave out."""
+    return forward_ad._current_level >= 0
+
+
+def are_needed(nodes) -> list[bool]:
+    """Whether the running backward goes on to each of `nodes`, a backward node's `next_functions` or None:
+    autograd.grad(out, x) and backward(inputs=...) go to fewer than the forward recorded (ctx.needs_input_grad)."""
+    try:
+        return [node is not None and _is_executed(node) for node in nodes]
+    except RuntimeError:  # one is a leaf that autograd.grad was given
+        return [node is not None and _is_executed_or_given(node) for node in nodes]
+
+
+def _is_executed_or_given(node) -> bool:
+    try:
+        return _is_executed(node)
+    except (
+        RuntimeError
+    ):  # torch does not answer for a leaf that autograd.grad was given, whose gradient is thus needed
+        return True
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func runs (torch.compile traces its own way)."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def choose(functional, op, function, *tensors):
+    """Which of three forms of one function to call with `tensors`: torch.func's, the op, or the function itself."""
+    if not traced(*tensors):
+        return function
+    return functional if transformed() else op
 
 
 def traced(*tensors) -> bool:
     """Whether calls must be ops: under torch.compile, torch.export, torch.func, a dispatch mode, torch.jit.trace, or
     where a tensor (or None) is of a subclass, as a DTensor or a FakeTensor is."""
+    for tensor in tensors:  # any(...) takes twice the time
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return True
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
-        or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
     )

@@ -165,7 +165,7 @@ def start_counting(model: nn.Module) -> None:
     for layer in find_layers(_root(model)):
         for hook in () if layer.router is None else layer.router._forward_hooks.values():
             if isinstance(hook, RouterHook):
-                hook.load.start(layer.router.weight.shape[0], layer.router.weight.device)
+                hook.load.start(layer.router.num_experts, layer.router.weight.device)  # the weight may be a shard
     patch_state(model).counting = True
 
 

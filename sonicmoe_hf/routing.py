@@ -48,6 +48,18 @@ class Routing:
         self.rows = rows
         self.rows_backend = rows_backend
 
+    def weighted_by(self, weights: torch.Tensor | None) -> Routing:
+        """This routing with its weights as they came beside it, through the hooks of DeepSpeed and others on modules.
+
+        Weights in another dtype were cast on the way (FSDP's mixed precision does so with arguments): its own are exact.
+        """
+        if weights is None or weights is self.weights or weights.dtype != self.weights.dtype:
+            return self
+        return Routing(
+            self.expert_index, weights, self.token_index,
+            sentinels=self.sentinels, rows=self.rows, rows_backend=self.rows_backend,
+        )  # fmt: skip
+
     def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
         """The rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve all.
 
@@ -164,13 +176,13 @@ def _round_rows_backward(
     epsilon: float,
     scale: float,
     backend: str,
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     weighting = Weighting(normalised, epsilon, scale)
-    return backends.load(backend).round_rows_backward(dweight, scores, expert, Rows(*rows), weighting)
+    return [backends.load(backend).round_rows_backward(dweight, scores, expert, Rows(*rows), weighting)]
 
 
 _FORWARD = ops.define(_round_rows, _fake_round_rows)
-_BACKWARD = ops.define(_round_rows_backward, lambda dweight, scores, *rest: scores.new_empty(scores.shape))
+_BACKWARD = ops.define(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
 
 
 def _setup_context(ctx, inputs, output):
@@ -185,13 +197,16 @@ def _backward(ctx, gradients):
     if dweight is None:
         return (None,) * 14
     scores, expert, *rows = ctx.saved_tensors
-    run = _BACKWARD if torch.is_grad_enabled() or ops.traced(dweight) else _round_rows_backward
-    return run(dweight, scores, expert, rows, *ctx.weighting, ctx.backend), *(None,) * 13
+    plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
+    run = ops.choose(_functional_backward, _BACKWARD, plain, dweight)
+    (dscores,) = run(dweight, scores, expert, rows, *ctx.weighting, ctx.backend)
+    return dscores, *(None,) * 13
 
 
 ops.differentiate(_FORWARD, _backward, _setup_context)
-ops.refuse_second_derivatives(_BACKWARD, "token rounding")
-_differentiable = ops.without_dispatcher(_round_rows, _setup_context, _backward)
+_functional_backward = ops.refuse_second_derivatives(_BACKWARD, "token rounding")
+_differentiable = ops.without_dispatcher(_round_rows, "token rounding", _setup_context, _backward)
+_functional = ops.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
 
 
 def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None):
@@ -210,7 +225,8 @@ def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRoun
     top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
     backend = backends.choose(device, torch.float32).name
-    run = _FORWARD if ops.traced(scores_TE) else _differentiable if scores_TE.requires_grad else _round_rows
+    plain = _differentiable if scores_TE.requires_grad or ops.forward_mode() else _round_rows
+    run = ops.choose(_functional, _FORWARD, plain, scores_TE)
     weight_P, expert_P, *rows = run(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),
         policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),

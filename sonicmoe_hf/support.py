@@ -49,10 +49,14 @@ class Layer(NamedTuple):
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """The module inside PEFT's wrappers."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module
+    """The module inside PEFT's and FSDP1's wrappers."""
+    while True:
+        if "_fsdp_wrapped_module" in module._modules:
+            module = module._fsdp_wrapped_module
+        elif hasattr(module, "base_layer"):
+            module = module.base_layer
+        else:
+            return module
 
 
 def _family_class(family: Family, role: str) -> type | None:
@@ -86,17 +90,17 @@ def find_layers(model: nn.Module) -> Iterator[Layer]:
 
 
 class _BlockProbe:
-    """Stands in for a block's `self`: its router returns a mark, and its experts note whether the mark arrives."""
+    """Stands in for a block's `self`: its router returns marks, and its experts note whether they arrive."""
 
     def __init__(self, block: nn.Module, router_attribute: str):
         self._block = block
         self._router_attribute = router_attribute
-        self.mark = object()
+        self.marks = (object(), object())
         self.received: list = []
 
     def __getattr__(self, name):
         if name == self._router_attribute:
-            return lambda hidden_states, *args, **kwargs: (None, None, self.mark)
+            return lambda hidden_states, *args, **kwargs: (None, *self.marks)
         if name == "experts":
             return self._experts
         value = getattr(self._block, name)
@@ -108,13 +112,14 @@ class _BlockProbe:
 
 
 def hands_indices_to_experts(block: nn.Module, family: Family) -> bool:
-    """Whether the block's own forward passes the router's third output to its experts and does nothing else with it."""
+    """Whether the block's own forward passes the router's weights and indices to its experts and does nothing else with
+    them."""
     probe = _BlockProbe(block, family.router_attribute)
     try:
         type(block).forward(probe, torch.zeros(1, 1, 8))
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
-        return False  # it did something with the mark that a routing object cannot do
-    return any(value is probe.mark for value in probe.received)
+        return False  # it did something with a mark that a routing object cannot do
+    return all(any(value is mark for value in probe.received) for mark in probe.marks)
 
 
 def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:

@@ -166,6 +166,16 @@ def test_general_routing_lists_pairs_in_any_order():
     )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_keeps_the_weights_themselves_and_no_views_of_them(layout):
+    """ZeRO-3 puts an empty tensor in a weight's place and gathers it again for backward; a view would keep the old one."""
+    inputs, index = problem(layout=layout)
+    _, saved = saved_tensors(lambda: run(inputs, index, layout=layout))
+    for name in ("gate_up", "down"):
+        held = [t for t in saved if t.data_ptr() == inputs[name].data_ptr()]
+        assert len(held) == 1 and held[0] is inputs[name]
+
+
 def saved_tensors(function):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -348,11 +358,12 @@ def test_second_derivatives_are_refused_not_left_out(needed):
         (gradients[0].square().sum() + wanted[0].sum()).backward()
 
 
-def test_the_custom_ops_pass_torchs_own_checks():
-    inputs, index = problem(T=5, dtype=torch.float32)
+@pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
+def test_the_custom_ops_pass_torchs_own_checks(layout):
+    inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
     rows = functional.dispatch(index, 5, 4)
     args = (inputs["x"], inputs["gate_up"], inputs["down"], inputs["weights"].detach().reshape(-1).requires_grad_(),
-            inputs["gate_up_bias"], inputs["down_bias"], list(rows), "swiglu", 1.702, 7.0, False, "eager")  # fmt: skip
+            inputs["gate_up_bias"], inputs["down_bias"], list(rows), "swiglu", 1.702, 7.0, *LAYOUTS[layout], "eager")  # fmt: skip
     torch.library.opcheck(torch.ops.sonicmoe_hf.experts_forward.default, (*args, True, "preactivation"))
     torch.library.opcheck(torch.ops.sonicmoe_hf.experts_forward.default, (*args, False, "input"))
     torch.library.opcheck(torch.ops.sonicmoe_hf.dispatch.default, (index, None, 5, 4, False, "eager"))

@@ -262,3 +262,14 @@ def test_a_routing_says_what_went_wrong_where_it_does_not_belong():
             misuse()
     with pytest.raises(ValueError, match=r"list the same pairs"):
         Routing(torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 2))
+
+
+def test_a_routing_takes_the_weights_that_came_beside_it_unless_they_were_cast():
+    routing = Routing(torch.zeros(4, dtype=torch.long), torch.rand(4), torch.arange(4), sentinels=True)
+    beside = routing.weights * 1  # as after a hook of ZeRO-3 on the router
+    taken = routing.weighted_by(beside)
+    assert taken.weights is beside and taken.token_index is routing.token_index and taken.sentinels
+    for same in (None, routing.weights, routing.weights.bfloat16()):
+        assert routing.weighted_by(same) is routing
+    with pytest.raises(ValueError, match=r"list the same pairs"):
+        routing.weighted_by(torch.rand(2, 2))

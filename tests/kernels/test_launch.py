@@ -26,7 +26,7 @@ def test_the_ops_keep_their_contracts(device):
         torch.library.opcheck(OURS.dispatch.default, ids, test_utils=utilities)
     rows = list(dispatch(expert, T, E, token, sentinels=True, backend="triton"))
     inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
-    options = "swiglu", 1.702, 7.0, False, "triton"
+    options = "swiglu", 1.702, 7.0, False, False, "triton"
     torch.library.opcheck(OURS.experts_forward.default, (*inputs, rows, *options, True, "input"), test_utils=utilities)
     _, h = OURS.experts_forward(*inputs, rows, *options, True, "input")
     backward = (dout, inputs[0], h, *inputs[1:], rows, *options, [True] * 6)

@@ -113,7 +113,7 @@ def test_the_ops_keep_their_contracts(backend):
     rows = list(dispatch(expert, 700, 16, backend=backend))
     inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
     inputs[3] = inputs[3].view(expert.shape)
-    options = "swiglu", 1.702, 7.0, False, backend
+    options = "swiglu", 1.702, 7.0, False, False, backend
     torch.library.opcheck(OURS.experts_forward.default, (*inputs, rows, *options, True, "input"), test_utils=utilities)
     _, h = OURS.experts_forward(*inputs, rows, *options, True, "input")
     backward = (dout, inputs[0], h, *inputs[1:], rows, *options, [True] * 6)
