@@ -16,7 +16,7 @@ BACKENDS = ("hopper", "triton", "eager")
 VARIABLE = "SONICMOE_HF_BACKEND"
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER_PACKAGES = (  # module, how to install it
-    ("triton", "triton is not installed (pip install triton)"),
+    ("triton", "triton is not installed (pip install 'sonicmoe-hf[hopper]')"),
     ("cutlass", "nvidia-cutlass-dsl is not installed (pip install 'sonicmoe-hf[hopper]')"),
     ("tvm_ffi", "apache-tvm-ffi is not installed (pip install 'sonicmoe-hf[hopper]')"),
 )

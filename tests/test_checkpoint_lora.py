@@ -1,6 +1,9 @@
 """LoRA adapters on experts across the layouts: converted, or refused; never loaded with rows in the wrong order."""
 
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,3 +217,11 @@ def test_the_command_converts_adapters(adapter, tmp_path, capsys):
     assert main(back) == 2, "it says no base model"
     assert "say trained_on=" in capsys.readouterr().err
     assert main([*back, "--trained-on", str(tmp_path / "native")]) == 0
+
+
+def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_install(adapter, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # what an environment without it raises: ModuleNotFoundError
+    convert_adapter(adapter, tmp_path / "converted")
+    finetune = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "finetune.py"))
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sonicmoe-hf\[peft\]'"):
+        finetune["main"](["--lora-rank", "4"])

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,9 +124,23 @@ def test_the_folder_kernels_does_not_shadow_the_package_kernels(with_kernels, ar
     python(*arguments, path=with_kernels, cwd=ROOT)
 
 
-def test_the_pins_satisfy_the_declared_ranges():
-    from packaging.requirements import Requirement
+def test_the_extras_hold_what_they_promise(wheel):
+    from packaging.metadata import parse_email
 
+    text = zipfile.ZipFile(wheel).read(f"{wheel.name.rsplit('-', 3)[0]}.dist-info/METADATA")
+    wanted = [Requirement(line) for line in parse_email(text)[0]["requires_dist"]]
+
+    def of(extra):
+        facts = {"extra": extra, "platform_system": "Linux"}
+        direct = [one for one in wanted if one.marker is not None and one.marker.evaluate(facts)]
+        inner = [of(name) for one in direct if one.name == "sonicmoe-hf" for name in one.extras]
+        return {one.name for one in direct}.union(*inner)
+
+    assert of("hopper") == {"apache-tvm-ffi", "nvidia-cutlass-dsl", "triton"}, "what backends.HOPPER_PACKAGES asks for"
+    assert of("all") >= of("hopper") | of("peft") | of("train")
+
+
+def test_the_pins_satisfy_the_declared_ranges():
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pins = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line]
     pinned = {Requirement(line).name: str(Requirement(line).specifier).removeprefix("==") for line in pins}
