@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from .checkpoint_files import CONFIG_FILE, INDEX_FILE, opened
+from .checkpoint_files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .checkpoint_plan import TARGETS, Planned, plan, target_layout
 from .checkpoint_source import Source, hub_config, native_config
 from .config import check_choice
@@ -25,9 +25,6 @@ from .whole_folder import appearing_whole, copy_file, sync, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
-)  # fmt: skip
 SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
 DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
 

@@ -12,7 +12,15 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .auto import sizes_of
-from .checkpoint_files import CONFIG_FILE, opened, read_headers, read_json
+from .checkpoint_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    opened,
+    read_headers,
+    read_json,
+    refuse_model_beside_adapter,
+)
 from .layouts import (
     HUB_CONFIG_KEY,
     LAYOUT_VERSION,
@@ -149,6 +157,12 @@ class Source:
         self.folder = folder
         self.config = read_json(folder / CONFIG_FILE)
         self.family, self.native = family_of(self.config, folder / CONFIG_FILE)
+        refuse_model_beside_adapter(folder)
+        if self.config.get("transformers_weights") is not None:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: transformers_weights is {self.config['transformers_weights']!r}, a file that "
+                f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
+            )
         self.hub_config = hub_config(self.config, self.family)
         self.quantisation = self._declared_quantisation()
         self.tensors = read_headers(folder)

@@ -19,7 +19,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from .checkpoint_files import CONFIG_FILE, read_json
+from .checkpoint_files import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    WEIGHT_SUFFIXES,
+    read_json,
+    refuse_model_beside_adapter,
+)
 from .checkpoint_plan import TARGETS
 from .checkpoint_source import family_of
 from .config import check_choice
@@ -27,7 +33,6 @@ from .layouts import CheckpointError
 from .model_patches import Family
 from .whole_folder import appearing_whole, copy_file, sync, write_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
     "gate_up_proj": "c_fc",
@@ -69,7 +74,7 @@ def convert_adapter(
     trained_on: str | os.PathLike | None = None,
     base_model: str | None = None,
 ) -> Path:
-    """Convert a LoRA adapter between the hub layout and the native one.
+    """Convert a LoRA adapter between the hub layout and the native one. Optimiser states stay behind.
 
     Args:
         src: folder that PEFT's save_pretrained wrote. dst: the new folder; it must not exist. layout: "native" or "hub".
@@ -86,6 +91,7 @@ def convert_adapter(
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists; remove it or name another folder")
     config = _read_config(src / ADAPTER_CONFIG)
+    refuse_model_beside_adapter(src)
     model_config = _base_config(src, config, trained_on)
     family, native = family_of(model_config, src)
     weights = _load(src / ADAPTER_WEIGHTS)
@@ -96,7 +102,11 @@ def convert_adapter(
     else:
         _check_targets(config, native)
     config["base_model_name_or_path"] = base_model
-    files = [f for f in sorted(src.iterdir()) if f.is_file() and f.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    files = [
+        file
+        for file in sorted(src.iterdir())
+        if file.is_file() and file.name != ADAPTER_CONFIG and not file.name.endswith(WEIGHT_SUFFIXES)
+    ]
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, files, 1) as folder:
         save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -183,6 +183,14 @@ def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
     assert sorted(config["target_parameters"]) == sorted(NATIVE) and config["base_model_name_or_path"] is None
 
 
+def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
+    for name in ("adapter_model.bin", "optimizer.pt", "notes.txt"):
+        (adapter / name).write_text("old")
+    convert_adapter(adapter, tmp_path / "converted")
+    carried = {path.name for path in (tmp_path / "converted").iterdir()}
+    assert "notes.txt" in carried and not carried & {"adapter_model.bin", "optimizer.pt"}
+
+
 def test_what_cannot_be_converted_is_refused_in_words(adapter, tmp_path):
     weights = load_file(adapter / "adapter_model.safetensors")
     assert_refused(adapter, "cannot be had", trained_on="nobody/nothing")
