@@ -44,6 +44,8 @@ def read_json(path: Path) -> dict:
     Raises:
         CheckpointError: there is no such file, it cannot be read, or it holds something else.
     """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

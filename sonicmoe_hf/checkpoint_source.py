@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -21,6 +20,7 @@ from .checkpoint_files import (
     read_json,
     refuse_model_beside_adapter,
 )
+from .config_only import UNREADABLE, without_code
 from .layouts import (
     HUB_CONFIG_KEY,
     LAYOUT_VERSION,
@@ -38,9 +38,6 @@ from .quantised import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scal
 from .support import find_layers, load_family_class
 
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
-UNREADABLE_CONFIG = (
-    ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError,
-)  # fmt: skip
 
 
 class Expected(NamedTuple):
@@ -106,7 +103,7 @@ def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> 
     Raises:
         CheckpointError: Transformers cannot build it, or it has more layers than the files have tensors (`at_most`).
     """
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    config = without_code({key: value for key, value in config.items() if key != "quantization_config"})
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > at_most:
         raise CheckpointError(f"{path}: num_hidden_layers is {layers}, but there are only {at_most} tensors")
@@ -114,7 +111,7 @@ def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> 
         config = load_family_class(family, "config").from_dict(config)
         with torch.device("meta"):
             model = load_family_class(family, "causal_lm")(config)
-    except UNREADABLE_CONFIG as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} does not describe a {family.name} model: {reason or type(error).__name__}"

@@ -14,8 +14,6 @@ import re
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -29,6 +27,7 @@ from .checkpoint_files import (
 from .checkpoint_plan import TARGETS
 from .checkpoint_source import family_of
 from .config import check_choice
+from .hub import local_folder
 from .layouts import CheckpointError
 from .model_patches import Family
 from .whole_folder import appearing_whole, copy_file, sync, write_json
@@ -138,13 +137,11 @@ def _base_config(src: Path, config: dict, trained_on: str | os.PathLike | None) 
         raise CheckpointError(
             f"{src / ADAPTER_CONFIG} names no base model; say trained_on=, the model it was trained on"
         )
-    if Path(name).expanduser().is_dir():
-        return read_json(Path(name).expanduser() / CONFIG_FILE)
     try:
-        return read_json(Path(hf_hub_download(name, CONFIG_FILE)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return read_json(local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"the adapter was trained on {name}, whose config.json cannot be had; say trained_on=, a folder with it"
+            f"the model that the adapter was trained on cannot be read; say trained_on=, its folder: {error}"
         ) from error
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import transformers
 
-from sonicmoe_hf import doctor
 from sonicmoe_hf.cli import main
 
 SMALL = {
@@ -65,13 +64,13 @@ def test_doctor_names_the_backend_override_and_a_wrong_one(capsys, monkeypatch):
     assert "'magic'" in reason and "'eager'" in reason
 
 
-def test_doctor_collapses_equal_layers_and_exits_0_when_all_are_accelerated(capsys, tmp_path):
+def test_doctor_collapses_equal_layers_and_exits_0_when_all_are_supported(capsys, tmp_path):
     code, facts = doctor_json(capsys, save_config(tmp_path))
     (layers,) = facts["model"]["layers"]
     assert code == 0
-    assert facts["model"]["accelerated"]
+    assert facts["model"]["supported"]
     assert (layers["layers"], layers["count"]) == ("model.layers[0-3].mlp", 4)
-    assert (layers["family"], layers["accelerated"], layers["token_rounding"]) == ("qwen3_moe", True, True)
+    assert (layers["family"], layers["supported"], layers["token_rounding"]) == ("qwen3_moe", True, True)
 
 
 def test_doctor_keeps_apart_layers_that_are_not_consecutive(capsys, tmp_path):
@@ -93,7 +92,7 @@ def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
     code, facts = doctor_json(capsys, save_config(tmp_path, transformers.MixtralConfig, num_local_experts=8))
     (layers,) = facts["model"]["layers"]
     assert code == 0
-    assert layers["accelerated"] and not layers["token_rounding"]
+    assert layers["supported"] and not layers["token_rounding"]
     assert "qwen3_moe" in layers["reason"]
 
 
@@ -102,11 +101,11 @@ def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
     [("mxfp4", "Mxfp4Config(dequantize=True)"), ("fp8", "FineGrainedFP8Config(dequantize=True)"),
      ("bitsandbytes", "a checkpoint that is not quantised")],
 )  # fmt: skip
-def test_doctor_never_passes_quantised_experts_as_accelerated(capsys, tmp_path, method, remedy):
+def test_doctor_never_passes_quantised_experts_as_supported(capsys, tmp_path, method, remedy):
     code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config={"quant_method": method}))
     (layers,) = facts["model"]["layers"]
     assert code == 1
-    assert not facts["model"]["accelerated"] and not layers["accelerated"] and not layers["token_rounding"]
+    assert not facts["model"]["supported"] and not layers["supported"] and not layers["token_rounding"]
     assert method in layers["reason"] and remedy in layers["reason"]
 
 
@@ -138,7 +137,7 @@ def test_doctor_forecasts_whether_token_rounding_applies(capsys, tmp_path):
     [
         (["./no/such/folder"], "there is no folder ./no/such/folder"),
         (["no/such/folder"], "there is no folder no/such/folder"),
-        (["{empty}"], "has no config.json"),
+        (["{empty}"], "there is no {empty}/config.json"),
         (["--batch-size", "4"], "belong together"),
         (["--batch-size", "4", "--sequence-length", "4"], "need a model"),
         (["--tile", "4"], "--tile needs"),
@@ -146,24 +145,13 @@ def test_doctor_forecasts_whether_token_rounding_applies(capsys, tmp_path):
 )
 def test_doctor_explains_what_it_cannot_examine(capsys, tmp_path, arguments, words):
     assert main(["doctor", *(argument.format(empty=tmp_path) for argument in arguments)]) == 2
-    assert words in capsys.readouterr().err
+    assert words.format(empty=tmp_path) in capsys.readouterr().err
 
 
 def test_doctor_explains_a_config_that_transformers_cannot_read(capsys, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no_such_type" in capsys.readouterr().err
-
-
-def test_doctor_explains_a_hub_model_without_network(capsys, monkeypatch):
-    def refuse(name):
-        raise OSError("We couldn't connect")
-
-    monkeypatch.setattr(doctor.AutoConfig, "from_pretrained", refuse)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main(["doctor", "some/model"]) == 2
-    printed = capsys.readouterr().err
-    assert "HF_HUB_OFFLINE is set" in printed and "couldn't connect" in printed
 
 
 @pytest.mark.parametrize(

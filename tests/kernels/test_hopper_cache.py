@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sonicmoe_hf import doctor, warmup
+from sonicmoe_hf import config_only, doctor, warmup
 from sonicmoe_hf.cli import main
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels.interface import Activation, Rows
@@ -193,7 +193,7 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 def test_a_model_is_taken_apart_into_the_kinds_of_its_layers(tmp_path):
     config = transformers.GptOssConfig(**SMALL, hidden_size=96, intermediate_size=72, num_local_experts=4)
     config.save_pretrained(tmp_path)
-    (kind,) = warmup.kinds_of_model(doctor.build_on_meta(str(tmp_path)), torch.float16)
+    (kind,) = warmup.kinds_of_model(config_only.build_on_meta(str(tmp_path)), torch.float16)
     assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "transposed_interleaved", True)
     assert (kind.activation.name, kind.activation.limit, kind.dtype) == ("clamped_swiglu", 7.0, torch.float16)
     assert "H=96 I=72" in str(kind) and "biases" in str(kind)
