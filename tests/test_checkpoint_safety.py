@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf.cli import main
 
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 EXPERTS = "num_local_experts" if "num_local_experts" in CONFIGS["qwen3_moe"]().to_dict() else "num_experts"
@@ -275,6 +276,21 @@ def test_two_conversions_into_one_folder_do_not_meet(hub):
         with pytest.raises(CheckpointError, match="another conversion into"):
             convert_checkpoint(hub, hub.parent / "native")
         assert (hub.parent / ".native.converting").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a place where nobody can write")
+def test_a_place_that_cannot_be_written_is_not_taken_for_another_conversion(hub):
+    with pytest.raises(CheckpointError, match=r"/proc/native cannot be written: .*(No such file|denied|Read-only)"):
+        convert_checkpoint(hub, "/proc/native")
+
+
+def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys):
+    from sonicmoe_hf import checkpoint
+
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    assert main(["convert", str(hub), str(hub.parent / "native"), "--layout", "native"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "sonicmoe-hf: interrupted"
+    assert sorted(path.name for path in hub.parent.iterdir()) == ["hub"]
 
 
 def _process(src, dst):

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 import transformers
 
+import sonicmoe_hf
+from sonicmoe_hf import backends, doctor
 from sonicmoe_hf.cli import main
 
 SMALL = {
@@ -71,6 +74,50 @@ def test_doctor_collapses_equal_layers_and_exits_0_when_all_are_supported(capsys
     assert facts["model"]["supported"]
     assert (layers["layers"], layers["count"]) == ("model.layers[0-3].mlp", 4)
     assert (layers["family"], layers["supported"], layers["token_rounding"]) == ("qwen3_moe", True, True)
+
+
+def test_doctor_says_that_a_cpu_computes_with_the_reference_and_accelerates_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("SONICMOE_HF_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "160")
+    folder = save_config(tmp_path, dtype="bfloat16")
+    code, facts = doctor_json(capsys, folder)
+    model = facts["model"]
+    assert code == 0 and model["supported"] and not model["accelerated"] and not model["layers"][0]["accelerated"]
+    assert (model["here"]["device"], model["here"]["dtype"], model["here"]["backend"]) == ("cpu", "bfloat16", "eager")
+    assert main(["doctor", folder]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "accelerated" not in printed and "backend here: eager (cpu, bfloat16): plain PyTorch, the reference" in printed
+    )
+
+
+def test_doctor_on_a_machine_with_kernels_says_that_they_accelerate(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.backends, "choose", lambda device, dtype: backends.Choice("triton", "of this test"))
+    _, facts = doctor_json(capsys, save_config(tmp_path))
+    assert facts["model"]["accelerated"] and facts["model"]["layers"][0]["accelerated"]
+    assert facts["model"]["here"]["device"] == "cuda:0" and facts["model"]["here"]["backend"] == "triton"
+
+
+def test_layers_at_equal_distances_are_one_range(capsys, tmp_path):
+    folder = save_config(tmp_path, num_hidden_layers=8, decoder_sparse_step=2)
+    (layers,) = doctor_json(capsys, folder)[1]["model"]["layers"]
+    assert (layers["layers"], layers["count"]) == ("model.layers[1, 3, ..., 7].mlp", 4)
+    folder = save_config(tmp_path, num_hidden_layers=8, mlp_only_layers=[0, 2, 3, 7])
+    ranges = [layers["layers"] for layers in doctor_json(capsys, folder)[1]["model"]["layers"]]
+    assert ranges == ["model.layers[1, 4].mlp", "model.layers[5-6].mlp"]
+
+
+def test_a_patch_report_reads_as_doctor_does(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(save_config(tmp_path))
+    )
+    assert str(sonicmoe_hf.patch_model(model)).splitlines() == [
+        "4 mixture-of-experts layers patched; routing: top-k", "  model.layers[0-3].mlp (qwen3_moe): everything works",
+    ]  # fmt: skip
+    rounding = str(sonicmoe_hf.patch_model(model, "token_rounding")).splitlines()[0]
+    assert "TokenRounding(rounding='nearest'" in rounding and rounding.endswith("in training")
 
 
 def test_doctor_keeps_apart_layers_that_are_not_consecutive(capsys, tmp_path):
