@@ -116,6 +116,8 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     """Compile the kernels, (function of kernels/hopper/compiled.py, its parameters), that the cache does not have."""
     from .kernels.hopper import cache
 
+    if reason := cache.distrust():
+        raise WarmupError(reason)
     missing = cache.missing(wanted)
     for kernel in wanted:
         if kernel not in missing:
@@ -123,7 +125,7 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     if not missing:
         return
     try:
-        cache.folder().mkdir(parents=True, exist_ok=True)
+        cache.make_folder()
     except OSError as error:
         raise WarmupError(f"the cache cannot be written ({error}); set {cache.VARIABLE} to another folder") from error
     # threads do not help, the compiler holds Python's lock; and a fork of a process that uses CUDA cannot be used
