@@ -1,6 +1,8 @@
 """sonicmoe-hf on the command line: doctor in words and as JSON, the demo end to end with few steps."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 import sonicmoe_hf
 from sonicmoe_hf import backends, doctor
 from sonicmoe_hf.cli import main
+from sonicmoe_hf.demo import run
 
 SMALL = {
     "vocab_size": 64,
@@ -220,3 +223,26 @@ def test_the_demo_names_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 2
     assert "pip install 'sonicmoe-hf[train]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"), [({}, 1), ({"OMP_WAIT_POLICY": "PASSIVE"}, 2), ({"OMP_NUM_THREADS": "2"}, 2)]
+)
+def test_the_demo_starts_no_threads_that_spin_while_they_wait(monkeypatch, variables, threads):
+    """On busy cores they take ten times as long as one thread."""
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run.limit_threads()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_make_demo_has_its_threads_sleep_while_they_wait():
+    done = subprocess.run(["make", "-n", "demo"], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert "OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m sonicmoe_hf demo" in done.stdout, done.stderr
