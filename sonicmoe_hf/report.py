@@ -52,7 +52,7 @@ def _print_model(console: Console, report: ModelReport) -> None:
         )
         return
     table = Table(title=f"{escape(report.name)} ({report.architecture})", title_justify="left")
-    for heading in ("layers", "family", "supported", "backend here", "token rounding"):
+    for heading in ("layers", "family", "supported", "backend", "token rounding"):
         table.add_column(heading, no_wrap=True)
     for layers in report.layers:
         family, supported, token_rounding = layers.support[1:4]
