@@ -23,7 +23,7 @@ PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 .PHONY: demo test test-newest test-oldest test-gpu lint format bench wheel clean
 
 demo: $(VENV)/.installed
-	$(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
 
 test: test-newest test-oldest
 

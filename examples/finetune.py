@@ -38,6 +38,7 @@ from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.lora import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
@@ -162,16 +163,15 @@ def load_model(arguments: argparse.Namespace):
 def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace):
     """The model with LoRA, with frozen experts, or as it is."""
     if arguments.lora_rank:
-        from peft import LoraConfig, get_peft_model
-
-        lora = LoraConfig(
+        peft = import_peft()
+        lora = peft.LoraConfig(
             r=arguments.lora_rank,
             lora_alpha=arguments.lora_alpha,
             target_modules=ATTENTION,
             target_parameters=None if arguments.freeze_experts else EXPERT_WEIGHTS,
             task_type="CAUSAL_LM",
         )
-        model = get_peft_model(model, lora)
+        model = peft.get_peft_model(model, lora)
         model.print_trainable_parameters()
     elif arguments.freeze_experts:
         for name, parameter in model.named_parameters():
@@ -231,6 +231,8 @@ def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespa
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate with top-k, save; returns the metrics."""
     arguments = parse_arguments(argv)
+    if arguments.lora_rank:
+        import_peft()  # before a large model is loaded
     if arguments.backend is not None:
         os.environ[VARIABLE] = arguments.backend
     set_seed(arguments.seed)

@@ -12,11 +12,13 @@ import torch
 
 from .config import check_choice
 
-BACKENDS = ("hopper", "triton", "eager")
+KERNELS = ("hopper", "triton")
+BACKENDS = (*KERNELS, "eager")
+REFERENCE = "plain PyTorch, the reference and not an acceleration"
 VARIABLE = "SONICMOE_HF_BACKEND"
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER_PACKAGES = (  # module, how to install it
-    ("triton", "triton is not installed (pip install triton)"),
+    ("triton", "triton is not installed (pip install 'sonicmoe-hf[hopper]')"),
     ("cutlass", "nvidia-cutlass-dsl is not installed (pip install 'sonicmoe-hf[hopper]')"),
     ("tvm_ffi", "apache-tvm-ffi is not installed (pip install 'sonicmoe-hf[hopper]')"),
 )
@@ -101,12 +103,12 @@ def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None)
                 raise ValueError(f"{asked}, but {obstacle}; leave the choice to sonicmoe_hf, or use 'eager'")
             return Choice(name, f"asked for by {source}")
     if device.type != "cuda":
-        return Choice("eager", f"plain PyTorch: the device is {device.type}")
+        return Choice("eager", f"{REFERENCE}: the device is {device.type}")
     without_hopper = _obstacle("hopper", device, dtype)
     if without_hopper is None:
         return Choice("hopper", "CuTe DSL kernels for Hopper, Triton for what they do not take")
     if obstacle := _obstacle("triton", device, dtype):
-        return Choice("eager", f"plain PyTorch: {obstacle}")
+        return Choice("eager", f"{REFERENCE}: {obstacle}")
     return Choice("triton", f"portable Triton kernels: {without_hopper}")
 
 

@@ -12,24 +12,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from .checkpoint_files import CONFIG_FILE, INDEX_FILE, opened
+from .checkpoint_files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .checkpoint_plan import TARGETS, Planned, plan, target_layout
 from .checkpoint_source import Source, hub_config, native_config
 from .config import check_choice
+from .hub import local_folder
 from .layouts import CheckpointError
 from .whole_folder import appearing_whole, copy_file, sync, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
-)  # fmt: skip
-SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
-DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
 
 
 class Conversion(NamedTuple):
@@ -111,27 +106,6 @@ def convert_checkpoint(
         len(shards),
         notices,
     )
-
-
-def local_folder(src: str | os.PathLike, revision: str | None = None) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded into the hub's cache.
-
-    Raises:
-        CheckpointError: there is no such folder, and it is no hub id that can be reached.
-    """
-    path = Path(src).expanduser()
-    if path.is_dir():
-        return path.absolute()
-    name = os.fspath(src)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise CheckpointError(f"{name} is not a folder; give the folder of a checkpoint, or a hub id such as org/name")
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=DOWNLOADED, ignore_patterns=SECOND_COPIES)
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"there is no folder {name}, and the hub did not give it: {reason}") from error
 
 
 def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:

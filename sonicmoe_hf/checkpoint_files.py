@@ -14,6 +14,10 @@ from .layouts import CheckpointError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHT_SUFFIXES = (  # of weights in other formats and of optimiser states
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
+)  # fmt: skip
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -40,6 +44,8 @@ def read_json(path: Path) -> dict:
     Raises:
         CheckpointError: there is no such file, it cannot be read, or it holds something else.
     """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,11 +81,22 @@ def _headers_of(path: Path) -> dict[str, Header]:
     return found
 
 
+def refuse_model_beside_adapter(folder: Path) -> None:
+    """Raise CheckpointError where a folder holds a whole model and an adapter: Transformers would load both."""
+    whole = next((file for file in (WEIGHTS_FILE, INDEX_FILE) if (folder / file).exists()), None)
+    if whole is not None and (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} has both {whole} and {ADAPTER_CONFIG}, and Transformers would load both; give model and adapter a "
+            "folder each"
+        )
+
+
 def read_headers(folder: Path) -> dict[str, Header]:
     """Every tensor of the checkpoint in `folder`, from the files' headers, checked against the index.
 
     Raises:
-        CheckpointError: no safetensors weights, a file missing or damaged, or an index that contradicts the files.
+        CheckpointError: no safetensors weights, a file missing or damaged, an index that contradicts the files, or one
+            beside a model.safetensors that it does not name.
     """
     if not (folder / INDEX_FILE).exists():
         if not (folder / WEIGHTS_FILE).exists():
@@ -91,6 +108,11 @@ def read_headers(folder: Path) -> dict[str, Header]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in weight_map.values():
+        raise CheckpointError(
+            f"{folder} has both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; Transformers would load "
+            f"{WEIGHTS_FILE}: remove the one that is out of date"
+        )
     found: dict[str, Header] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not (folder / file).is_file():

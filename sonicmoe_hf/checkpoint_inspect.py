@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from .checkpoint import local_folder
 from .checkpoint_plan import TARGETS, Planned, plan, target_layout
 from .checkpoint_source import Source
+from .hub import local_folder
 from .layouts import DESCRIPTIONS
 
 

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
 from .auto import sizes_of
-from .checkpoint_files import CONFIG_FILE, opened, read_headers, read_json
+from .checkpoint_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    opened,
+    read_headers,
+    read_json,
+    refuse_model_beside_adapter,
+)
+from .config_only import UNREADABLE, without_code
 from .layouts import (
     HUB_CONFIG_KEY,
     LAYOUT_VERSION,
@@ -30,9 +38,6 @@ from .quantised import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scal
 from .support import find_layers, load_family_class
 
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
-UNREADABLE_CONFIG = (
-    ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError,
-)  # fmt: skip
 
 
 class Expected(NamedTuple):
@@ -98,7 +103,7 @@ def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> 
     Raises:
         CheckpointError: Transformers cannot build it, or it has more layers than the files have tensors (`at_most`).
     """
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    config = without_code({key: value for key, value in config.items() if key != "quantization_config"})
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > at_most:
         raise CheckpointError(f"{path}: num_hidden_layers is {layers}, but there are only {at_most} tensors")
@@ -106,7 +111,7 @@ def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> 
         config = load_family_class(family, "config").from_dict(config)
         with torch.device("meta"):
             model = load_family_class(family, "causal_lm")(config)
-    except UNREADABLE_CONFIG as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} does not describe a {family.name} model: {reason or type(error).__name__}"
@@ -149,6 +154,12 @@ class Source:
         self.folder = folder
         self.config = read_json(folder / CONFIG_FILE)
         self.family, self.native = family_of(self.config, folder / CONFIG_FILE)
+        refuse_model_beside_adapter(folder)
+        if self.config.get("transformers_weights") is not None:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: transformers_weights is {self.config['transformers_weights']!r}, a file that "
+                f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
+            )
         self.hub_config = hub_config(self.config, self.family)
         self.quantisation = self._declared_quantisation()
         self.tensors = read_headers(folder)

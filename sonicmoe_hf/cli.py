@@ -11,9 +11,16 @@ from pathlib import Path
 
 from .cli_checkpoint import add_commands
 from .config import LAYOUTS, ROUNDINGS
+from .config_only import DoctorError
 from .kernels.interface import ACTIVATIONS
+from .layouts import CheckpointError
+from .warmup import WarmupError
 
 DEMO_PACKAGES = ("accelerate", "matplotlib")
+
+
+class CommandError(Exception):
+    """What the command line asks for cannot be done; the message says why and what to do."""
 
 
 def _at_least(least: int):
@@ -53,13 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="versions, devices, backends; for a model: what is accelerated and why",
+        help="versions, devices, backends; for a model: what is supported, what computes it here, and why",
         description="Prints versions, devices and the backend chosen for each. With a model (hub id or local folder; "
         "only its config is read) also which of its layers are accelerated, where token rounding works, and why not "
-        "elsewhere. Exit code: 0 if everything is accelerated, 1 if not, 2 if the model cannot be examined.",
+        "elsewhere. Exit code: 0 if sonicmoe_hf computes all mixture-of-experts layers (which backend does here, and "
+        "whether it accelerates them, is printed), 1 if not, 2 if the model cannot be examined.",
     )
     doctor.add_argument("model", nargs="?", help="hub id or local folder")
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    doctor.add_argument("--json", action="store_true", help='print JSON instead of tables; errors are {"error": ...}')
     doctor.add_argument("--batch-size", type=_at_least(1), help="sequences per forward and device")
     doctor.add_argument("--sequence-length", type=_at_least(1), help="tokens per sequence; with --batch-size, says "
                         "whether token rounding applies or falls back to top-k")  # fmt: skip
@@ -115,33 +123,32 @@ def _run_doctor(arguments) -> int:
     from . import doctor, report
 
     if (arguments.batch_size is None) != (arguments.sequence_length is None):
-        return _fail("--batch-size and --sequence-length belong together: give both")
+        raise CommandError("--batch-size and --sequence-length belong together: give both")
     if arguments.tile is not None and arguments.batch_size is None:
-        return _fail("--tile needs --batch-size and --sequence-length")
+        raise CommandError("--tile needs --batch-size and --sequence-length")
     examined = None
     if arguments.model is not None:
-        try:
-            examined = doctor.examine(
-                arguments.model,
-                batch_size=arguments.batch_size,
-                sequence_length=arguments.sequence_length,
-                tile=arguments.tile,
-            )
-        except doctor.DoctorError as error:
-            return _fail(str(error))
+        examined = doctor.examine(
+            arguments.model,
+            batch_size=arguments.batch_size,
+            sequence_length=arguments.sequence_length,
+            tile=arguments.tile,
+        )
     elif arguments.batch_size is not None:
-        return _fail("--batch-size and --sequence-length need a model: sonicmoe-hf doctor MODEL --batch-size ...")
+        raise CommandError(
+            "--batch-size and --sequence-length need a model: sonicmoe-hf doctor MODEL --batch-size ..."
+        )
     if arguments.json:
         print(json.dumps(doctor.as_json(examined), indent=2))
     else:
         report.print_doctor(examined)
-    return 0 if examined is None or examined.accelerated else 1
+    return 0 if examined is None or examined.supported else 1
 
 
 def _run_demo(arguments) -> int:
     missing = [package for package in DEMO_PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        return _fail(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
+        raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
     from .demo.run import DemoSettings, run
 
     try:
@@ -153,30 +160,30 @@ def _run_demo(arguments) -> int:
             seed=arguments.seed,
         )
     except ValueError as error:
-        return _fail(str(error))
+        raise CommandError(str(error)) from error
     return run(settings)
 
 
 def _run_warmup(arguments) -> int:
     import torch
 
-    from . import doctor, warmup
+    from . import warmup
+    from .config_only import build_on_meta
 
     if (arguments.model is None) == (not arguments.shape):
-        return _fail("give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768")
+        raise CommandError(
+            "give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768"
+        )
     dtype = getattr(torch, arguments.dtype)
-    try:
-        if arguments.model is None:
-            activation = warmup.Activation(arguments.activation)
-            facts = dtype, activation, arguments.layout, arguments.bias
-            kinds = [warmup.LayerKind(*shape, *facts) for shape in arguments.shape]
-        else:
-            kinds = warmup.kinds_of_model(doctor.build_on_meta(arguments.model), dtype)
-            if not kinds:
-                return _fail(f"{arguments.model} has no layer that is accelerated; sonicmoe-hf doctor says why")
-        return _print_warmup(kinds, arguments.processes)
-    except (doctor.DoctorError, warmup.WarmupError) as error:
-        return _fail(str(error))
+    if arguments.model is None:
+        activation = warmup.Activation(arguments.activation)
+        facts = dtype, activation, arguments.layout, arguments.bias
+        kinds = [warmup.LayerKind(*shape, *facts) for shape in arguments.shape]
+    else:
+        kinds = warmup.kinds_of_model(build_on_meta(arguments.model), dtype)
+        if not kinds:
+            raise CommandError(f"{arguments.model} has no layer that is supported; sonicmoe-hf doctor says why")
+    return _print_warmup(kinds, arguments.processes)
 
 
 def _print_warmup(kinds, processes) -> int:
@@ -199,15 +206,20 @@ def _print_warmup(kinds, processes) -> int:
     return 1 if refused else 0
 
 
-def _fail(message: str) -> int:
-    print(f"sonicmoe-hf: {message}", file=sys.stderr)
-    return 2
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; returns the exit code. An error is one line on standard error, or with --json an object."""
     parsed = build_parser().parse_args(arguments)
-    return parsed.run(parsed)
+    try:
+        return parsed.run(parsed)
+    except (CheckpointError, CommandError, DoctorError, WarmupError) as error:
+        if getattr(parsed, "json", False):
+            print(json.dumps({"error": str(error)}, indent=2))
+        else:
+            print(f"sonicmoe-hf: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sonicmoe-hf: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 
 
@@ -47,46 +46,36 @@ def _add_inspect(commands) -> None:
     )
     inspect.add_argument("path", metavar="PATH", help="folder or hub id")
     inspect.add_argument("--revision", help="of a hub id")
-    inspect.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    inspect.add_argument(
+        "--json", action="store_true", help='print JSON instead of a table; errors are {"error": ...}'
+    )
     inspect.set_defaults(run=_run_inspect)
-
-
-def _fail(message: str) -> int:
-    print(f"sonicmoe-hf: {message}", file=sys.stderr)
-    return 2
 
 
 def _run_convert(arguments) -> int:
     from rich.console import Console
 
     from .checkpoint import convert_checkpoint
-    from .layouts import CheckpointError
     from .lora import convert_adapter, is_adapter
 
     console = Console(highlight=False)
     if is_adapter(arguments.src):
-        try:
-            convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
-        except CheckpointError as error:
-            return _fail(str(error))
+        convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
         console.print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)
         return 0
     start = time.perf_counter()
-    try:
-        with _progress_bar() as on_progress:
-            done = convert_checkpoint(
-                arguments.src,
-                arguments.dst,
-                arguments.layout,
-                dtype=arguments.dtype,
-                dequantize=arguments.dequantize,
-                max_shard_size=arguments.max_shard_size,
-                verify=arguments.verify,
-                revision=arguments.revision,
-                on_progress=on_progress,
-            )
-    except CheckpointError as error:
-        return _fail(str(error))
+    with _progress_bar() as on_progress:
+        done = convert_checkpoint(
+            arguments.src,
+            arguments.dst,
+            arguments.layout,
+            dtype=arguments.dtype,
+            dequantize=arguments.dequantize,
+            max_shard_size=arguments.max_shard_size,
+            verify=arguments.verify,
+            revision=arguments.revision,
+            on_progress=on_progress,
+        )
     console.print(
         f"{done.path}: {done.family}, {done.source_layout} -> {done.target_layout}, {done.tensors} tensors, "
         f"{done.nbytes / 1e9:.2f} GB in {done.shards} files, {time.perf_counter() - start:.0f} s"
@@ -118,12 +107,8 @@ class _progress_bar:
 
 def _run_inspect(arguments) -> int:
     from .checkpoint_inspect import inspect_checkpoint
-    from .layouts import CheckpointError
 
-    try:
-        found = inspect_checkpoint(arguments.path, arguments.revision)
-    except CheckpointError as error:
-        return _fail(str(error))
+    found = inspect_checkpoint(arguments.path, arguments.revision)
     if arguments.json:
         print(json.dumps({**found._asdict(), "folder": str(found.folder)}, indent=2))
     else:

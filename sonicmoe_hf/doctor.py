@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils import logging
 
 from . import backends
 from .auto import sizes_of
 from .config import TokenRounding
+from .config_only import build_on_meta
+from .layer_ranges import LayerRange, collapse
 from .support import REMEDIES, LayerSupport, supported_layers, supports
 from .warmup import placement
 
@@ -26,10 +24,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_REMEDY = "use a checkpoint that is not quantised"
 
 
-class DoctorError(Exception):
-    """The model cannot be examined; the message says why and what to do."""
-
-
 @dataclass(frozen=True)
 class Device:
     """A device, and for each dtype the backend that would run on it, or the error of choosing one, and why."""
@@ -37,17 +31,6 @@ class Device:
     name: str
     description: str
     backends: dict[str, tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class LayerRange:
-    """Consecutive layers that get the same: `name` reads model.layers[0-47].mlp. `kernels`: what runs on the Hopper
-    kernels there, None for layers that are not accelerated and where those kernels' packages are missing."""
-
-    name: str
-    count: int
-    support: LayerSupport
-    kernels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +58,21 @@ class RoundingForecast:
 
 
 @dataclass(frozen=True)
+class Here:
+    """What would compute the layers on this machine: its best device, the checkpoint's dtype, the backend and why."""
+
+    device: str
+    dtype: str
+    backend: str
+    reason: str
+
+    @property
+    def accelerates(self) -> bool:
+        """Whether kernels run on a GPU, and not the reference in plain PyTorch."""
+        return self.backend in backends.KERNELS and self.device != "cpu"
+
+
+@dataclass(frozen=True)
 class ModelReport:
     """What the layers of one model get. `quantisation` is the checkpoint's method, None for plain weights."""
 
@@ -82,12 +80,18 @@ class ModelReport:
     architecture: str
     quantisation: str | None
     layers: list[LayerRange]
+    here: Here
     rounding: list[RoundingForecast] = field(default_factory=list)
 
     @property
-    def accelerated(self) -> bool:
-        """Whether there are mixture-of-experts layers and all of them are accelerated."""
+    def supported(self) -> bool:
+        """Whether there are mixture-of-experts layers and sonicmoe_hf computes all of them, on whatever machine."""
         return bool(self.layers) and all(layers.support.accelerated for layers in self.layers)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether all layers are supported, and this machine has kernels for them."""
+        return self.supported and self.here.accelerates
 
 
 def versions() -> dict[str, str]:
@@ -115,13 +119,25 @@ def devices() -> list[Device]:
 
 
 def _backends(device: torch.device) -> dict[str, tuple[str, str]]:
-    chosen = {}
-    for dtype in DTYPES:
-        try:
-            chosen[str(dtype).removeprefix("torch.")] = tuple(backends.choose(device, dtype))
-        except ValueError as error:
-            chosen[str(dtype).removeprefix("torch.")] = ("error", str(error))
-    return chosen
+    return {_name(dtype): _backend(device, dtype) for dtype in DTYPES}
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend and why, or "error" and the error of choosing one."""
+    try:
+        return tuple(backends.choose(device, dtype))
+    except ValueError as error:
+        return "error", str(error)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _here(dtype: torch.dtype | None) -> Here:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return Here(str(device), _name(dtype), *_backend(device, dtype))
 
 
 def examine(
@@ -133,7 +149,7 @@ def examine(
         name: hub id or folder. batch_size, sequence_length: of one forward on one device; with both, the report says
             whether token rounding applies. tile: M, rows; None is the policy's own.
     Raises:
-        DoctorError: no such folder, the hub cannot be reached, or Transformers cannot build the model.
+        DoctorError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
     """
     model = build_on_meta(name)
     quantisation = _quantisation(model.config)
@@ -147,31 +163,8 @@ def examine(
     rounding = []
     if batch_size is not None and sequence_length is not None:
         rounding = _forecasts(model, found, batch_size * sequence_length, TokenRounding(tile=tile))
-    layers = _collapse(found, _placements(model, found))
-    return ModelReport(name, type(model).__name__, quantisation, layers, rounding)
-
-
-def _load_config(name: str):
-    path = Path(name).expanduser()
-    if path.exists():
-        if not (path / "config.json").is_file():
-            raise DoctorError(f"{name} has no config.json; give the folder that save_pretrained wrote, or a hub id")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DoctorError(f"there is no folder {name}; give an existing one, or a hub id such as Qwen/Qwen3-30B-A3B")
-    try:
-        return AutoConfig.from_pretrained(str(path) if path.exists() else name)
-    except (OSError, ValueError) as error:
-        raise DoctorError(_explain(name, path.exists(), error)) from error
-
-
-def _explain(name: str, local: bool, error: Exception) -> str:
-    """Why a config did not load. Transformers' own message is kept: it names the cause."""
-    cause = " ".join(str(error).split())
-    if local:
-        return f"{name}/config.json cannot be read by this Transformers: {cause}"
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    hint = "HF_HUB_OFFLINE is set: unset it, or" if offline else "check the name and the network, or"
-    return f"the config of {name} cannot be loaded; {hint} give a local folder. Transformers says: {cause}"
+    layers = collapse(found, _placements(model, found))
+    return ModelReport(name, type(model).__name__, quantisation, layers, _here(model.dtype), rounding)
 
 
 def _quantisation(config) -> str | None:
@@ -179,29 +172,9 @@ def _quantisation(config) -> str | None:
     for part in (config, config.get_text_config()):
         declared = getattr(part, "quantization_config", None)
         if declared:
-            declared = declared if isinstance(declared, dict) else declared.to_dict()
-            method = declared.get("quant_method", "unnamed method")
-            return str(getattr(method, "value", method))
+            method = declared.get("quant_method", "unnamed method") if isinstance(declared, dict) else declared
+            return str(method)
     return None
-
-
-def build_on_meta(name: str) -> PreTrainedModel:
-    """The modules of a hub model or a local folder, with weights that take no memory. Only its config is read.
-
-    Raises:
-        DoctorError: no such folder, the hub cannot be reached, or Transformers cannot build the model.
-    """
-    config = _load_config(name)
-    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
-        if type(config) in auto_class._model_mapping:
-            verbosity = logging.get_verbosity()
-            logging.set_verbosity_error()
-            try:
-                with torch.device("meta"):
-                    return auto_class.from_config(config)
-            finally:
-                logging.set_verbosity(verbosity)
-    raise DoctorError(f"{name} is a {config.model_type}, of which this Transformers knows no model class")
 
 
 def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:
@@ -218,30 +191,11 @@ def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRound
 
 
 def _placements(model, found: list[LayerSupport]) -> dict[str, str]:
-    """For accelerated layers by name: what runs on the Hopper kernels on a Hopper GPU."""
+    """For supported layers by name: what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
         return {}
     sizes = {layer.name: sizes_of(layer.experts) for layer in supported_layers(model, found, "accelerated")}
     return {name: placement(size.hidden, size.intermediate) for name, size in sizes.items()}
-
-
-def _collapse(found: list[LayerSupport], placements: dict[str, str]) -> list[LayerRange]:
-    """Consecutive layers that differ only in their number, as one range."""
-    ranges: list[tuple[tuple, list[LayerSupport]]] = []
-    for layer in found:
-        kind = layer._replace(name=re.sub(r"\.\d+\.", ".[].", layer.name, count=1)), placements.get(layer.name)
-        if ranges and ranges[-1][0] == kind:
-            ranges[-1][1].append(layer)
-        else:
-            ranges.append((kind, [layer]))
-    return [LayerRange(_range_name(layers), len(layers), layers[0], kernels) for (_, kernels), layers in ranges]
-
-
-def _range_name(layers: list[LayerSupport]) -> str:
-    if len(layers) == 1:
-        return layers[0].name
-    first, last = (re.search(r"\.(\d+)\.", layer.name)[1] for layer in (layers[0], layers[-1]))
-    return re.sub(r"\.\d+\.", f"[{first}-{last}].", layers[0].name, count=1)
 
 
 def as_json(report: ModelReport | None) -> dict:
@@ -252,16 +206,29 @@ def as_json(report: ModelReport | None) -> dict:
         "devices": [asdict(device) for device in devices()],
     }
     if report is not None:
-        layers = [
-            {"layers": r.name, "count": r.count, **r.support._asdict(), "kernels": r.kernels} for r in report.layers
-        ]
+        layers = [_layer_as_json(layers, report.here) for layers in report.layers]
         rounding = [{**asdict(forecast), "sentence": forecast.sentence()} for forecast in report.rounding]
         facts["model"] = {
             "name": report.name,
             "architecture": report.architecture,
             "quantisation": report.quantisation,
+            "supported": report.supported,
             "accelerated": report.accelerated,
+            "here": asdict(report.here),
             "layers": layers,
             "token_rounding": rounding,
         }
     return facts
+
+
+def _layer_as_json(layers: LayerRange, here: Here) -> dict:
+    support = layers.support._asdict()
+    supported = support.pop("accelerated")
+    return {
+        "layers": layers.name,
+        "count": layers.count,
+        **support,
+        "supported": supported,
+        "accelerated": supported and here.accelerates,
+        "kernels": layers.kernels,
+    }

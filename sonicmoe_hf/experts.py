@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from torch.nn import functional as F
+from transformers.activations import (
+    AccurateGELUActivation,
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+    SiLUActivation,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from .functional import Activation, moe_experts
@@ -14,12 +22,19 @@ from .routing import MISPLACED, Routing
 
 IMPLEMENTATION = "sonicmoe_hf"
 
-ACTIVATIONS = {  # the class of an experts module's act_fn: our name of the gated activation
+ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
     SiLUActivation: "swiglu",
     nn.SiLU: "swiglu",
+    F.silu: "swiglu",
     GELUActivation: "geglu",
+    F.gelu: "geglu",
     GELUTanh: "geglu_tanh",
+    NewGELUActivation: "geglu_tanh",
+    FastGELUActivation: "geglu_tanh",
+    AccurateGELUActivation: "geglu_tanh",
     nn.ReLU: "reglu",
+    F.relu: "reglu",
+    torch.relu: "reglu",
 }
 CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interleaved, where alpha is, where limit is)
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts": (True, "alpha", "limit"),
@@ -62,12 +77,14 @@ def _gate(experts: nn.Module) -> tuple[Activation, bool]:
         ), interleaved
     if not getattr(experts, "is_concatenated", True):
         _refuse(experts, "its weights are declared interleaved, but the default gate reads them concatenated")
-    name = ACTIVATIONS.get(type(experts.act_fn))
-    if name is None and isinstance(experts.act_fn, nn.GELU):
-        name = "geglu_tanh" if experts.act_fn.approximate == "tanh" else "geglu"
+    act_fn = experts.act_fn
+    kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
+    name = ACTIVATIONS.get(kind)
+    if kind is nn.GELU:
+        name = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
     if name is None:
         known = sorted(set(ACTIVATIONS.values()))
-        _refuse(experts, f"its activation {type(experts.act_fn).__name__} is not one of those behind {known}")
+        _refuse(experts, f"its activation {getattr(kind, '__name__', kind)} is not one of those behind {known}")
     return Activation(name), False
 
 

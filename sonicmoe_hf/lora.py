@@ -14,20 +14,24 @@ import re
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from .checkpoint_files import CONFIG_FILE, read_json
+from .checkpoint_files import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    WEIGHT_SUFFIXES,
+    read_json,
+    refuse_model_beside_adapter,
+)
 from .checkpoint_plan import TARGETS
 from .checkpoint_source import family_of
 from .config import check_choice
+from .hub import local_folder
 from .layouts import CheckpointError
 from .model_patches import Family
 from .whole_folder import appearing_whole, copy_file, sync, write_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
     "gate_up_proj": "c_fc",
@@ -39,6 +43,21 @@ NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicM
 EXPERTS_KEY = re.compile(
     r"^(?:base_model\.model\.)?(?P<experts>.*\.experts)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$"
 )
+
+
+def import_peft():
+    """The module peft.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says how to install it.
+    """
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModuleNotFoundError("LoRA needs PEFT: pip install 'sonicmoe-hf[peft]'", name="peft") from None
+    return peft
 
 
 def is_adapter(path: str | os.PathLike) -> bool:
@@ -54,7 +73,7 @@ def convert_adapter(
     trained_on: str | os.PathLike | None = None,
     base_model: str | None = None,
 ) -> Path:
-    """Convert a LoRA adapter between the hub layout and the native one.
+    """Convert a LoRA adapter between the hub layout and the native one. Optimiser states stay behind.
 
     Args:
         src: folder that PEFT's save_pretrained wrote. dst: the new folder; it must not exist. layout: "native" or "hub".
@@ -71,6 +90,7 @@ def convert_adapter(
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists; remove it or name another folder")
     config = _read_config(src / ADAPTER_CONFIG)
+    refuse_model_beside_adapter(src)
     model_config = _base_config(src, config, trained_on)
     family, native = family_of(model_config, src)
     weights = _load(src / ADAPTER_WEIGHTS)
@@ -81,7 +101,11 @@ def convert_adapter(
     else:
         _check_targets(config, native)
     config["base_model_name_or_path"] = base_model
-    files = [f for f in sorted(src.iterdir()) if f.is_file() and f.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    files = [
+        file
+        for file in sorted(src.iterdir())
+        if file.is_file() and file.name != ADAPTER_CONFIG and not file.name.endswith(WEIGHT_SUFFIXES)
+    ]
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, files, 1) as folder:
         save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -113,13 +137,11 @@ def _base_config(src: Path, config: dict, trained_on: str | os.PathLike | None) 
         raise CheckpointError(
             f"{src / ADAPTER_CONFIG} names no base model; say trained_on=, the model it was trained on"
         )
-    if Path(name).expanduser().is_dir():
-        return read_json(Path(name).expanduser() / CONFIG_FILE)
     try:
-        return read_json(Path(hf_hub_download(name, CONFIG_FILE)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return read_json(local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"the adapter was trained on {name}, whose config.json cannot be had; say trained_on=, a folder with it"
+            f"the model that the adapter was trained on cannot be read; say trained_on=, its folder: {error}"
         ) from error
 
 

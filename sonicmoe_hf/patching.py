@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from .experts import IMPLEMENTATION
 from .hooks import ModelEntryHook, ModelExitHook, PatchState, RouterHook
+from .layer_ranges import collapse
 from .model_patches import FAMILIES
 from .support import (
     LayerSupport,
@@ -38,6 +39,13 @@ class PatchReport(NamedTuple):
 
     layers: list[LayerSupport]
     routing: TokenRounding | None
+
+    def __str__(self):
+        routing = "top-k" if self.routing is None else f"{self.routing}, in training"
+        lines = [f"{len(self.layers)} mixture-of-experts layers patched; routing: {routing}"]
+        for layers in collapse(self.layers, {}):
+            lines.append(f"  {layers.name} ({layers.support.family or 'no family'}): {layers.support.reason}")
+        return "\n".join(lines)
 
 
 def _root(model: nn.Module) -> PreTrainedModel:

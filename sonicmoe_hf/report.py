@@ -52,12 +52,17 @@ def _print_model(console: Console, report: ModelReport) -> None:
         )
         return
     table = Table(title=f"{escape(report.name)} ({report.architecture})", title_justify="left")
-    for heading in ("layers", "family", "accelerated", "token rounding"):
+    for heading in ("layers", "family", "supported", "backend", "token rounding"):
         table.add_column(heading, no_wrap=True)
     for layers in report.layers:
-        family, accelerated, token_rounding = layers.support[1:4]
-        table.add_row(escape(layers.name), family or "-", YES if accelerated else NO, YES if token_rounding else NO)
+        family, supported, token_rounding = layers.support[1:4]
+        backend = report.here.backend if supported else "-"
+        table.add_row(
+            escape(layers.name), family or "-", YES if supported else NO, backend, YES if token_rounding else NO
+        )
     console.print(table)
+    here = report.here
+    console.print(f"backend here: {here.backend} ({here.device}, {here.dtype}): {escape(here.reason)}")
     for layers in report.layers:  # below the table: reasons are sentences, and a terminal may be narrow
         console.print(f"{escape(layers.name)}: {escape(layers.support.reason)}")
         if layers.kernels is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -115,6 +116,8 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     """Compile the kernels, (function of kernels/hopper/compiled.py, its parameters), that the cache does not have."""
     from .kernels.hopper import cache
 
+    if reason := cache.distrust():
+        raise WarmupError(reason)
     missing = cache.missing(wanted)
     for kernel in wanted:
         if kernel not in missing:
@@ -122,17 +125,22 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     if not missing:
         return
     try:
-        cache.folder().mkdir(parents=True, exist_ok=True)
+        cache.make_folder()
     except OSError as error:
         raise WarmupError(f"the cache cannot be written ({error}); set {cache.VARIABLE} to another folder") from error
     # threads do not help, the compiler holds Python's lock; and a fork of a process that uses CUDA cannot be used
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(missing)), context) as pool:
+    # an interrupt is for this process alone, which then cancels what has not begun
+    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with ProcessPoolExecutor(min(processes, len(missing)), context, **ignoring) as pool:
         running = {pool.submit(_compile, *kernel): kernel for kernel in missing}
-        for done in as_completed(running):
-            yield Outcome(running[done][0], done.result())
-            if not cache.is_intact(cache.path_of(*running[done])):
-                raise WarmupError(f"{cache.folder()} cannot be written; set {cache.VARIABLE} to another folder")
+        try:
+            for done in as_completed(running):
+                yield Outcome(running[done][0], done.result())
+                if not cache.is_intact(cache.path_of(*running[done])):
+                    raise WarmupError(f"{cache.folder()} cannot be written; set {cache.VARIABLE} to another folder")
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _compile(name: str, parameters: tuple) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
     lock = FileLock(lock_file)
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=dst.parent):
+            pass  # where nothing can be written, FileLock may say that another process holds the lock
         lock.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(f"another conversion into {dst} is running; wait for it or use another name") from None

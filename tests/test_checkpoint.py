@@ -23,8 +23,7 @@ from models import VOCABULARY, batch, relative_error
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import sonicmoe_hf
-from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf import CheckpointError, convert_checkpoint, hub, inspect_checkpoint
 from sonicmoe_hf.cli import main
 from sonicmoe_hf.layouts import from_upstream, to_upstream
 from sonicmoe_hf.quantised import dequantise_fp8
@@ -260,7 +259,9 @@ def test_the_command_converts_verifies_and_says_what_it_did(tmp_path, capsys):
     assert main(arguments) == 2
     assert "exists; remove it" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "nowhere"), "--json"]) == 2
+    assert "there is no folder" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_doctor_knows_native_checkpoints(tmp_path, capsys):
@@ -282,7 +283,7 @@ def test_a_hub_id_is_downloaded_or_refused_in_words(tmp_path, monkeypatch):
 
     with pytest.raises(CheckpointError, match="the hub did not give it"):
         convert_checkpoint("nobody/nothing", tmp_path / "native")
-    monkeypatch.setattr(sonicmoe_hf.checkpoint, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     convert_checkpoint("Qwen/Qwen3-30B-A3B", tmp_path / "native", revision="main")
     assert (asked["name"], asked["revision"]) == ("Qwen/Qwen3-30B-A3B", "main")
     assert asked["ignore_patterns"] == ["*/*.safetensors"], "gpt-oss keeps another copy of its weights in original/"

@@ -1,6 +1,9 @@
 """LoRA adapters on experts across the layouts: converted, or refused; never loaded with rows in the wrong order."""
 
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,9 +183,17 @@ def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
     assert sorted(config["target_parameters"]) == sorted(NATIVE) and config["base_model_name_or_path"] is None
 
 
+def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
+    for name in ("adapter_model.bin", "optimizer.pt", "notes.txt"):
+        (adapter / name).write_text("old")
+    convert_adapter(adapter, tmp_path / "converted")
+    carried = {path.name for path in (tmp_path / "converted").iterdir()}
+    assert "notes.txt" in carried and not carried & {"adapter_model.bin", "optimizer.pt"}
+
+
 def test_what_cannot_be_converted_is_refused_in_words(adapter, tmp_path):
     weights = load_file(adapter / "adapter_model.safetensors")
-    assert_refused(adapter, "cannot be had", trained_on="nobody/nothing")
+    assert_refused(adapter, "trained on cannot be read; say trained_on=", trained_on="nobody/nothing")
     edit(adapter, base_model_name_or_path=None)
     assert_refused(adapter, "names no base model")
     assert_refused(adapter, "has no such parameter", trained_on=tmp_path / "native")
@@ -214,3 +225,11 @@ def test_the_command_converts_adapters(adapter, tmp_path, capsys):
     assert main(back) == 2, "it says no base model"
     assert "say trained_on=" in capsys.readouterr().err
     assert main([*back, "--trained-on", str(tmp_path / "native")]) == 0
+
+
+def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_install(adapter, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # what an environment without it raises: ModuleNotFoundError
+    convert_adapter(adapter, tmp_path / "converted")
+    finetune = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "finetune.py"))
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sonicmoe-hf\[peft\]'"):
+        finetune["main"](["--lora-rank", "4"])

@@ -14,8 +14,11 @@ import torch
 from checkpoints import FAMILIES, SHARDS, config_in, edit_config, make, rewrite, same_bits, tensors_in
 from filelock import FileLock
 from models import CONFIGS
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
-from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf.cli import main
 
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 EXPERTS = "num_local_experts" if "num_local_experts" in CONFIGS["qwen3_moe"]().to_dict() else "num_experts"
@@ -143,6 +146,42 @@ def test_index_and_files_must_agree(hub):
     assert_refused(hub, "has no weight_map")
 
 
+def test_a_single_file_beside_an_index_is_refused_because_transformers_loads_it(hub):
+    doubled = {name: 2 * tensor for name, tensor in tensors_in(hub).items()}
+    save_file(doubled, hub / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(hub).model.norm.weight
+    assert torch.equal(loaded, doubled["model.norm.weight"].to(loaded.dtype)), "not the shards'"
+    both = r"both model\.safetensors and model\.safetensors\.index\.json, .* remove the one"
+    assert_refused(hub, both)
+    with pytest.raises(CheckpointError, match=both):
+        inspect_checkpoint(hub)
+
+
+def test_a_single_file_that_the_index_names_is_no_contradiction(hub):
+    tensors = tensors_in(hub)
+    rewrite(hub, tensors)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect_checkpoint(hub).files == 1
+
+
+def test_what_else_transformers_would_load_in_place_of_the_files_is_refused(hub):
+    edit_config(hub, transformers_weights="another.safetensors")
+    assert_refused(hub, "transformers_weights is 'another.safetensors'")
+    edit_config(hub, transformers_weights=None)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(hub)}
+    (hub / "adapter_config.json").write_text(json.dumps(config))
+    assert_refused(hub, r"both model\.safetensors\.index\.json and adapter_config")
+    with pytest.raises(CheckpointError, match=r"both model\.safetensors\.index\.json and adapter_config"):
+        convert_adapter(hub, hub.parent / "refused")
+
+
+def test_weights_of_another_format_beside_are_left_and_named(hub):
+    (hub / "pytorch_model.bin").write_bytes(b"older")
+    assert "pytorch_model.bin" in convert_checkpoint(hub, hub.parent / "native").notices[0]
+    assert not (hub.parent / "native" / "pytorch_model.bin").exists()
+
+
 def test_damaged_files_are_named(hub):
     shard = sorted(hub.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
@@ -237,6 +276,21 @@ def test_two_conversions_into_one_folder_do_not_meet(hub):
         with pytest.raises(CheckpointError, match="another conversion into"):
             convert_checkpoint(hub, hub.parent / "native")
         assert (hub.parent / ".native.converting").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a place where nobody can write")
+def test_a_place_that_cannot_be_written_is_not_taken_for_another_conversion(hub):
+    with pytest.raises(CheckpointError, match=r"/proc/native cannot be written: .*(No such file|denied|Read-only)"):
+        convert_checkpoint(hub, "/proc/native")
+
+
+def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys):
+    from sonicmoe_hf import checkpoint
+
+    monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    assert main(["convert", str(hub), str(hub.parent / "native"), "--layout", "native"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "sonicmoe-hf: interrupted"
+    assert sorted(path.name for path in hub.parent.iterdir()) == ["hub"]
 
 
 def _process(src, dst):

@@ -1,5 +1,6 @@
 """The wheel holds what it should and imports from anywhere; the checkout works beside it."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -8,9 +9,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = "import sonicmoe_hf, sonicmoe_hf.kernels.eager, sonicmoe_hf.model_patches, sonicmoe_hf.demo"
+WHERE = f"{IMPORTS}; print(*sonicmoe_hf.kernels.__path__)"
 
 
 def run(*command, **options):
@@ -27,8 +31,8 @@ def python(*arguments, path, cwd):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy of the sources, without isolation and without network."""
+def sources(tmp_path_factory):
+    """A copy of the checkout, so that building leaves nothing in it."""
     folder = tmp_path_factory.mktemp("packaging")
     ignored = (
         "--exclude=./.*",
@@ -37,12 +41,22 @@ def wheel(tmp_path_factory):
         "--exclude=./outputs",
         "--exclude=*.egg-info",
     )
-    (folder / "sources").mkdir()
     sources = subprocess.run(["tar", "-c", *ignored, "."], cwd=ROOT, check=True, capture_output=True).stdout
-    subprocess.run(["tar", "-x"], cwd=folder / "sources", input=sources, check=True)
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    run(sys.executable, "-c", build, str(folder), cwd=folder / "sources")
+    subprocess.run(["tar", "-x"], cwd=folder, input=sources, check=True)
+    return folder
+
+
+def build(kind, sources, folder):
+    """Build a wheel, or an editable one, without isolation and without network; returns its path."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    run(sys.executable, "-c", code, str(folder), cwd=sources)
     return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, tmp_path_factory):
+    """The wheel that users install."""
+    return build("wheel", sources, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,16 @@ def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def with_kernels(tmp_path_factory):
+    """Folders for sys.path with Hugging Face's `kernels`: the installed one, under a version that Transformers takes."""
+    found = importlib.metadata.distribution("kernels").locate_file("")
+    metadata = tmp_path_factory.mktemp("kernels") / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n", encoding="utf-8")
+    return [metadata.parent.parent, found]
 
 
 def test_the_wheel_holds_the_packages_the_licence_and_nothing_else(wheel):
@@ -69,15 +93,18 @@ def test_every_package_of_the_checkout_is_in_the_wheel(wheel):
 
 
 def test_the_wheel_imports_from_anywhere(installed, tmp_path):
-    code = f"{IMPORTS}; print(sonicmoe_hf.kernels.__file__)"
-    printed = python("-c", code, path=[installed], cwd=tmp_path)
-    assert Path(printed.strip()).is_relative_to(installed)
+    printed = python("-c", WHERE, path=[installed], cwd=tmp_path)
+    assert Path(printed.strip()) == installed / "sonicmoe_hf" / "kernels"
 
 
 def test_the_checkout_imports_without_an_install(tmp_path):
-    code = f"{IMPORTS}; print(sonicmoe_hf.kernels.__file__)"
-    printed = python("-c", code, path=[ROOT], cwd=tmp_path)
-    assert Path(printed.strip()) == ROOT / "kernels" / "__init__.py"
+    assert Path(python("-c", WHERE, path=[ROOT], cwd=tmp_path).strip()) == ROOT / "kernels"
+
+
+def test_an_editable_install_imports_from_anywhere(sources, tmp_path):
+    zipfile.ZipFile(build("editable", sources, tmp_path)).extractall(tmp_path)
+    printed = python("-c", f"import site; site.addsitedir({str(tmp_path)!r}); {WHERE}", path=[], cwd=tmp_path)
+    assert Path(printed.strip()) == sources / "kernels"
 
 
 @pytest.mark.parametrize("module", ["sonicmoe_hf", "sonicmoe_hf.cli"])
@@ -86,14 +113,34 @@ def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(insta
     assert python("-m", module, "--version", path=[installed], cwd=ROOT).startswith("sonicmoe-hf ")
 
 
-def test_importing_the_kernels_folder_from_the_root_does_not_disturb_transformers():
-    """Transformers looks for a package `kernels`; with the repository root on sys.path it finds ours."""
-    run(sys.executable, "-c", "import kernels, transformers; transformers.Qwen3MoeForCausalLM", cwd=ROOT)
+@pytest.mark.parametrize(
+    "arguments",
+    [("-m", "sonicmoe_hf", "--version"), ("-m", "pytest", "--collect-only", "-q", "tests/test_bad_input.py"),
+     ("-c", "import transformers, sys; transformers.Qwen3MoeForCausalLM; assert 'kernels.layer' in sys.modules")],
+    ids=["the command", "pytest", "a model's import"],
+)  # fmt: skip
+def test_the_folder_kernels_does_not_shadow_the_package_kernels(with_kernels, arguments):
+    """Transformers imports Hugging Face's `kernels` where it is installed; the root's folder comes first on sys.path."""
+    python(*arguments, path=with_kernels, cwd=ROOT)
+
+
+def test_the_extras_hold_what_they_promise(wheel):
+    from packaging.metadata import parse_email
+
+    text = zipfile.ZipFile(wheel).read(f"{wheel.name.rsplit('-', 3)[0]}.dist-info/METADATA")
+    wanted = [Requirement(line) for line in parse_email(text)[0]["requires_dist"]]
+
+    def of(extra):
+        facts = {"extra": extra, "platform_system": "Linux"}
+        direct = [one for one in wanted if one.marker is not None and one.marker.evaluate(facts)]
+        inner = [of(name) for one in direct if one.name == "sonicmoe-hf" for name in one.extras]
+        return {one.name for one in direct}.union(*inner)
+
+    assert of("hopper") == {"apache-tvm-ffi", "nvidia-cutlass-dsl", "triton"}, "what backends.HOPPER_PACKAGES asks for"
+    assert of("all") >= of("hopper") | of("peft") | of("train")
 
 
 def test_the_pins_satisfy_the_declared_ranges():
-    from packaging.requirements import Requirement
-
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pins = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line]
     pinned = {Requirement(line).name: str(Requirement(line).specifier).removeprefix("==") for line in pins}

@@ -1,20 +1,26 @@
 """Compiled kernels in memory and on disk.
 
 A file is found by the digest of this folder's sources, the versions that made it, and the static parameters; it is
-written whole or not at all, and one that does not match its checksum is compiled again. Where much is missing, processes
-beside this one compile it: threads would not help, because the compiler holds Python's lock.
+written whole or not at all, and one that does not match its checksum is compiled again. Loading a file runs code in it:
+one that others than this user and root could have written is not loaded. Where much is missing, processes beside this one
+compile it: threads would not help, because the compiler holds Python's lock.
 """
 
 import contextlib
 import functools
+import grp
 import hashlib
 import importlib.metadata
 import os
 import pickle
+import pwd
+import secrets
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import cutlass.cute as cute
@@ -26,6 +32,11 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 
 MOST_PROCESSES = 8
+SECONDS_OF_WAITING = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
+LOCAL_RANKS = (  # of torchrun and accelerate, Slurm, Open MPI, MVAPICH, Intel MPI, Hydra, PALS and Flux
+    "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID",
+)  # fmt: skip
 # sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
 WORKER = """
 import sys, types
@@ -49,9 +60,65 @@ def path_of(name: str, parameters: tuple) -> Path:
     return folder() / f"{name}-{key}.o"
 
 
-def is_intact(path: Path) -> bool:
-    """Whether the file is there, and is the one that was written."""
+def distrust() -> str | None:
+    """Why no kernel may be loaded from the folder: another user owns it or one above it, or can write there. Or None."""
+    lexical, real = folder().absolute(), folder().resolve()
+    for path in dict.fromkeys([lexical, *lexical.parents, real, *real.parents]):
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # missing: it will be made, by this user
+        # in a folder like /tmp others can make files, but move or remove only their own
+        above_and_sticky = path not in (lexical, real) and status.st_mode & stat.S_ISVTX
+        writable = not above_and_sticky and _others_can_write(status)
+        if writable or status.st_uid not in _trusted_owners():
+            whose = "others can write to it" if writable else f"it belongs to user {status.st_uid}"
+            return (
+                f"compiled kernels in {folder()} are neither loaded nor kept, because of {path}: {whose}. Set {VARIABLE} "
+                "to a folder that you alone can write to, or change owner and mode (chmod go-w)"
+            )
+    return None
+
+
+def _trusted_owners() -> set[int]:
+    """This user and root; in a user namespace, as Apptainer makes, also those without a number there, as root may be."""
+    owners = {0, os.geteuid()}
+    with contextlib.suppress(OSError):
+        if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
+            owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    return owners
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    """Whether anybody but the owner and root can write there, by mode and group."""
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and status.st_gid not in (0, _group_of_one())
+
+
+@functools.cache
+def _group_of_one() -> int:
+    """The group that has this user alone, as many systems give everyone, or root's."""
     try:
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(user.pw_gid)
+    except KeyError:
+        return 0
+    return user.pw_gid if group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name} else 0
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the file is there, is the one that was written, and nobody else could have written it."""
+    try:
+        for file in (path, path.with_suffix(".sha256")):
+            status = file.stat()
+            if status.st_uid not in _trusted_owners() or _others_can_write(status):
+                return False
         found = path.read_bytes()
         checksum = path.with_suffix(".sha256").read_text()
     except OSError:
@@ -61,7 +128,7 @@ def is_intact(path: Path) -> bool:
 
 def missing(wanted: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:
     """Which of the kernels, (function of compiled.py, its parameters), are to be compiled."""
-    return [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
+    return wanted if distrust() else [kernel for kernel in wanted if not is_intact(path_of(*kernel))]
 
 
 def cached(compile_kernel):
@@ -70,6 +137,9 @@ def cached(compile_kernel):
     @functools.cache
     @functools.wraps(compile_kernel)
     def get(*parameters):
+        if reason := distrust():
+            _warn(reason)
+            return compile_kernel(*parameters)
         path = path_of(compile_kernel.__name__, parameters)
         _wait_for(path)
         if is_intact(path):
@@ -85,11 +155,12 @@ def cached(compile_kernel):
 def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     """Begin to compile kernels that will soon be asked for, (function of compiled.py, its parameters), in new processes.
 
-    `cached` waits for them. Where there are too few kernels, CPUs or rights for that, nothing is begun, and where a
-    process fails, what it leaves is compiled as it is asked for. Of a machine's ranks (torchrun, accelerate) the first
-    begins them, for all.
+    `cached` waits for them, SECONDS_OF_WAITING at most. Where there are too few kernels, CPUs or rights for that, nothing
+    is begun, and where a process fails or hangs, what it leaves is compiled as it is asked for. Of a machine's ranks
+    (LOCAL_RANKS) the first begins them, for all.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    local_rank = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0")
+    if local_rank != "0" or distrust():
         return
     kernels, quiet = missing(wanted), subprocess.DEVNULL
     processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1, MOST_PROCESSES)
@@ -97,7 +168,7 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
         return
     command = [sys.executable, "-c", WORKER.format(path=list(sys.modules["sonicmoe_hf"].__path__))]
     with contextlib.suppress(OSError):
-        folder().mkdir(parents=True, exist_ok=True)
+        make_folder()
         for first in range(processes):
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
             share = kernels[first::processes]
@@ -115,9 +186,13 @@ def compile_share() -> None:
 
 
 def _wait_for(path: Path) -> None:
-    """Until the file is there, if another process is to write it, or that process has ended."""
+    """Until the file is there, if another process is to write it, or that process has ended; one that hangs is ended."""
     process = _coming.get(path)
+    deadline = time.monotonic() + SECONDS_OF_WAITING
     while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
+        if time.monotonic() > deadline:
+            process.kill()
+            process.wait()
         time.sleep(0.01)
 
 
@@ -139,8 +214,14 @@ def _version(distribution: str) -> str:
         return "none"
 
 
+def make_folder() -> None:
+    """Make the folder, writable for this user alone whatever the umask says: in another nothing would be loaded."""
+    for path in (*reversed(folder().absolute().parents), folder()):
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
 def _save(kernel, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernel.o"
         kernel.export_to_c(str(made), "kernel", export_only_tvm_ffi_symbols=True)
@@ -150,6 +231,11 @@ def _save(kernel, path: Path) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    """Write a file as one, readable for whom the umask says: an image's users too may load what was made with it."""
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(scratch, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+            file.write(content)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

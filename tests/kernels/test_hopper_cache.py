@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sonicmoe_hf import doctor, warmup
+from sonicmoe_hf import config_only, doctor, warmup
 from sonicmoe_hf.cli import main
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels.interface import Activation, Rows
@@ -123,12 +123,23 @@ def small_gradients():
     return [("gradient", (torch.bfloat16, 128, 128, across, tile("gradient", 128))) for across in (False, True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("interpreter", (PYTHON, "/bin/false", "/nowhere"))
-def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkeypatch, interpreter):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+@pytest.fixture
+def alone(monkeypatch):
+    """A process that no launcher started, with three CPUs."""
+    for name in cache.LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interpreter", (PYTHON, "/bin/false", "/nowhere", "hangs"))
+def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkeypatch, alone, interpreter):
+    if interpreter == "hangs":
+        (tmp_path / interpreter).write_text("#!/bin/sh\nexec sleep 600\n")
+        (tmp_path / interpreter).chmod(0o755)
+        monkeypatch.setattr(cache, "SECONDS_OF_WAITING", 0.5)
+        interpreter = str(tmp_path / interpreter)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "executable", interpreter)
     monkeypatch.setattr(cache, "_save", save := mock.Mock(wraps=cache._save))
     cache.compile_ahead(small_gradients())
@@ -136,16 +147,131 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
         assert callable(getattr(compiled, name).__wrapped__(*parameters))  # past what this process has already
     assert save.call_count == (0 if interpreter == PYTHON else 2)
     assert len(list(tmp_path.glob("hopper/*.o"))) == 2
+    assert all(process.poll() is not None for process in cache._coming.values() if interpreter != PYTHON)
 
 
-@pytest.mark.parametrize(("kernels", "cpus", "rank"), [(1, 9, "0"), (2, 2, "0"), (2, 9, "1")])
-def test_nothing_is_begun_for_little_and_by_other_ranks(tmp_path, monkeypatch, kernels, cpus, rank):
+@pytest.mark.parametrize(
+    ("kernels", "cpus", "variables"),
+    [(1, 9, {}), (2, 2, {}), (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}),
+     *((2, 9, {name: "1"}) for name in cache.LOCAL_RANKS)],
+)  # fmt: skip
+def test_nothing_is_begun_for_little_and_by_other_ranks(tmp_path, monkeypatch, alone, kernels, cpus, variables):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    monkeypatch.setenv("LOCAL_RANK", rank)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cpus))
     monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock())
     cache.compile_ahead(small_gradients()[:kernels])
     begun.assert_not_called()
+
+
+@pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0", "SLURM_LOCALID": "5"}, {"SLURM_LOCALID": "0"}])
+def test_the_first_rank_begins_for_all(tmp_path, monkeypatch, alone, variables):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock(side_effect=OSError))
+    cache.compile_ahead(small_gradients())
+    begun.assert_called_once()
+
+
+class Kernel:
+    """Stands for a compiled kernel: what is tested is who may have written the file, not what is in it."""
+
+    def export_to_c(self, path, *_, **__):
+        with open(path, "wb") as file:
+            file.write(b"machine code")
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Asks for a kernel as a new process would, in a cache that has it already; tells whether it was loaded."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "mine"))
+    monkeypatch.setattr(cache.cute.runtime, "load_module", lambda *_, **__: {"kernel": "loaded"})
+
+    def small(number):
+        return Kernel()
+
+    def loaded():
+        cache._warn.cache_clear()
+        return cache.cached(small)(1) == "loaded"
+
+    assert not loaded() and loaded()
+    return loaded
+
+
+def give_away(path, monkeypatch):
+    """Make it another user's."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.mark.parametrize("spoiled", ["mine/hopper", "mine", "."])
+def test_nothing_is_loaded_from_a_folder_that_others_can_write_to(ask, tmp_path, alone, monkeypatch, spoiled):
+    (tmp_path / spoiled).chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=rf"{tmp_path / spoiled}: others can write to it. Set {cache.VARIABLE}"):
+        assert not ask()
+    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock())
+    cache.compile_ahead(small_gradients())
+    begun.assert_not_called()
+    with pytest.raises(warmup.WarmupError, match="others can write to it"):
+        list(warmup.compile_kernels(small_gradients(), 1))
+    (tmp_path / spoiled).chmod(0o755)
+    assert ask()
+
+
+def test_a_folder_for_everyone_in_which_one_can_touch_only_ones_own_may_be_above(ask, tmp_path):
+    tmp_path.chmod(0o1777)  # as /tmp is
+    assert ask()
+    (tmp_path / "mine" / "hopper").chmod(0o1777)
+    with pytest.warns(RuntimeWarning, match="others can write to it"):
+        assert not ask()
+
+
+@pytest.mark.parametrize("spoiled", ["mine/hopper", "mine"])
+def test_nothing_is_loaded_from_a_folder_that_another_user_owns(ask, tmp_path, monkeypatch, spoiled):
+    give_away(tmp_path / spoiled, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=r"it belongs to user \d+. Set"):
+        assert not ask()
+
+
+def test_a_link_counts_by_where_it_lies_and_where_it_leads(ask, tmp_path, monkeypatch):
+    (tmp_path / "links").mkdir(mode=0o755)
+    (tmp_path / "links" / "cache").symlink_to(tmp_path / "mine")
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "links" / "cache"))
+    assert ask()
+    (tmp_path / "links").chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="others can write to it"):
+        assert not ask()
+    (tmp_path / "links").chmod(0o755)
+    (tmp_path / "mine").chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="others can write to it"):
+        assert not ask()
+
+
+@pytest.mark.parametrize("suffix", [".o", ".sha256"])
+def test_a_file_that_others_could_have_written_is_compiled_again(ask, tmp_path, monkeypatch, suffix):
+    (file,) = tmp_path.glob(f"mine/hopper/*{suffix}")
+    file.chmod(0o666)
+    assert not ask() and ask(), "written again, for its owner alone"
+    if os.geteuid() == 0:
+        give_away(file, monkeypatch)
+        assert not ask() and ask()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0, 0o644)])
+def test_files_are_readable_as_the_umask_says_and_written_by_their_owner_alone(tmp_path, monkeypatch, umask, mode):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "deep" / "cache"))
+    before = os.umask(umask)
+    try:
+        cache._save(Kernel(), cache.path_of("small", (1,)))
+    finally:
+        os.umask(before)
+    files = list(tmp_path.glob("deep/cache/hopper/*"))
+    assert [file.stat().st_mode & 0o777 for file in files] == [mode, mode]
+    assert cache.distrust() is None
 
 
 @pytest.mark.parametrize(
@@ -193,7 +319,7 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 def test_a_model_is_taken_apart_into_the_kinds_of_its_layers(tmp_path):
     config = transformers.GptOssConfig(**SMALL, hidden_size=96, intermediate_size=72, num_local_experts=4)
     config.save_pretrained(tmp_path)
-    (kind,) = warmup.kinds_of_model(doctor.build_on_meta(str(tmp_path)), torch.float16)
+    (kind,) = warmup.kinds_of_model(config_only.build_on_meta(str(tmp_path)), torch.float16)
     assert (kind.hidden, kind.inner, kind.layout, kind.bias) == (96, 72, "transposed_interleaved", True)
     assert (kind.activation.name, kind.activation.limit, kind.dtype) == ("clamped_swiglu", 7.0, torch.float16)
     assert "H=96 I=72" in str(kind) and "biases" in str(kind)
@@ -210,7 +336,8 @@ def test_native_experts_have_the_native_layout():
 
 
 def test_doctor_says_what_runs_on_the_hopper_kernels(tmp_path):
-    config = transformers.Qwen3MoeConfig(**SMALL, hidden_size=96, moe_intermediate_size=36, num_experts=4)
+    sizes = {"hidden_size": 96, "moe_intermediate_size": 36, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**SMALL, **sizes)
     config.save_pretrained(tmp_path)
     (layers,) = doctor.examine(str(tmp_path)).layers
     assert "H=96, I=36: up, down" in layers.kernels and "run on the Triton kernels" in layers.kernels

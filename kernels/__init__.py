@@ -1,1 +1,0 @@
-"""Tensors in, tensors out: the kernels of sonicmoe-hf, one folder or file per backend. Imports nothing."""

@@ -1,0 +1,91 @@
+"""Activations of experts, as Transformers' models name or hold them: each that we claim is the one that eager computes."""
+
+import pytest
+import torch
+import transformers
+from models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+
+import sonicmoe_hf
+from sonicmoe_hf.experts import IMPLEMENTATION, UnsupportedExpertsError, experts_facts
+
+CLAIMED = {
+    "swiglu": ["silu", "swish", nn.SiLU(), F.silu],
+    "geglu": ["gelu", "gelu_python", nn.GELU(), F.gelu],
+    "geglu_tanh": [
+        "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh", nn.GELU(approximate="tanh"),
+    ],
+    "reglu": ["relu", nn.ReLU(), F.relu, torch.relu],
+}  # fmt: skip
+
+
+def experts_with(act_fn):
+    """Small experts that compute in fp64, with this activation."""
+    experts = next(m for m in build("qwen3_moe").modules() if hasattr(type(m), "_apply_gate")).double()
+    del experts.act_fn  # a module gives its place to no function
+    experts.act_fn = ACT2FN[act_fn] if isinstance(act_fn, str) else act_fn
+    return experts
+
+
+@pytest.mark.parametrize(("name", "act_fn"), [(name, act_fn) for name in CLAIMED for act_fn in CLAIMED[name]])
+def test_an_activation_that_we_claim_is_the_one_transformers_computes(name, act_fn):
+    experts = experts_with(act_fn)
+    assert experts_facts(experts).activation.name == name
+    x, index = 2 * torch.randn(40, 32, dtype=torch.float64), torch.randint(0, 8, (40, 1))
+    weights = torch.rand(40, 1, dtype=torch.float64)
+    experts.config._experts_implementation = "eager"
+    wanted = experts(x, index, weights)
+    experts.config._experts_implementation = IMPLEMENTATION
+    error = relative_error(experts(x, index, weights), wanted)
+    assert error < 1e-8, "fp64; gelu_fast and gelu_accurate round the constant sqrt(2 / pi), to 10 digits at least"
+
+
+@pytest.mark.parametrize("act_fn", ["gelu_10", "quick_gelu", "mish", "relu2", torch.sigmoid, F.leaky_relu])
+def test_other_activations_are_refused_by_name(act_fn):
+    experts = experts_with(act_fn)
+    name = getattr(experts.act_fn, "__name__", type(experts.act_fn).__name__)
+    with pytest.raises(UnsupportedExpertsError, match=f"its activation {name} is not one of those behind"):
+        experts_facts(experts)
+
+
+def test_a_gelu_of_ones_own_is_not_taken_for_torch_s():
+    class Shifted(nn.GELU):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    with pytest.raises(UnsupportedExpertsError, match="its activation Shifted"):
+        experts_facts(experts_with(Shifted()))
+
+
+@pytest.fixture
+def lfm2_moe():
+    """A small model whose experts hold the function torch.nn.functional.silu."""
+    config = transformers.Lfm2MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_dense_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2,
+        layer_types=["conv", "full_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)  # at the usual 0.02 a wrong gate passes
+    return model
+
+
+def test_lfm2_moe_computes_what_eager_computes(lfm2_moe):
+    expected = loss_and_gradients(lfm2_moe, batch())
+    sonicmoe_hf.patch_model(lfm2_moe)
+    assert_all_close(loss_and_gradients(lfm2_moe, batch()), expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_experts_with_a_function_compile_without_graph_breaks():
+    torch._dynamo.reset()
+    experts = experts_with(F.gelu)
+    experts.config._experts_implementation = IMPLEMENTATION
+    arguments = torch.randn(8, 32, dtype=torch.float64), torch.randint(0, 8, (8, 2)), torch.rand(8, 2).double()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), experts(*arguments))
