@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
         False, "swiglu_alpha", "swiglu_limit",
     ),
 }  # fmt: skip
+
+
+reached = threading.local()  # experts: id of the module that sonicmoe_hf_experts_forward last computed in this thread
 
 
 class UnsupportedExpertsError(ValueError):
@@ -147,6 +151,8 @@ def sonicmoe_hf_experts_forward(
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
     rounding, which carries its own weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
+    if not torch.compiler.is_compiling():
+        reached.experts = id(self)
     facts = experts_facts(self)
     return moe_experts(
         hidden_states,
