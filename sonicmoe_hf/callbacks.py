@@ -10,8 +10,8 @@ from transformers.utils import logging
 from .config import TokenRounding
 from .experts import is_expert_parallel
 from .load import TOTALS
-from .patching import is_patched, patch_model, patch_state, router_hooks, start_counting
-from .support import check_rounding, find_layers, supports
+from .patching import check_routers_live, is_patched, patch_model, patch_state, router_hooks, start_counting
+from .support import find_layers
 
 logger = logging.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class TokenRoundingCallback(TrainerCallback):
         """Patch the model if nobody has; refuse one that cannot round."""
         if not is_patched(model):
             patch_model(model)
-        check_rounding(supports(model), self.policy)
+        check_routers_live(model, self.policy)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step."""

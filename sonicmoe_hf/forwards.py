@@ -15,7 +15,7 @@ NATIVE = "sonicmoe_hf.auto.SonicMoEExperts.forward"
 PARALLEL = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 LIGER_SWITCH = (
     "keep Liger from the experts by its switch swiglu=False (Trainer: liger_kernel_config={'swiglu': False}), given "
-    "before the model is built; its other kernels work beside sonicmoe_hf"
+    "before this model is built; its other kernels work beside sonicmoe_hf"
 )
 
 
@@ -77,7 +77,10 @@ def why_not_reached(experts: nn.Module) -> str | None:
     """
     name = type(experts).__name__
     if type(experts).__module__.startswith("liger_kernel."):
-        return f"Liger put {name} in the place of its experts class before the model was built; {LIGER_SWITCH}"
+        return (
+            f"Liger put {name} in the place of its experts class before the model was built, as it does for all later "
+            f"models of the process when it is applied to one; {LIGER_SWITCH}"
+        )
     forward = _innermost(experts)
     if _is_interface(forward) or _name(forward).startswith(PARALLEL):
         return None

@@ -25,13 +25,11 @@ from .support import (
     Layer,
     LayerSupport,
     UnsupportedModelError,
-    check_rounding,
     every_copy,
     every_experts,
     find_layers,
     load_family_class,
     make_ready,
-    supports,
 )
 from .top_k import FastTopKEntry, FastTopKExit
 
@@ -202,14 +200,17 @@ def is_patched(model: nn.Module) -> bool:
     return _state(_root(model)) is not None
 
 
-def check_routers_live(model: nn.Module) -> None:
-    """Check that every router of a patched model has the hook which rounds and counts.
+def check_routers_live(model: nn.Module, policy: TokenRounding | None = None) -> None:
+    """Check that every layer of a patched model can do what the policy asks, and that every router has its hook.
 
     Raises:
-        RuntimeError: one lacks it, as it came into the model after patching. ValueError: the model is not patched.
+        UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
+        RuntimeError: a router came into the model after patching, without the hook that rounds and counts.
     """
     patch_state(model)
-    check_live(list(find_layers(_root(model))))
+    root = _root(model)
+    make_ready(root, policy)
+    check_live(list(find_layers(root)))
 
 
 def router_hooks(model: nn.Module) -> list[RouterHook]:
@@ -227,7 +228,7 @@ def start_counting(model: nn.Module) -> None:
     """Have the routers of a patched model count their loads, from zero.
 
     Raises:
-        RuntimeError, ValueError: as `check_routers_live`.
+        UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
     """
     check_routers_live(model)
     for _, router in _routers(_root(model)):
@@ -242,7 +243,7 @@ def set_routing(model: nn.Module, routing) -> None:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
     state, policy = patch_state(model), as_routing_policy(routing)
-    check_rounding(supports(_root(model)), policy)
+    make_ready(_root(model), policy)
     state.policy = policy
 
 
