@@ -56,6 +56,8 @@ def _root(model: nn.Module) -> PreTrainedModel:
             found[name] = module
     if not found:
         raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
+    if len(found) == 1:
+        return next(iter(found.values()))
     with_layers = {name: module for name, module in found.items() if any(find_layers(module))}
     if len(with_layers) > 1:
         names = " and ".join(f"{name} ({type(module).__name__})" for name, module in with_layers.items())
@@ -129,10 +131,8 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
     experts = set(every_experts(root))
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not experts.isdisjoint(module.modules()):
-            entry, exit = (
-                find_hook(module._forward_pre_hooks, ModelEntryHook),
-                find_hook(module._forward_hooks, ModelExitHook),
-            )
+            entry = find_hook(module._forward_pre_hooks, ModelEntryHook)
+            exit = find_hook(module._forward_hooks, ModelExitHook)
             if entry is None:
                 entry, exit = ModelEntryHook(_mask_position(module)), ModelExitHook()
                 module.register_forward_pre_hook(entry, with_kwargs=True)

@@ -24,15 +24,9 @@ QUANTISED = {  # experts classes that Transformers' quantisers put in: how to ge
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
     "FP8Experts": REMEDIES["fp8"],
 }
-WRAPPED = (
-    "base_layer",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_orig_mod",
-)  # what wrappers call a module
-WRAPPERS = re.compile(
-    rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{'|'.join(WRAPPED)})(?:\.|$)"
-)  # in names
+# what wrappers call the module inside them
+WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{'|'.join(WRAPPED)})(?:\.|$)")
 EXPERTS_NAME = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")  # of classes outside the experts interface
 OUTSIDE = "is outside Transformers' experts interface: experts_implementation has no effect on it"
 
@@ -63,8 +57,9 @@ class Layer(NamedTuple):
 
 def _saved_copies(module: nn.Module) -> dict[str, nn.Module] | None:
     """Of PEFT's ModulesToSaveWrapper: its copies by adapter. It hands any other attribute on to one of them."""
-    submodules = vars(module)["_modules"]
-    return submodules["modules_to_save"] if {"original_module", "modules_to_save"} <= set(submodules) else None
+    submodules = module._modules
+    wraps = "original_module" in submodules and "modules_to_save" in submodules
+    return submodules["modules_to_save"] if wraps else None
 
 
 def _live(wrapper: nn.Module, copies: dict[str, nn.Module]) -> nn.Module:
@@ -79,8 +74,7 @@ def _bare(module: nn.Module) -> nn.Module:
     """The module inside the wrappers of PEFT, FSDP, checkpointing and torch.compile: that which is called."""
     while True:
         copies = _saved_copies(module)
-        submodules = vars(module)["_modules"]
-        inner = next((submodules[name] for name in WRAPPED if name in submodules), None)
+        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
         if copies is not None:
             module = _live(module, copies)
         elif inner is not None:
