@@ -33,7 +33,7 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
 }  # fmt: skip
 
 
-reached = threading.local()  # experts: id of the module that sonicmoe_hf_experts_forward last computed in this thread
+reached = threading.local()  # experts: id of the module that we last computed in this thread
 
 
 class UnsupportedExpertsError(ValueError):
@@ -143,6 +143,12 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
     return top_k_index
 
 
+def note_reached(experts: nn.Module) -> None:
+    """Note that a call of this module reached us: patching looks whether its first one did."""
+    if not torch.compiler.is_compiling():
+        reached.experts = id(experts)
+
+
 def sonicmoe_hf_experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -151,8 +157,7 @@ def sonicmoe_hf_experts_forward(
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
     rounding, which carries its own weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
-    if not torch.compiler.is_compiling():
-        reached.experts = id(self)
+    note_reached(self)
     facts = experts_facts(self)
     return moe_experts(
         hidden_states,

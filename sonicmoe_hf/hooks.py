@@ -88,7 +88,7 @@ def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k:
 
 
 class FirstUseHook:
-    """Forward hook of an experts module: its first call must have reached `sonicmoe_hf_experts_forward`; then it goes."""
+    """Forward hook of an experts module: its first call must have reached us; then it goes."""
 
     def __call__(self, experts: nn.Module, args, output):
         if torch.compiler.is_compiling() or experts.config._experts_implementation != IMPLEMENTATION:
