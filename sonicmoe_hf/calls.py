@@ -49,8 +49,9 @@ class _Latest:
     """For compiled code, which asks autograd nothing: the last call whose backward began; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made."""
 
-    call: ModelCall | None = None
-    made_compiled = False
+    def __init__(self):
+        self.call: ModelCall | None = None
+        self.made_compiled = False
 
 
 _thread = (

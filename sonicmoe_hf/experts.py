@@ -10,6 +10,7 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from .forwards import LIGERS, why_not_reached
 from .functional import Activation, moe_experts
 from .routing import MISPLACED, Routing
 
@@ -83,6 +84,8 @@ def experts_facts(experts: nn.Module) -> ExpertsFacts:
     """
     if isinstance(facts := getattr(experts, "facts", None), ExpertsFacts):
         return facts  # SonicMoEExperts
+    if type(experts).__name__ == LIGERS:
+        raise UnsupportedExpertsError(why_not_reached(experts))
     if not hasattr(type(experts), "_apply_gate"):
         _refuse(
             experts,

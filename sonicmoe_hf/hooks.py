@@ -98,7 +98,7 @@ class FirstUseHook:
                 f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
                 f"sonicmoe_hf: {why_not_reached(experts) or 'another function is registered under that name'}"
             )
-        for key in [key for key, hook in experts._forward_hooks.items() if hook is self]:
+        for key in [key for key, hook in list(experts._forward_hooks.items()) if hook is self]:
             experts._forward_hooks.pop(key, None)
 
 

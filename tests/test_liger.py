@@ -16,21 +16,24 @@ import pytest
 import torch
 from models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
 from training import TILE, Watch, trainer_for
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf.auto import NATIVE
 from sonicmoe_hf.forwards import INTERFACE_CODE
 from sonicmoe_hf.support import find_layers
 
 liger = pytest.importorskip("liger_kernel.transformers")
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
+PATCHED_BY_LIGER = [*FAMILIES, "mixtral"]
 EXPERTS_ALONE = {"rope": False, "rms_norm": False, "fused_linear_cross_entropy": False}  # what can run on a CPU
 ORDERS = ["Liger, then patched", "patched, then Liger"]
 
 
 @pytest.fixture(autouse=True)
 def transformers_afterwards_as_before():
-    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in FAMILIES]
+    modules = [importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in PATCHED_BY_LIGER]
     before = [dict(vars(module)) for module in modules]
     yield
     for module, names in zip(modules, before):
@@ -107,6 +110,19 @@ def test_a_model_whose_experts_liger_replaced_computes_with_ours(order):
         apply_liger(model, **EXPERTS_ALONE)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_does_a_model_of_another_family(order):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(
+        MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2), experts_implementation="eager"
+    )
+    expected = loss_and_gradients(model, batch())
+    apply_both(model, order, **EXPERTS_ALONE)
+    assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
+    assert all(is_ours(layer.experts) for layer in find_layers(model))
+
+
 def test_liger_applied_between_two_calls_or_below_accelerates_hooks_is_undone():
     model = build("qwen3_moe")
     expected = loss_and_gradients(model, batch())
@@ -161,6 +177,13 @@ def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_it
             build(family)
     finally:
         sonicmoe_hf.unpatch()
+
+
+def test_a_native_model_built_after_liger_replaced_the_experts_class_is_refused_with_its_switch():
+    liger.apply_liger_kernel_to_qwen3_moe(fused_linear_cross_entropy=False)
+    config = NATIVE["qwen3_moe"].config(**build("qwen3_moe").config.to_diff_dict())
+    with pytest.raises(sonicmoe_hf.UnsupportedExpertsError, match=r"Liger put LigerExperts .*swiglu=False"):
+        AutoModelForCausalLM.from_config(config)
 
 
 def test_the_trainers_liger_trains_with_our_experts_and_rounds(tmp_path):
