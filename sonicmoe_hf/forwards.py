@@ -65,9 +65,14 @@ def _is_ligers(forward: Callable | None) -> bool:
     return forward is not None and _name(forward).startswith("liger_kernel.")
 
 
+def is_bound_by_liger(module: nn.Module) -> bool:
+    """Whether Liger bound its experts' forward to this module, experts or a wrapper of them."""
+    return _is_ligers(vars(module).get("forward"))
+
+
 def _can_put_back(experts: nn.Module) -> bool:
     instance = vars(experts)
-    return _is_ligers(instance.get("forward")) and not {"_hf_hook", "_is_hooked"} & set(instance)
+    return is_bound_by_liger(experts) and not {"_hf_hook", "_is_hooked"} & set(instance)
 
 
 def why_not_reached(experts: nn.Module) -> str | None:
@@ -91,7 +96,8 @@ def why_not_reached(experts: nn.Module) -> str | None:
 
 
 def put_back(experts: nn.Module) -> bool:
-    """Undo what Liger bound to these experts, where nothing else stood there before it; whether there was something."""
+    """Undo what Liger bound to these experts, or to a wrapper of them, where nothing else stood there before it; whether
+    there was something."""
     instance = vars(experts)
     if _is_ligers(instance.get("_old_forward")):  # accelerate's hook came after Liger
         instance[REPLACED] = instance["_old_forward"].__func__

@@ -23,7 +23,7 @@ from .forwards import why_not_reached
 from .load import ExpertLoad
 from .model_patches import FAMILIES
 from .routing import MISPLACED, rounded_routing
-from .support import Layer, find_layers, make_ready
+from .support import Layer, find_layers, make_ready, ways_to_experts
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class ModelEntryHook:
 
     def __init__(self, mask_position: int | None):
         self.mask_position = mask_position
-        self.checked: list[tuple[Layer, Callable | None]] | None = None  # layers and their experts' own forward
+        self.checked: list[tuple[nn.Module, Callable | None]] | None = None  # experts and wrappers, their own forward
+        self.layers: list[Layer] = []
         self.checked_policy: TokenRounding | None = None
 
     def join(self, state: PatchState, name: str) -> None:
@@ -122,7 +123,7 @@ class ModelEntryHook:
         self.state, self.name = state, name
 
     def __getstate__(self):
-        return {**vars(self), "checked": None}  # a copy is checked afresh
+        return {**vars(self), "checked": None, "layers": []}  # a copy is checked afresh
 
     def __call__(self, model: nn.Module, args, kwargs):
         outer = calls.in_progress()
@@ -144,17 +145,17 @@ class ModelEntryHook:
         policy = self.state.policy
         if self.checked is None or self.checked_policy != policy or self._replaced():
             make_ready(model, policy)
-            layers = list(find_layers(model))
+            self.layers = list(find_layers(model))
             if policy is not None:
-                check_live(layers)
-            self.checked = [(layer, vars(layer.experts).get("forward")) for layer in layers]
+                check_live(self.layers)
+            self.checked = [(module, vars(module).get("forward")) for module in ways_to_experts(model)]
             self.checked_policy = policy
         if policy is not None and model.training and torch.is_grad_enabled():
-            for layer, _ in self.checked:
+            for layer in self.layers:
                 _check_implementation(layer)
 
     def _replaced(self) -> bool:
-        return any(vars(layer.experts).get("forward") is not forward for layer, forward in self.checked)
+        return any(vars(module).get("forward") is not forward for module, forward in self.checked)
 
 
 def check_live(layers: list[Layer]) -> None:

@@ -30,6 +30,7 @@ from .support import (
     find_layers,
     load_family_class,
     make_ready,
+    ways_to_experts,
 )
 from .top_k import FastTopKEntry, FastTopKExit
 
@@ -131,14 +132,11 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
     experts = set(every_experts(root))
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not experts.isdisjoint(module.modules()):
-            entry = find_hook(module._forward_pre_hooks, ModelEntryHook)
-            exit = find_hook(module._forward_hooks, ModelExitHook)
-            if entry is None:
-                entry, exit = ModelEntryHook(_mask_position(module)), ModelExitHook()
-                module.register_forward_pre_hook(entry, with_kwargs=True)
-                module.register_forward_hook(exit, always_call=True)
-            entry.join(state, name)
-            exit.join(state, name)
+            if find_hook(module._forward_pre_hooks, ModelEntryHook) is None:
+                module.register_forward_pre_hook(ModelEntryHook(_mask_position(module)), with_kwargs=True)
+                module.register_forward_hook(ModelExitHook(), always_call=True)
+            find_hook(module._forward_pre_hooks, ModelEntryHook).join(state, name)
+            find_hook(module._forward_hooks, ModelExitHook).join(state, name)
 
 
 def patch_model(
@@ -176,8 +174,9 @@ def unpatch_model(model: nn.Module) -> None:
         return
     for module in root.modules():
         _remove_hooks(module, HOOKS)
+    for module in ways_to_experts(root):
+        restore(module)
     for experts in every_experts(root):
-        restore(experts)
         vars(experts).pop(SAVE, None)
         if PREVIOUS in vars(experts):
             experts.config._experts_implementation_internal = vars(experts).pop(PREVIOUS)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .config import TokenRounding
 from .experts import UnsupportedExpertsError, check_weights, experts_facts, is_expert_parallel, is_tensor_parallel
-from .forwards import LIGERS, put_back, restore, why_not_reached
+from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
 from .model_patches import FAMILIES, Family
 
 REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
@@ -123,6 +123,11 @@ def every_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _is_experts(module)]
 
 
+def ways_to_experts(model: nn.Module) -> list[nn.Module]:
+    """`every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
+    return [module for module in model.modules() if any(map(_is_experts, every_copy(module)))]
+
+
 def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
     """Every mixture-of-experts layer of the model: those of our families with their router, any other experts without.
 
@@ -190,13 +195,13 @@ def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
 
 
-def _why_not_accelerated(model: nn.Module, layer: Layer) -> str | None:
+def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: dict[nn.Module, str]) -> str | None:
     remedy = QUANTISED.get(type(layer.experts).__name__)
     if remedy is not None:
         return f"its experts are quantised ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
     if _uses_hub_kernel(model, layer.block):
         return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
-    reason = why_not_reached(layer.experts)
+    reason = bound_by_liger.get(layer.experts) or why_not_reached(layer.experts)
     if reason is not None:
         return reason
     try:
@@ -222,9 +227,10 @@ def _why_no_rounding(layer: Layer) -> str | None:
 def supports(model: nn.Module) -> list[LayerSupport]:
     """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
     found = []
+    bound_by_liger = {_bare(way): why_not_reached(way) for way in ways_to_experts(model) if is_bound_by_liger(way)}
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
-        reason = _why_not_accelerated(model, layer)
+        reason = _why_not_accelerated(model, layer, bound_by_liger)
         if reason is not None:
             found.append(LayerSupport(layer.name, family, False, False, reason))
             continue
@@ -266,13 +272,13 @@ def make_ready(model: nn.Module, policy: TokenRounding | None) -> list[LayerSupp
     Raises:
         UnsupportedModelError: one cannot; the model is as it was.
     """
-    undone = [experts for experts in every_experts(model) if put_back(experts)]
+    undone = [module for module in ways_to_experts(model) if put_back(module)]
     try:
         layers = check_accelerated(model)
         check_rounding(layers, policy)
     except UnsupportedModelError:
-        for experts in undone:
-            restore(experts)
+        for module in undone:
+            restore(module)
         raise
     return layers
 

@@ -15,13 +15,14 @@ import accelerate
 import pytest
 import torch
 from models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from peft import LoraConfig, get_peft_model
 from training import TILE, Watch, trainer_for
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.auto import NATIVE
-from sonicmoe_hf.forwards import INTERFACE_CODE
+from sonicmoe_hf.forwards import INTERFACE_CODE, is_bound_by_liger
 from sonicmoe_hf.support import find_layers
 
 liger = pytest.importorskip("liger_kernel.transformers")
@@ -121,6 +122,33 @@ def test_so_does_a_model_of_another_family(order):
     apply_both(model, order, **EXPERTS_ALONE)
     assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
     assert all(is_ours(layer.experts) for layer in find_layers(model))
+
+
+@pytest.mark.parametrize("order", ["Liger, then LoRA", "LoRA, then Liger", "LoRA, then Liger, then patched"])
+def test_adapters_of_the_experts_stay_in_the_computation(order):
+    def with_lora(model):
+        torch.manual_seed(3)
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_parameters=parameters))
+
+    model = build("qwen3_moe")
+    expected = loss_and_gradients(with_lora(twin(model)), batch())
+    if order == "LoRA, then Liger, then patched":
+        adapted = with_lora(model)
+        apply_liger(model, **EXPERTS_ALONE)
+        assert not any(layer.accelerated for layer in sonicmoe_hf.supports(model))
+        sonicmoe_hf.patch_model(adapted)
+    else:
+        sonicmoe_hf.patch_model(model)
+        adapted = model if order == "Liger, then LoRA" else with_lora(model)
+        apply_liger(model, **EXPERTS_ALONE)
+        adapted = with_lora(model) if order == "Liger, then LoRA" else adapted
+    assert_all_close(loss_and_gradients(adapted, batch()), expected, 1e-5, ORDER_OF_SUMS)
+    sonicmoe_hf.unpatch_model(adapted)
+    bound = [module for module in model.modules() if is_bound_by_liger(module)]
+    assert {type(module).__name__ for module in bound} == {
+        "Qwen3MoeExperts" if order == "Liger, then LoRA" else "ParamWrapper"
+    }
 
 
 def test_liger_applied_between_two_calls_or_below_accelerates_hooks_is_undone():
