@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
 }  # fmt: skip
 
 
-reached = threading.local()  # experts: id of the module that we last computed in this thread
+_thread = threading.local()  # reached: a weak reference to the module that we last computed in this thread
 
 
 class UnsupportedExpertsError(ValueError):
@@ -147,9 +148,15 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
 
 
 def note_reached(experts: nn.Module) -> None:
-    """Note that a call of this module reached us: patching looks whether its first one did."""
+    """Note that a call of this module reached us."""
     if not torch.compiler.is_compiling():
-        reached.experts = id(experts)
+        _thread.reached = weakref.ref(experts)
+
+
+def was_reached(experts: nn.Module) -> bool:
+    """Whether this thread's last call that reached us was of this module: patching asks so after a module's first one."""
+    reached = getattr(_thread, "reached", None)
+    return reached is not None and reached() is experts
 
 
 def sonicmoe_hf_experts_forward(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from . import calls
 from .calls import ModelCall, PatchState
 from .config import TokenRounding
-from .experts import IMPLEMENTATION, reached
+from .experts import IMPLEMENTATION, was_reached
 from .forwards import why_not_reached
 from .load import ExpertLoad
 from .model_patches import FAMILIES
@@ -88,12 +88,24 @@ def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k:
 
 
 class FirstUseHook:
-    """Forward hook of an experts module: its first call must have reached us; then it goes."""
+    """Forward hook of an experts module: its first call must have reached us; then it goes.
+
+    Compiled calls only look whether a forward was put on the instance since; `had_forward`: there was one before.
+    """
+
+    def __init__(self, had_forward: bool):
+        self.had_forward = had_forward
 
     def __call__(self, experts: nn.Module, args, output):
-        if torch.compiler.is_compiling() or experts.config._experts_implementation != IMPLEMENTATION:
-            return
-        if getattr(reached, "experts", None) != id(experts):
+        if torch.compiler.is_compiling():
+            known = self.had_forward or "_hf_hook" in experts.__dict__ or "_is_hooked" in experts.__dict__
+            if "forward" in experts.__dict__ and not known:
+                raise RuntimeError("another forward took the place of these experts' own: see patch_model")
+        elif experts.config._experts_implementation == IMPLEMENTATION:
+            self._check(experts)
+
+    def _check(self, experts: nn.Module) -> None:
+        if not was_reached(experts):
             raise RuntimeError(
                 f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
                 f"sonicmoe_hf: {why_not_reached(experts) or 'another function is registered under that name'}"

@@ -104,7 +104,7 @@ def _use_our_experts(root: PreTrainedModel, save: str) -> None:
         setattr(experts, PREVIOUS, before.setdefault(id(experts.config), implementation))
         setattr(experts, SAVE, save)
         _remove_hooks(experts, (FirstUseHook,))
-        experts.register_forward_hook(FirstUseHook())
+        experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
     for experts in every:
         experts.config._experts_implementation_internal = IMPLEMENTATION
 

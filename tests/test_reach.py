@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from models import CONFIGS, batch, build, loss_and_gradients, relative_error
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -111,7 +112,7 @@ def test_a_wrapper_that_says_what_it_wraps_is_taken_at_its_word_until_the_first_
     experts.forward = functools.wraps(honest)(lambda *args: calls.append(1) or honest(*args))
     sonicmoe_hf.patch_model(model)
     assert relative_error(loss_and_gradients(model, batch())["logits"], expected["logits"]) < 1e-5 and calls == [1]
-    experts.forward = functools.wraps(honest)(of_somebody_else)
+    experts.forward = functools.wraps(honest)(lambda hidden_states, *routing: hidden_states)
     sonicmoe_hf.patch_model(model)
     with pytest.raises(RuntimeError, match=r"Qwen3MoeExperts was called .* but never reached sonicmoe_hf"):
         model(**batch())
@@ -125,6 +126,16 @@ def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatc
         RuntimeError, match=r"never reached sonicmoe_hf: another function is registered under that name"
     ):
         model(**batch())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(fullgraph):
+    torch._dynamo.reset()
+    model = build("qwen3_moe", num_hidden_layers=1)
+    sonicmoe_hf.patch_model(model)
+    model.model.layers[0].mlp.experts.forward = of_somebody_else
+    with pytest.raises(RuntimeError, match=r"Observed exception|its forward is .*of_somebody_else"):
+        torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
 
 
 def test_the_first_call_is_looked_at_once():
