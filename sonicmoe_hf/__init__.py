@@ -10,7 +10,7 @@ _checkout = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "kernels" / "interface.py").is_file():
     __path__.append(str(_checkout))  # a source checkout keeps kernels/ and model_patches/ beside this folder
 
-from . import auto, backends, functional, routing  # noqa: E402
+from . import auto, backends, functional, notice, routing  # noqa: E402
 from .auto import SonicMoEExperts  # noqa: E402
 from .callbacks import ExpertLoadCallback, TokenRoundingCallback, attach  # noqa: E402
 from .checkpoint import convert_checkpoint  # noqa: E402
@@ -59,3 +59,4 @@ __version__ = "0.1.0"
 
 register()
 auto.register()
+notice.register()

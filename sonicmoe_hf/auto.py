@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from .experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, whole_shape
+from .experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, note_reached, whole_shape
 from .functional import Activation, moe_experts
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, CheckpointError, Sizes
 from .model_patches import FAMILIES, Family
@@ -76,6 +76,7 @@ class SonicMoEExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """The experts' output [T, H] for `hidden_states` [T, H]; see `sonicmoe_hf_experts_forward`."""
+        note_reached(self)
         return moe_experts(
             hidden_states,
             self.c_fc,

@@ -12,10 +12,10 @@ from .config import TokenRounding
 from .digest import DIGEST, check_resumed, experts_digest, restore_best
 from .experts import is_expert_parallel
 from .load import TOTALS
-from .patching import is_patched, patch_model, patch_state, router_hooks, start_counting
+from .patching import check_routers_live, is_patched, patch_model, patch_state, router_hooks, start_counting
 from .policy_trainers import check_no_policy_trainer
 from .resume import restore_experts_on_resume
-from .support import check_rounding, find_layers, supports
+from .support import find_layers
 
 logger = logging.get_logger(__name__)
 
@@ -138,7 +138,7 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
         """Patch the model if nobody has; refuse one that cannot round."""
         self._check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
-        check_rounding(supports(model), self.policy, remedy="leave TokenRoundingCallback out")
+        check_routers_live(model, self.policy, remedy="leave TokenRoundingCallback out")
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step."""

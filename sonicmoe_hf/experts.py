@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from transformers.activations import (
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from .forwards import LIGERS, why_not_reached
 from .functional import Activation, moe_experts
 from .routing import MISPLACED, Routing
 
@@ -45,6 +48,9 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
         False, "swiglu_alpha", "swiglu_limit",
     ),
 }  # fmt: skip
+
+
+_thread = threading.local()  # reached: a weak reference to the module that we last computed in this thread
 
 
 class UnsupportedExpertsError(ValueError):
@@ -96,6 +102,8 @@ def experts_facts(experts: nn.Module) -> ExpertsFacts:
     """
     if isinstance(facts := getattr(experts, "facts", None), ExpertsFacts):
         return facts  # SonicMoEExperts
+    if type(experts).__name__ == LIGERS:
+        raise UnsupportedExpertsError(why_not_reached(experts))
     if not hasattr(type(experts), "_apply_gate"):
         _refuse(
             experts,
@@ -163,6 +171,18 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
     return top_k_index.weighted_by(top_k_weights)
 
 
+def note_reached(experts: nn.Module) -> None:
+    """Note that a call of this module reached us."""
+    if not torch.compiler.is_compiling():
+        _thread.reached = weakref.ref(experts)
+
+
+def was_reached(experts: nn.Module) -> bool:
+    """Whether this thread's last call that reached us was of this module: patching asks so after a module's first one."""
+    reached = getattr(_thread, "reached", None)
+    return reached is not None and reached() is experts
+
+
 def sonicmoe_hf_experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -171,6 +191,7 @@ def sonicmoe_hf_experts_forward(
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
     rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
+    note_reached(self)
     facts = experts_facts(self)
     return moe_experts(
         hidden_states,

@@ -1,37 +1,44 @@
 """patch_model / unpatch_model, patch / unpatch, from_pretrained: Transformers models with SonicMoE experts.
 
-The mechanism: (1) experts_implementation = "sonicmoe_hf"; (2) a forward hook on every router, which under token rounding
-returns a Routing in place of the indices (every block hands its router's third output to its experts and does nothing
-else with it); (3) hooks on the model, which note gradients and padding. No forward is rewritten.
+The mechanism: (1) experts_implementation = "sonicmoe_hf", set on the config of every experts module; (2) a forward hook
+on every router, which under token rounding returns a Routing in place of the indices (every block hands its router's
+third output to its experts and does nothing else with it); (3) hooks on the model, which note gradients and padding. No
+forward is rewritten.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .calls import PatchState
 from .config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from .experts import IMPLEMENTATION
-from .hooks import ModelEntryHook, ModelExitHook, PatchState, RouterHook
+from .forwards import restore
+from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
 from .model_patches import FAMILIES
 from .support import (
+    Layer,
     LayerSupport,
     UnsupportedModelError,
-    check_accelerated,
-    check_rounding,
+    every_copy,
+    every_experts,
     find_layers,
     load_family_class,
-    supports,
+    make_ready,
+    ways_to_experts,
 )
 from .top_k import FastTopKEntry, FastTopKExit
 
-STATE = "_sonicmoe_hf_state"
-SAVE = "_sonicmoe_hf_save"
-HOOKS = (RouterHook, ModelEntryHook, ModelExitHook, FastTopKEntry, FastTopKExit)
+SAVE = "_sonicmoe_hf_save"  # attributes of experts: what they keep for backward,
+PREVIOUS = "_sonicmoe_hf_previous"  # and their config's implementation before patching
+FAST_TOP_K = (FastTopKEntry, FastTopKExit)
+HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook, *FAST_TOP_K)
 
 
 class PatchReport(NamedTuple):
@@ -49,28 +56,38 @@ class PatchReport(NamedTuple):
 
 
 def _root(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside wrappers (PEFT, DDP, torch.compile)."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
+    """The Transformers model inside wrappers (PEFT, DDP, torch.compile); a model that contains others is one."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in found):
+            found[name] = module
+    if not found:
+        raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
+    if len(found) == 1:
+        return next(iter(found.values()))
+    with_layers = {name: module for name, module in found.items() if any(find_layers(module))}
+    if len(with_layers) > 1:
+        names = " and ".join(f"{name} ({type(module).__name__})" for name, module in with_layers.items())
+        raise ValueError(
+            f"{type(model).__name__} holds {len(with_layers)} models with experts: {names}; pass one of them"
+        )
+    return next(iter((with_layers or found).values()))
 
 
 def _state(root: nn.Module) -> PatchState | None:
-    return next((vars(module)[STATE] for module in root.modules() if STATE in vars(module)), None)
+    found = (find_hook(module._forward_pre_hooks, ModelEntryHook) for module in root.modules())
+    return next((entry.state for entry in found if entry is not None), None)
 
 
 def _hook_dicts(module: nn.Module):
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def _has(module: nn.Module, kind: type) -> bool:
-    return any(isinstance(hook, kind) for hooks in _hook_dicts(module) for hook in hooks.values())
-
-
-def _remove_hooks(module: nn.Module) -> None:
+def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
     for hooks in _hook_dicts(module):
-        for key in [k for k, hook in hooks.items() if isinstance(hook, HOOKS)]:
+        for key in [k for k, hook in hooks.items() if isinstance(hook, kinds)]:
             del hooks[key]
             for extra in (
                 "_forward_pre_hooks_with_kwargs",
@@ -86,64 +103,91 @@ def _mask_position(model: nn.Module) -> int | None:
     return names.index("attention_mask") if "attention_mask" in names else None
 
 
-def _install(root: PreTrainedModel, state: PatchState) -> None:
-    routers = set()
-    for layer in find_layers(root):
+def _use_our_experts(root: PreTrainedModel, save: str) -> None:
+    """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
+    every = every_experts(root)
+    before = {id(experts.config): vars(experts)[PREVIOUS] for experts in every if PREVIOUS in vars(experts)}
+    for experts in every:
+        implementation = experts.config._experts_implementation
+        setattr(experts, PREVIOUS, before.setdefault(id(experts.config), implementation))
+        setattr(experts, SAVE, save)
+        _remove_hooks(experts, (FirstUseHook,))
+        experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
+    for experts in every:
+        experts.config._experts_implementation_internal = IMPLEMENTATION
+
+
+def _routers(root: nn.Module) -> Iterator[tuple[Layer, nn.Module]]:
+    """Every router of our families with its layer, also those that PEFT's modules_to_save keeps and does not call now."""
+    for layer in find_layers(root, copies=True):
         if layer.router is not None:
-            routers.add(layer.router)
-            if not _has(layer.router, RouterHook):
-                entry = FastTopKEntry()
-                layer.router.register_forward_pre_hook(entry)
-                layer.router.register_forward_hook(FastTopKExit(entry), always_call=True)
-                hook = RouterHook(layer.family.name, layer.name, layer.experts.config, state)
-                layer.router.register_forward_hook(hook)
-    for module in root.modules():
-        contains_routers = isinstance(module, PreTrainedModel) and not routers.isdisjoint(module.modules())
-        if contains_routers and not _has(module, ModelEntryHook):
-            module.register_forward_pre_hook(ModelEntryHook(state, _mask_position(module)), with_kwargs=True)
-            module.register_forward_hook(ModelExitHook(state))
+            for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
+                yield layer, router
 
 
-def patch_model(model: nn.Module, routing=None, *, save: str = "preactivation") -> PatchReport:
+def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
+    for layer, router in _routers(root):
+        hook = find_hook(router._forward_hooks, RouterHook)
+        if hook is None:
+            router.register_forward_hook(RouterHook(layer.family.name, layer.name))
+        else:
+            hook.layer_name = layer.name
+        if not fast_top_k:
+            _remove_hooks(router, FAST_TOP_K)
+        elif find_hook(router._forward_hooks, FastTopKExit) is None:
+            router.register_forward_pre_hook(FastTopKEntry())
+            router.register_forward_hook(FastTopKExit(), always_call=True)
+    experts = set(every_experts(root))
+    for name, module in root.named_modules():
+        if isinstance(module, PreTrainedModel) and not experts.isdisjoint(module.modules()):
+            if find_hook(module._forward_pre_hooks, ModelEntryHook) is None:
+                module.register_forward_pre_hook(ModelEntryHook(_mask_position(module)), with_kwargs=True)
+                module.register_forward_hook(ModelExitHook(), always_call=True)
+            find_hook(module._forward_pre_hooks, ModelEntryHook).join(state, name)
+            find_hook(module._forward_hooks, ModelExitHook).join(state, name)
+
+
+def patch_model(
+    model: nn.Module, routing=None, *, save: str = "preactivation", fast_top_k: bool = True
+) -> PatchReport:
     """Make this model compute its experts with SonicMoE.
 
     Args:
         model: a Transformers model, or one inside PEFT or DDP. Patching again changes the settings.
         routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
         save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
+        fast_top_k: on GPUs, take a router's top-k with a kernel of ours; False leaves it to torch.topk.
     Returns:
         What was patched.
     Raises:
         UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed.
+        ValueError: `model` holds several models with experts.
     """
     policy = as_routing_policy(routing)
     check_choice("save", save, SAVE_POLICIES)
     root = _root(model)
-    layers = check_accelerated(root)
-    check_rounding(layers, policy)
-    state = _state(root)
-    if state is None:
-        state = PatchState(root.get_experts_implementation())
-        setattr(root, STATE, state)
-    root.set_experts_implementation(IMPLEMENTATION)
-    _install(root, state)
-    for layer in find_layers(root):
-        setattr(layer.experts, SAVE, save)
+    layers = make_ready(root, policy)
+    state = _state(root) or PatchState()
+    _use_our_experts(root, save)
+    _install(root, state, fast_top_k)
     state.policy = policy
     return PatchReport(layers, policy)
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Undo patch_model: hooks gone, the experts implementation as it was. Does nothing to a model not patched."""
+    """Undo patch_model: hooks gone, the experts implementation and forwards as they were. Does nothing to a model not
+    patched."""
     root = _root(model)
-    state = _state(root)
-    if state is None:
+    if _state(root) is None:
         return
     for module in root.modules():
-        _remove_hooks(module)
-        vars(module).pop(STATE, None)
-        vars(module).pop(SAVE, None)
-    root.set_experts_implementation(state.previous_implementation)
+        _remove_hooks(module, HOOKS)
+    for module in ways_to_experts(root):
+        restore(module)
+    for experts in every_experts(root):
+        vars(experts).pop(SAVE, None)
+        if PREVIOUS in vars(experts):
+            experts.config._experts_implementation_internal = vars(experts).pop(PREVIOUS)
 
 
 def patch_state(model: nn.Module) -> PatchState:
@@ -163,17 +207,44 @@ def is_patched(model: nn.Module) -> bool:
     return _state(_root(model)) is not None
 
 
+def check_routers_live(
+    model: nn.Module, policy: TokenRounding | None = None, *, remedy: str = "use routing=None"
+) -> None:
+    """Check that every layer of a patched model can do what the policy asks, and that every router has its hook.
+
+    remedy: what the error says to do where a layer cannot round tokens.
+
+
+    Raises:
+        UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
+        RuntimeError: a router came into the model after patching, without the hook that rounds and counts.
+    """
+    patch_state(model)
+    root = _root(model)
+    make_ready(root, policy, remedy)
+    check_live(list(find_layers(root)))
+
+
 def router_hooks(model: nn.Module) -> list[RouterHook]:
-    """The router hooks of a patched model, in the order of its layers."""
-    return [hook for m in model.modules() for hook in m._forward_hooks.values() if isinstance(hook, RouterHook)]
+    """The hooks of a patched model's routers in use, in the order of its layers, under the names of these layers."""
+    hooks = []
+    for layer in find_layers(_root(model)):
+        hook = None if layer.router is None else find_hook(layer.router._forward_hooks, RouterHook)
+        if hook is not None:
+            hook.layer_name = layer.name
+            hooks.append(hook)
+    return hooks
 
 
 def start_counting(model: nn.Module) -> None:
-    """Have the routers of a patched model count their loads, from zero."""
-    for layer in find_layers(_root(model)):
-        for hook in () if layer.router is None else layer.router._forward_hooks.values():
-            if isinstance(hook, RouterHook):
-                hook.load.start(layer.router.num_experts, layer.router.weight.device)  # the weight may be a shard
+    """Have the routers of a patched model count their loads, from zero.
+
+    Raises:
+        UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
+    """
+    check_routers_live(model)
+    for _, router in _routers(_root(model)):
+        find_hook(router._forward_hooks, RouterHook).load.start(router.num_experts, router.weight.device)
     patch_state(model).counting = True
 
 
@@ -184,7 +255,7 @@ def set_routing(model: nn.Module, routing) -> None:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
     state, policy = patch_state(model), as_routing_policy(routing)
-    check_rounding(supports(_root(model)), policy)
+    make_ready(_root(model), policy)
     state.policy = policy
 
 
@@ -193,10 +264,11 @@ def from_pretrained(
     *args,
     routing=None,
     save: str = "preactivation",
+    fast_top_k: bool = True,
     auto_class=AutoModelForCausalLM,
     **kwargs,
 ) -> PreTrainedModel:
-    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save)`.
+    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save, fast_top_k=fast_top_k)`.
 
     Raises:
         ValueError: experts_implementation names another implementation. UnsupportedModelError: as patch_model.
@@ -209,7 +281,7 @@ def from_pretrained(
             f"{auto_class.__name__}.from_pretrained"
         )
     model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-    patch_model(model, policy, save=save)
+    patch_model(model, policy, save=save, fast_top_k=fast_top_k)
     return model
 
 

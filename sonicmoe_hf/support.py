@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from torch import nn
 
 from .config import TokenRounding
 from .experts import UnsupportedExpertsError, check_weights, experts_facts, is_expert_parallel, is_tensor_parallel
+from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
 from .model_patches import FAMILIES, Family
 
 REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
@@ -22,6 +24,11 @@ QUANTISED = {  # experts classes that Transformers' quantisers put in: how to ge
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
     "FP8Experts": REMEDIES["fp8"],
 }
+# what wrappers call the module inside them
+WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{'|'.join(WRAPPED)})(?:\.|$)")
+EXPERTS_NAME = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")  # of classes outside the experts interface
+OUTSIDE = "is outside Transformers' experts interface: experts_implementation has no effect on it"
 
 
 class UnsupportedModelError(ValueError):
@@ -48,15 +55,51 @@ class Layer(NamedTuple):
     experts: nn.Module
 
 
+def _saved_copies(module: nn.Module) -> dict[str, nn.Module] | None:
+    """Of PEFT's ModulesToSaveWrapper: its copies by adapter. It hands any other attribute on to one of them."""
+    submodules = module._modules
+    wraps = "original_module" in submodules and "modules_to_save" in submodules
+    return submodules["modules_to_save"] if wraps else None
+
+
+def _live(wrapper: nn.Module, copies: dict[str, nn.Module]) -> nn.Module:
+    """Which of a ModulesToSaveWrapper's modules its forward calls."""
+    adapters = wrapper.active_adapters
+    if wrapper.disable_adapters or not adapters or adapters[0] not in copies:
+        return wrapper.original_module
+    return copies[adapters[0]]
+
+
 def _bare(module: nn.Module) -> nn.Module:
-    """The module inside PEFT's and FSDP1's wrappers."""
+    """The module inside the wrappers of PEFT, FSDP, checkpointing and torch.compile: that which is called."""
     while True:
-        if "_fsdp_wrapped_module" in module._modules:
-            module = module._fsdp_wrapped_module
-        elif hasattr(module, "base_layer"):
-            module = module.base_layer
+        copies = _saved_copies(module)
+        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+        if copies is not None:
+            module = _live(module, copies)
+        elif inner is not None:
+            module = inner
         else:
             return module
+
+
+def every_copy(module: nn.Module) -> list[nn.Module]:
+    """`_bare(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
+    copies = _saved_copies(module)
+    if copies is None:
+        return [_bare(module)]
+    return [bare for copy in (module.original_module, *copies.values()) for bare in every_copy(copy)]
+
+
+def _not_called(model: nn.Module) -> set[nn.Module]:
+    """Everything inside the modules that PEFT's modules_to_save keeps and does not call now."""
+    unused = set()
+    for module in model.modules():
+        copies = _saved_copies(module)
+        if copies is not None:
+            for other in {module.original_module, *copies.values()} - {_live(module, copies)}:
+                unused.update(other.modules())
+    return unused
 
 
 def _family_class(family: Family, role: str) -> type | None:
@@ -71,22 +114,48 @@ def load_family_class(family: Family, role: str) -> type:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    return hasattr(type(module), "_apply_gate") or type(module).__name__ in QUANTISED
+    cls = type(module)
+    return hasattr(cls, "_apply_gate") or hasattr(cls, "weight_names") or cls.__name__ in (*QUANTISED, LIGERS)
 
 
-def find_layers(model: nn.Module) -> Iterator[Layer]:
-    """Every mixture-of-experts layer of the model: those of our families with their router, any other experts without."""
+def every_experts(model: nn.Module) -> list[nn.Module]:
+    """Every experts module that goes, or should go, through the experts interface; also copies not called now."""
+    return [module for module in model.modules() if _is_experts(module)]
+
+
+def ways_to_experts(model: nn.Module) -> list[nn.Module]:
+    """`every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
+    return [module for module in model.modules() if any(map(_is_experts, every_copy(module)))]
+
+
+def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
+    """Every mixture-of-experts layer of the model: those of our families with their router, any other experts without.
+
+    copies: also layers that PEFT's modules_to_save keeps and does not call now.
+    """
     blocks = {cls: family for family in FAMILIES.values() if (cls := _family_class(family, "block")) is not None}
-    claimed = set()
+    passed = set() if copies else _not_called(model)
     for name, module in model.named_modules():
+        if module in passed:
+            continue
         family = next((family for cls, family in blocks.items() if isinstance(module, cls)), None)
         if family is not None:
             router, experts = _bare(getattr(module, family.router_attribute)), _bare(module.experts)
-            claimed.add(experts)
-            yield Layer(name, family, module, router, experts)
-        elif _is_experts(module) and module not in claimed:
-            claimed.add(module)
-            yield Layer(name, None, None, None, module)
+            passed.update(every_copy(module.experts))
+            yield Layer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
+        elif _is_experts(module):
+            yield Layer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
+
+
+def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, what looks like mixture-of-experts layers, in a model none of whose experts go through the interface."""
+    found = {}
+    if not every_experts(model):
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{other}.") for other in found)
+            if EXPERTS_NAME.search(type(module).__name__) and not inside:
+                found[name] = module
+    return found
 
 
 class _BlockProbe:
@@ -127,12 +196,15 @@ def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
 
 
-def _why_not_accelerated(model: nn.Module, layer: Layer) -> str | None:
+def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: dict[nn.Module, str]) -> str | None:
     remedy = QUANTISED.get(type(layer.experts).__name__)
     if remedy is not None:
         return f"its experts are quantised ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
     if _uses_hub_kernel(model, layer.block):
         return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
+    reason = bound_by_liger.get(layer.experts) or why_not_reached(layer.experts)
+    if reason is not None:
+        return reason
     try:
         experts_facts(layer.experts)
         check_weights(layer.experts)
@@ -156,15 +228,19 @@ def _why_no_rounding(layer: Layer) -> str | None:
 def supports(model: nn.Module) -> list[LayerSupport]:
     """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
     found = []
+    bound_by_liger = {_bare(way): why_not_reached(way) for way in ways_to_experts(model) if is_bound_by_liger(way)}
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
-        reason = _why_not_accelerated(model, layer)
+        reason = _why_not_accelerated(model, layer, bound_by_liger)
         if reason is not None:
             found.append(LayerSupport(layer.name, family, False, False, reason))
             continue
         reason = _why_no_rounding(layer)
         found.append(LayerSupport(layer.name, family, True, reason is None, reason or "everything works"))
-    return found
+    return found or [
+        LayerSupport(name, None, False, False, f"{type(module).__name__} {OUTSIDE}")
+        for name, module in outside_interface(model).items()
+    ]
 
 
 def supported_layers(model: nn.Module, found: list[LayerSupport], what: str) -> list[Layer]:
@@ -188,6 +264,23 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
             f"{len(refused)} of {len(layers)} mixture-of-experts layers of {type(model).__name__} cannot be "
             f"accelerated:\n{lines}{more}"
         )
+    return layers
+
+
+def make_ready(model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None") -> list[LayerSupport]:
+    """Undo what Liger did to the experts, and check that every layer can do what is asked; see `check_rounding`.
+
+    Raises:
+        UnsupportedModelError: one cannot; the model is as it was.
+    """
+    undone = [module for module in ways_to_experts(model) if put_back(module)]
+    try:
+        layers = check_accelerated(model)
+        check_rounding(layers, policy, remedy)
+    except UnsupportedModelError:
+        for module in undone:
+            restore(module)
+        raise
     return layers
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from . import backends, ops
 
@@ -58,25 +58,27 @@ class FastTopK(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class FastTopKEntry:
-    """Forward pre-hook of a router: its top-k is ours until FastTopKExit."""
+def _worthwhile(hidden_states: torch.Tensor) -> bool:
+    """Whether `top_k` may answer what a router of these hidden states [..., H] asks."""
+    num_rows = hidden_states.numel() // max(hidden_states.shape[-1], 1) if hidden_states.dim() else 0
+    return num_rows >= FEWEST_ROWS and backends.choose(hidden_states.device, torch.bfloat16).name != "eager"
 
-    def __init__(self):
-        self.mode: FastTopK | None = None
+
+def _is_on() -> bool:
+    return isinstance(_get_current_function_mode(), FastTopK)
+
+
+class FastTopKEntry:
+    """Forward pre-hook of a router: its top-k is ours until FastTopKExit. The stack of modes is each thread's own."""
 
     def __call__(self, router: nn.Module, args):
-        if not torch.compiler.is_compiling():
-            self.mode = FastTopK()
-            self.mode.__enter__()
+        if not torch.compiler.is_compiling() and args and _worthwhile(args[0]) and not _is_on():
+            FastTopK().__enter__()
 
 
 class FastTopKExit:
     """Forward hook of a router, called after errors too."""
 
-    def __init__(self, entry: FastTopKEntry):
-        self.entry = entry
-
     def __call__(self, router: nn.Module, args, output):
-        mode, self.entry.mode = self.entry.mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)
+        if not torch.compiler.is_compiling() and _is_on():
+            _get_current_function_mode().__exit__(None, None, None)

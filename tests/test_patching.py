@@ -6,9 +6,16 @@ import pytest
 import torch
 from models import CONFIGS, batch, build, loss_and_gradients, relative_error, twin
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3VLMoeConfig,
+)
 
 import sonicmoe_hf
+from sonicmoe_hf.hooks import ModelEntryHook, ModelExitHook
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching import patch_state, router_hooks
 from sonicmoe_hf.routing import TokenRounding
@@ -19,6 +26,17 @@ from sonicmoe_hf.support import (
     load_family_class,
     supports,
 )
+
+
+def states(model):
+    """The settings that the hooks of the models inside `model` use, by identity."""
+    return {
+        id(hook.state)
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+        if isinstance(hook, (ModelEntryHook, ModelExitHook))
+    }
 
 
 def fingerprint(model):
@@ -61,7 +79,7 @@ def test_patching_the_inner_model_first_is_fine():
     model, inputs = build("olmoe"), batch()
     sonicmoe_hf.patch_model(model.model)
     sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
-    assert len(router_hooks(model)) == 2 and len({id(hook.state) for hook in router_hooks(model)}) == 1
+    assert len(router_hooks(model)) == 2 and len(states(model)) == 1
     assert loss_and_gradients(model, inputs)["loss"].isfinite()
     sonicmoe_hf.unpatch_model(model)
     assert not router_hooks(model)
@@ -79,7 +97,7 @@ def test_a_copy_has_its_own_state():
     copied = copy.deepcopy(model)
     sonicmoe_hf.set_routing(copied, None)
     assert patch_state(model).policy is not None and patch_state(copied).policy is None
-    assert all(hook.state is patch_state(copied) for hook in router_hooks(copied))
+    assert states(copied) == {id(patch_state(copied))}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -90,7 +108,7 @@ def test_patch_reaches_models_built_later_and_unpatch_stops_it(family):
     try:
         model = build(family)
         assert model.config._experts_implementation == "sonicmoe_hf" and len(router_hooks(model)) > 0
-        assert len({id(hook.state) for hook in router_hooks(model)}) == 1
+        assert states(model) == {id(patch_state(model))}
         rounded = loss_and_gradients(model, inputs)
         assert relative_error(rounded["logits"], loss_and_gradients(plain, inputs)["logits"]) > 1e-3
     finally:
@@ -230,3 +248,55 @@ def test_quantised_weights_are_refused_with_the_remedy():
     experts.gate_up_proj = nn.Parameter(torch.zeros(8, 32, 32).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UnsupportedModelError, match=r"float8_e4m3fn"):
         sonicmoe_hf.patch_model(model)
+
+
+# which model
+
+
+class Pair(nn.Module):
+    def __init__(self, **models):
+        super().__init__()
+        for name, model in models.items():
+            setattr(self, name, model)
+
+
+def test_two_models_in_one_module_are_an_error_that_names_both():
+    pair = Pair(student=build("qwen3_moe"), teacher=build("olmoe"))
+    words = (
+        r"Pair holds 2 models with experts: student \(Qwen3MoeForCausalLM\) and teacher \(OlmoeForCausalLM\); pass one"
+    )
+    for function in (sonicmoe_hf.patch_model, sonicmoe_hf.unpatch_model, sonicmoe_hf.is_patched, patch_state):
+        with pytest.raises(ValueError, match=words):
+            function(pair)
+    sonicmoe_hf.patch_model(pair.teacher)
+    assert not sonicmoe_hf.is_patched(pair.student)
+
+
+def test_the_one_model_with_experts_is_meant_whatever_stands_beside_it():
+    tower = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    pair = Pair(tower=tower, language=build("qwen3_moe"))
+    sonicmoe_hf.patch_model(pair, "token_rounding")
+    assert sonicmoe_hf.is_patched(pair.language) and len(router_hooks(pair)) == 2
+
+
+def test_a_transformers_model_that_contains_others_is_one():
+    config = Qwen3VLMoeConfig(
+        text_config={"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                     "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16,
+                     "intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": 0},
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+                       "deepstack_visual_indexes": [0]},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        report = sonicmoe_hf.patch_model(Pair(whole=model))
+        actual = model(input_ids=ids).logits
+    assert [layer.accelerated for layer in report.layers] == [True, True] and len(states(model)) == 1
+    assert model.config.text_config._experts_implementation == "sonicmoe_hf"
+    assert relative_error(actual, expected) < 1e-5  # fp32: another order of sums
+    sonicmoe_hf.unpatch_model(model)
+    assert model.config.text_config._experts_implementation == "eager" and not states(model)
