@@ -294,7 +294,8 @@ def moe_experts(
     weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     inputs = (x, gate_up, down, weight, gate_up_bias, down_bias)
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
+    differentiable = needs_gradients and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"
     plain = _differentiable if differentiable or ops.forward_mode() else _experts_forward
     run = ops.choose(_functional, _FORWARD, plain, *inputs)
