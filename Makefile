@@ -33,9 +33,11 @@ test-newest: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	$(RUN) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(ARGS)
 
-# Most of it is compiling, on the CPU, so more processes help.
+# Most of it is compiling, on the CPU, so more processes help; LOCAL_RANK=1 keeps each from beginning further ones.
+TEST_GPU := LOCAL_RANK=1 $(VENV)/bin/python -m pytest -q -rs tests/kernels $(ARGS)
 test-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m gpu tests/kernels $(ARGS)
+	$(TEST_GPU) -m "gpu and not large" -n $(GPU_WORKERS) --dist worksteal
+	$(TEST_GPU) -m "gpu and large"
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
