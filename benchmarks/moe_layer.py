@@ -70,8 +70,8 @@ class Step:
 def relative_errors(step, inputs):
     """The error of every result against fp32, relative to its norm; an expert at a time, because all weights and their
     gradients in fp32 would not fit."""
-    x, gate_up, down, expert, weight, dout = inputs
-    out, (dx, dgate_up, ddown, dweight) = step(), step.gradients
+    x, gate_up, down, expert, weight, dout = (tensor.detach() for tensor in inputs)
+    out, (dx, dgate_up, ddown, dweight) = step().detach(), step.gradients
     expected = {name: torch.zeros_like(like, dtype=torch.float32) for name, like in
                 (("out", out), ("dx", x), ("dweight", weight))}  # fmt: skip
     squares = {name: [0.0, 0.0] for name in ("dgate_up", "ddown")}
@@ -237,12 +237,13 @@ def measure(table, config, shape, names, rounds):
                 if mode == "forward+backward":
                     for tensor, error in relative_errors(step, inputs).items():
                         add(name, "eager", f"error_{tensor}", [error])
+                    step.gradients = ()
                 for metric, value in memory(step).items():
                     add(name, "eager", metric, [value])
             if name == "triton":
                 add(name, "eager", "padded_row_factor", [padded])
         floor = 1e3 * floor_seconds(shape, mode)
-        graphs = {name: captured(step) for name, step in steps.items()}
+        graphs = {} if shape in LARGE.values() else {name: captured(step) for name, step in steps.items()}
         runs = {"eager": steps, "graph": {name: graph for name, graph in graphs.items() if graph}}
         for launch, calls in runs.items():
             for name, (device, host) in interleaved_times(calls, rounds).items():

@@ -151,7 +151,7 @@ class CapacityRouting:
     def __call__(self, router, args, output):
         if not router.training:
             return None
-        logits_TE, weights_TK, index_TK = output
+        logits_TE, _, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         capacity = min(int(self.capacity_factor * index_TK.numel() / num_experts), num_tokens)
         scores_TE = logits_TE.softmax(-1, dtype=torch.float32)
@@ -169,7 +169,8 @@ class CapacityRouting:
         weight_CE = weights_TE.gather(0, token_CE)
         expert_EC = torch.where(taken_CE, expert_CE, num_experts).T  # the sentinel: a place that nobody took
         rows = (part.reshape(-1) for part in (expert_EC, weight_CE.T, token_CE.T))
-        return logits_TE, weights_TK, Routing(*rows, sentinels=True)
+        routing = Routing(*rows, sentinels=True)
+        return logits_TE, routing.weights, routing
 
 
 class RowCounter:

@@ -284,7 +284,15 @@ def test_a_place_that_cannot_be_written_is_not_taken_for_another_conversion(hub)
         convert_checkpoint(hub, "/proc/native")
 
 
-def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys):
+@pytest.fixture
+def interruptible():
+    """A test run that a shell started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys, interruptible):
     from sonicmoe_hf import checkpoint
 
     monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))

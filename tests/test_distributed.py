@@ -9,7 +9,7 @@ from models import assert_all_close, batch, build, loss_and_gradients, twin
 from ranks import WORLD, Ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import POLICY, TILE, Watch, trainer_for
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
@@ -299,7 +299,7 @@ def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):
 def load_under_expert_parallelism(rank, folder):
     model = load_parallel(folder, "expert")
     callback = ExpertLoadCallback()
-    callback.on_train_begin(None, None, None, model=model)
+    callback.on_train_begin(None, TrainerState(), None, model=model)
     model(**batch()).loss.backward()
     return callback.collect(model, step=1)
 

@@ -76,7 +76,7 @@ def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptor
     pointer, (E, N, K) = f"*{dtype}", (2 * INNER * HIDDEN, 2 * INNER, HIDDEN)
     common = {
         **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out gathered direct", pointer),
-        "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
+        "described": None, "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
         "ROWS": blocks.SMALLEST_TILE if few else blocks.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "NAME": "swiglu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": interleaved, "H": HIDDEN, "I": INNER,
     }  # fmt: skip
