@@ -157,9 +157,8 @@ def _setup_context(ctx, inputs, output):
 
 def _needs(ctx, gate_up_bias, down_bias) -> list[bool]:
     """Which of NEEDS the running backward asks for."""
-    nodes = [
-        node for node, _ in ctx.next_functions[: len(NEEDS)]
-    ]  # one for each input that is a tensor, in their order
+    # one for each input that is a tensor, in their order
+    nodes = [node for node, _ in ctx.next_functions[: len(NEEDS)]]
     if gate_up_bias is None:
         nodes.insert(4, None)
     if down_bias is None:

@@ -123,10 +123,8 @@ def are_needed(nodes) -> list[bool]:
 def _is_executed_or_given(node) -> bool:
     try:
         return _is_executed(node)
-    except (
-        RuntimeError
-    ):  # torch does not answer for a leaf that autograd.grad was given, whose gradient is thus needed
-        return True
+    except RuntimeError:
+        return True  # torch does not answer for a leaf that autograd.grad was given: its gradient is needed
 
 
 def transformed() -> bool:

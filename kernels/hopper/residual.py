@@ -2,7 +2,7 @@
 
 The activation is computed from the product, not from its rounding, as an epilogue in the consumers' registers would. The
 finishing warps see 16 bits a value (finish.py) and the bits below them; together they are off by at most 2^-11 of the
-value, relative, instead of 2^-9:
+value, relative, instead of 2^-8:
 
     rounded     the 16 bits are the nearest bf16, which is stored as h. The four are 16 to 13 of the fp32 product: bit 16
                 tells whether rounding went up.
