@@ -8,6 +8,7 @@ from . import backends, ops
 from .kernels.interface import Rows
 
 
+@ops.flat
 def _dispatch(
     expert_P: torch.Tensor,
     token_P: torch.Tensor | None,

@@ -7,6 +7,10 @@ torch.library.opcheck, in the tests, makes sure.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import typing
+
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -17,13 +21,45 @@ _is_executed = torch._C._will_engine_execute_node
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def flat(function):
+    """`function` with the fields of its NamedTuples as arguments, one after the other: what ops and autograd take.
+
+    Its attributes: `nest(arguments)` gives those of `function` again; `size` is their number.
+    """
+    hints = typing.get_type_hints(function)
+    result = hints.pop("return")
+    parameters, groups = [], []
+    for name, hint in hints.items():
+        is_tuple = isinstance(hint, type) and issubclass(hint, tuple)
+        fields = typing.get_type_hints(hint) if is_tuple else {name: hint}
+        first = len(parameters)
+        groups.append((hint._make if is_tuple else None, slice(first, first + len(fields)), first))
+        for field, annotation in fields.items():
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter(field, kind, annotation=annotation))
+
+    def nest(arguments):
+        return [arguments[first] if make is None else make(arguments[part]) for make, part, first in groups]
+
+    @functools.wraps(function)
+    def flattened(*arguments):
+        return function(*nest(arguments))
+
+    flattened.__signature__ = inspect.Signature(parameters, return_annotation=result)
+    flattened.nest, flattened.size = nest, len(parameters)
+    return flattened
+
+
 def define(function, fake):
-    """The op sonicmoe_hf::<function's name> that calls `function`, whose annotations give the schema; `fake` its fake."""
+    """The op sonicmoe_hf::<function's name> that calls `function`, made by `flat`, whose annotations give the schema.
+    `fake`: its fake, with the arguments of the function that `flat` was given."""
     name = function.__name__.lstrip("_")
     schema = torch.library.infer_schema(function, mutates_args=())
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sonicmoe_hf::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(
+        f"sonicmoe_hf::{name}", lambda *arguments: fake(*function.nest(arguments)), lib=_LIBRARY
+    )
     return getattr(torch.ops.sonicmoe_hf, name).default
 
 
