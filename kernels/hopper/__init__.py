@@ -17,7 +17,7 @@ from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
-from ..triton.blocks import TILE, max_row_tiles, processors, tile_rows
+from ..triton.config import TILE, max_row_tiles, num_sms, tile_rows
 from .configs import gradient_tiles, product_tiles, row_bucket, short, takes, tile
 from .variants import of_step
 
@@ -59,7 +59,7 @@ def _dense(weight) -> bool:
 def _tiles(rows, tensor):
     """The table of tiles, its row that holds their number and the counter of claimed work, and the number of blocks."""
     last = max_row_tiles(rows.token.numel(), rows.offsets.numel() - 1)
-    return rows.tiles, last, processors(tensor.device)
+    return rows.tiles, last, num_sms(tensor.device)
 
 
 @functools.cache

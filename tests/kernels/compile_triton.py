@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 
 import triton
 from triton import knobs
@@ -18,16 +19,19 @@ from triton.compiler import ASTSource
 
 from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels.triton import (
-    backward,
-    blocks,
-    gradients,
+    bias_gradient,
+    config,
+    gemm_dgated,
+    gemm_down,
+    gemm_up,
+    gemm_wgrad,
     rounding,
     rounding_backward,
-    rows,
-    sort_pairs,
-    sum_rows,
-    top_scores,
+    topk,
 )
+
+# the package's attributes of these names are the backend's functions
+combine, dispatch = (import_module(f"sonicmoe_hf.kernels.triton.{name}") for name in ("combine", "dispatch"))
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
@@ -70,14 +74,14 @@ NUMBERS = named("num_row_tiles num_rows", "i32")
 
 def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptors):
     """(name, kernel, arguments, warps, stages) of the kernels over rows."""
-    table = blocks.TABLE[("any", 4) if dtype == "fp32" else (gpu_kind, 2)]
+    table = config.TABLE[("any", 4) if dtype == "fp32" else (gpu_kind, 2)]
     buckets = ("few", "some", "many") if few else ("many",)
     shapes = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
     pointer, (E, N, K) = f"*{dtype}", (2 * INNER * HIDDEN, 2 * INNER, HIDDEN)
     common = {
         **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out gathered direct", pointer),
         "described": None, "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
-        "ROWS": blocks.SMALLEST_TILE if few else blocks.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
+        "ROWS": config.SMALLEST_TILE if few else config.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "NAME": "swiglu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": interleaved, "H": HIDDEN, "I": INNER,
     }  # fmt: skip
 
@@ -103,17 +107,19 @@ def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptor
 
     up = shapes["up"]
     pairs = weight("up", not transposed, 2) if interleaved else {"weight": described(1, 2, up.columns, up.depth)}
-    yield case("up", rows.up_kernel, pairs, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
+    yield case("up", gemm_up.gemm_up_kernel, pairs, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
     for name, depth_last, values in (
         ("down", not transposed, down),
         ("input_rows", transposed, gate_up[::2] + gate_up[1:2]),
     ):
         operands = weight(name, depth_last) | {"source": described(common["ROWS"], shapes[name].depth)}
         n, k = (HIDDEN, INNER) if name == "down" else (K, N)
-        yield case(name, rows.rows_kernel, operands, N=n, K=k, **strides("STRIDE_E STRIDE_N STRIDE_K", values))
+        yield case(
+            name, gemm_down.gemm_down_kernel, operands, N=n, K=k, **strides("STRIDE_E STRIDE_N STRIDE_K", values)
+        )
     piece = shapes["down_backward"].piece // (2 if interleaved else 1)
     yield case(
-        "down_backward", backward.down_backward_kernel, weight("down_backward", transposed), PIECE=piece,
+        "down_backward", gemm_dgated.gemm_dgated_kernel, weight("down_backward", transposed), PIECE=piece,
         **strides("STRIDE_E STRIDE_H STRIDE_I", down),
     )  # fmt: skip
     b = shapes["gradient"]
@@ -122,7 +128,7 @@ def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptor
         ("down_gradient", (INNER, HIDDEN), (down[0], down[2], down[1])),
     ):
         yield case(
-            name, gradients.weight_gradient_kernel, {"described": described(b.depth, b.width)}, M=m, N=n,
+            name, gemm_wgrad.gemm_wgrad_kernel, {"described": described(b.depth, b.width)}, M=m, N=n,
             STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group,
             PEEL=b.peel,
         )  # fmt: skip
@@ -134,23 +140,39 @@ def other_cases():
         **INTEGERS, **FLOATS, **NUMBERS, **named("source dout bias y out", "*bf16"), "weight": "*fp32", "H": HIDDEN,
         "N": HIDDEN, "BIAS_STRIDE_E": HIDDEN, "BIAS_STRIDE_H": 1, "NUM_EXPERTS": EXPERTS, "BINS": 256, "PARTS": 3,
     }  # fmt: skip
-    yield "bias_gradient", gradients.bias_gradient_kernel, {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128}, 4, 3
-    yield "routing_gradient", backward.routing_gradient_kernel, {**common, "ROWS": blocks.TILE, "DEPTH": 64}, 4, 3
-    at_once = sum_rows.MOST_ROWS_AT_ONCE
-    yield "combine", sum_rows.combine_kernel, {**common, "AT_ONCE": at_once, "COLUMNS": sum_rows.COLUMNS}, 1, 3
+    yield (
+        "bias_gradient",
+        bias_gradient.bias_gradient_kernel,
+        {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128},
+        4,
+        3,
+    )
+    yield "routing_gradient", gemm_dgated.routing_gradient_kernel, {**common, "ROWS": config.TILE, "DEPTH": 64}, 4, 3
+    rows_per_step = combine.MAX_ROWS_PER_STEP
+    yield (
+        "combine",
+        combine.combine_kernel,
+        {**common, "ROWS_PER_STEP": rows_per_step, "COLUMNS": combine.COLUMNS},
+        1,
+        3,
+    )
     pairs = {
         **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
         **named("scratch token_counts cursors token_of_row pair_of_row", "*i32"),
-        **named("expert row_of_slot", "*i64"), "BLOCK": sort_pairs.BLOCK, "CHUNK": sort_pairs.CHUNK,
-        "SCAN": sort_pairs.SCAN, "WIDE": sort_pairs.WIDE, "TILE_ROWS": blocks.TILE, "CHECKED": True,
+        **named("expert row_of_slot", "*i64"), "BLOCK": dispatch.BLOCK, "CHUNK": dispatch.CHUNK,
+        "SCAN": dispatch.SCAN, "WIDE": dispatch.WIDE, "TILE_ROWS": config.TILE, "CHECKED": True,
         "TOKENS": 16,
     }  # fmt: skip
     for lists in ({}, named("token token_counts cursors row_of_slot", None)):
-        for kernel, warps in ((sort_pairs.count_kernel, 4), (sort_pairs.scan_kernel, 8), (sort_pairs.place_kernel, 4)):
+        for kernel, warps in (
+            (dispatch.dispatch_count_kernel, 4),
+            (dispatch.dispatch_scan_kernel, 8),
+            (dispatch.dispatch_place_kernel, 4),
+        ):
             yield kernel.__name__, kernel, {**pairs, **lists}, warps, 3
-    yield "order", sort_pairs.order_kernel, {**pairs, "BLOCK": 16}, 4, 3
+    yield "order", dispatch.dispatch_order_kernel, {**pairs, "BLOCK": 16}, 4, 3
     scores = named("num_tokens", "i32") | {"scores": "*fp32", "index": "*i64", "NUM_EXPERTS": EXPERTS, "EXPERTS": 128}
-    yield "top_k", top_scores.top_k_kernel, {**scores, "TOP_K": 8, "TOKENS": top_scores.ELEMENTS // 128}, 4, 3
+    yield "top_k", topk.top_k_kernel, {**scores, "TOP_K": 8, "TOKENS": topk.ELEMENTS // 128}, 4, 3
 
 
 def rounding_cases():
@@ -161,16 +183,22 @@ def rounding_cases():
         **named("scores uniform dscores", "*fp32"), **named("weights dweights", "*bf16"), "index": "*i64",
         **named("valid fell_back", "*i1"),
         **named("num_tokens num_words num_blocks num_pairs num_row_tiles top_k least_pairs", "i32"),
-        "NUM_EXPERTS": EXPERTS, "EXPERTS": experts, "BINS": experts, "WORDS": held // 32, "HELD": True, "TILE": blocks.TILE,
-        "TILE_ROWS": blocks.TILE, "FILL": rounding.FILL, "TOP_K": 8, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
+        "NUM_EXPERTS": EXPERTS, "EXPERTS": experts, "BINS": experts, "WORDS": held // 32, "HELD": True, "TILE": config.TILE,
+        "TILE_ROWS": config.TILE, "FILL": rounding.FILL, "TOP_K": 8, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
     }  # fmt: skip
     for padding, roundings in (({}, ROUNDINGS), (named("valid fell_back", None), ["nearest"])):
-        yield "keys", rounding.keys_kernel, {**common, **padding}, 4, 3
+        yield "keys", rounding.rounding_keys_kernel, {**common, **padding}, 4, 3
         for name in roundings:
-            yield f"select, {name}", rounding.select_kernel, {**common, **padding, "ROUNDING": name}, held // 1024, 3
-    yield "place", rounding.place_kernel, {**common, "TOKENS": rounding.MOST_PLACED // experts}, 4, 3
+            yield (
+                f"select, {name}",
+                rounding.rounding_select_kernel,
+                {**common, **padding, "ROUNDING": name},
+                held // 1024,
+                3,
+            )
+    yield "place", rounding.rounding_place_kernel, {**common, "TOKENS": rounding.MAX_PLACED // experts}, 4, 3
     block = {"TOKENS": rounding_backward.TOKENS, "ENTRIES": rounding_backward.ENTRIES}
-    yield "weights_gradient", rounding_backward.weights_gradient_kernel, {**common, **block}, 4, 3
+    yield "weights_gradient", rounding_backward.rounding_gradient_kernel, {**common, **block}, 4, 3
 
 
 def report(name, variant, compiled):

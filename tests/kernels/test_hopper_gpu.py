@@ -14,7 +14,7 @@ from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as portable
 from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, gradient_tiles, product_tiles, row_bucket, short
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
-from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
+from sonicmoe_hf.kernels.triton.config import max_row_tiles
 
 pytestmark = [
     pytest.mark.gpu,

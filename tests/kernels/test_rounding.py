@@ -9,7 +9,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Weighting
 from sonicmoe_hf.kernels.triton import rounding as rounding_kernels
-from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
+from sonicmoe_hf.kernels.triton.config import max_row_tiles
 
 SIZES = {"odd": (70, 5, 2, 8), "one token": (1, 4, 2, 1), "every expert": (33, 3, 3, 4), "one expert": (40, 1, 1, 16)}
 
@@ -39,8 +39,8 @@ def test_padding_that_leaves_too_few_tokens_keeps_top_k(device):
 
 
 def test_more_tokens_than_registers_hold(device, monkeypatch):
-    monkeypatch.setattr(rounding_kernels, "LEAST_HELD", 32)
-    monkeypatch.setattr(rounding_kernels, "MOST_HELD", 32)
+    monkeypatch.setattr(rounding_kernels, "MIN_HELD", 32)
+    monkeypatch.setattr(rounding_kernels, "MAX_HELD", 32)
     for rounding in ("nearest", "nearest_score"):
         check_against_definition(kernels, device, matrix("few levels", 70, 2, 1), rounding, 16)
 

@@ -10,7 +10,7 @@ from rounding_problems import KINDS, check_against_definition, matrix
 from sonicmoe_hf.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.triton.blocks import max_row_tiles
+from sonicmoe_hf.kernels.triton.config import max_row_tiles
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.routing import rounded_routing
 

@@ -12,7 +12,7 @@ from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
-from sonicmoe_hf.kernels.triton.blocks import max_row_tiles, tile_rows
+from sonicmoe_hf.kernels.triton.config import max_row_tiles, tile_rows
 
 TOLERANCE = 2e-5
 # T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; the same in multiples of 16 bytes, which
