@@ -8,7 +8,6 @@ from . import backends, ops
 from .kernels.interface import Rows
 
 
-@ops.flat
 def _dispatch(
     expert_P: torch.Tensor,
     token_P: torch.Tensor | None,
@@ -32,7 +31,7 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
     return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
-_DISPATCH = ops.define(_dispatch, _fake_dispatch)
+_DISPATCH = ops.Op(_dispatch, _fake_dispatch)
 _functional = ops.for_torch_func(_DISPATCH, "dispatch")
 
 

@@ -97,7 +97,6 @@ class _Layer:
         return u_PJ, h_R2I, a_RI
 
 
-@ops.flat
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> list[torch.Tensor]:
     """[out_TH], and after it what `keep` says."""
     with _without_autocast(inputs.x.device):
@@ -121,7 +120,6 @@ def _fake_forward(inputs, rows, options, keep):
     return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, keep) if wanted)]
 
 
-@ops.flat
 def _experts_backward(
     dout: torch.Tensor, kept: Kept, inputs: Inputs, rows: Rows, options: Options, needs: list[bool]
 ) -> list[torch.Tensor]:
@@ -208,28 +206,28 @@ def _fake_backward(dout, kept, inputs, rows, options, needs):
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
-_FORWARD = ops.define(_experts_forward, _fake_forward)
-_BACKWARD = ops.define(_experts_backward, _fake_backward)
+_FORWARD = ops.Op(_experts_forward, _fake_forward)
+_BACKWARD = ops.Op(_experts_backward, _fake_backward)
 
 
-def _setup_context(ctx, inputs, output):  # torch names these parameters
-    inputs, rows, ctx.options, keep = _experts_forward.nest(inputs)
+def _setup_context(ctx, arguments, output):
+    inputs, rows, ctx.options, keep = arguments
     ctx.set_materialize_grads(False)
     needs = Inputs._make(ctx.needs_input_grad[: len(inputs)])
     results = iter(output[1:])
-    kept = Kept._make(next(results) if wanted else None for wanted in keep)
+    kept = [next(results) if wanted else None for wanted in keep]
     ctx.mark_non_differentiable(*output[1:])
     ctx.given = [tensor is not None for tensor in inputs]
+    x, *others = inputs
     keep_x = not keep.h or needs.gate_up or needs.gate_up_a
-    if not (keep_x or ops.transformed()):  # there, for the refusal of second derivatives
-        inputs = inputs._replace(x=None)
-    ctx.save_for_backward(*kept, *inputs, *rows)
+    keep_x = keep_x or ops.transformed()  # there, for the refusal of second derivatives
+    ctx.save_for_backward(*kept, x if keep_x else None, *others, *rows)
 
 
-def _gradients(ctx, dout) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of every argument of `_experts_forward`, None where nobody asks for one."""
+def _backward(ctx, dout):
+    """The gradients of Inputs, None where nobody asks for one."""
     if dout is None:
-        return (None,) * _experts_forward.size
+        return ()
     h, u, v, *others = ctx.saved_tensors
     inputs, rows = Inputs._make(others[: len(ctx.given)]), Rows._make(others[len(ctx.given) :])
     # next_functions has one entry for each argument that is a tensor, in their order
@@ -240,29 +238,24 @@ def _gradients(ctx, dout) -> tuple[torch.Tensor | None, ...]:
         if run is _BACKWARD and torch.is_grad_enabled() and not dout.requires_grad:
             # create_graph=True: whatever is derived from these gradients meets the op's refusal
             dout = dout.detach().requires_grad_()
-        gradients = run(dout, h, u, v, *inputs, *rows, *ctx.options, needs)
+        gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
     else:
         held = [Kept(h, u, v)]
         del h, u, v
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
         gradients = _run_backward(dout, held, inputs, rows, ctx.options, needs)
-    remaining = iter(gradients)
-    found = [next(remaining) if needed else None for needed in needs]
-    return *found, *(None,) * (_experts_forward.size - len(found))
+    found = iter(gradients)
+    return [next(found) if needed else None for needed in needs]
 
 
-def _backward(ctx, gradients):
-    return _gradients(ctx, gradients[0])
-
-
-ops.differentiate(_FORWARD, _backward, _setup_context)
+ops.differentiate(_FORWARD, _setup_context, _backward)
 _functional_backward = ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = ops.without_dispatcher(_experts_forward, "moe_experts", _setup_context, _backward)
+_differentiable = ops.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
 _functional = ops.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
 
 
 def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> torch.Tensor:
     """out_TH. `keep` is what backward will have, where there is one (`differentiable`)."""
     plain = _differentiable if differentiable or ops.forward_mode() else _experts_forward
-    return ops.choose(_functional, _FORWARD, plain, *inputs)(*inputs, *rows, *options, *keep)[0]
+    return ops.choose(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, keep)[0]

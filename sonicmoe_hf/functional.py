@@ -55,6 +55,15 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
             raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {(num_experts, size)}")
 
 
+def _factors(name, adapter, weight, transposed):
+    """a, b and scale of one adapter, or of several as one."""
+    if not adapter:
+        return NO_ADAPTER
+    adapter = side_by_side(adapter)
+    check_low_rank(name, adapter, weight.transpose(1, 2) if transposed else weight)
+    return adapter.a, adapter.b, float(adapter.scale)
+
+
 def moe_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -105,9 +114,8 @@ def moe_experts(
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
-    gate_up_adapter, down_adapter = side_by_side(gate_up_adapter), side_by_side(down_adapter)
-    check_low_rank("gate_up_adapter", gate_up_adapter, gate_up.transpose(1, 2) if transposed else gate_up)
-    check_low_rank("down_adapter", down_adapter, down.transpose(1, 2) if transposed else down)
+    gate_up_a, gate_up_b, gate_up_scale = _factors("gate_up_adapter", gate_up_adapter, gate_up, transposed)
+    down_a, down_b, down_scale = _factors("down_adapter", down_adapter, down, transposed)
 
     backend = backends.choose(x.device, x.dtype, backend).name
     rows = routing.rows_for(backend, x.shape[0], gate_up.shape[0])
@@ -118,8 +126,6 @@ def moe_experts(
         )  # fmt: skip
     weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
-    gate_up_a, gate_up_b, gate_up_scale = gate_up_adapter or NO_ADAPTER
-    down_a, down_b, down_scale = down_adapter or NO_ADAPTER
     inputs = Inputs(
         x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b
     )
@@ -127,6 +133,6 @@ def moe_experts(
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
     keep_v = differentiable and down_b is not None and down_b.requires_grad
-    options = Options(*act, transposed, interleaved, float(gate_up_scale), float(down_scale), backend)
+    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend)
     out = experts_op.run(differentiable, inputs, rows, options, Keep(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -28,21 +28,19 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
 
-def side_by_side(adapter: LowRank | Sequence[LowRank] | None) -> LowRank | None:
+def side_by_side(adapter: LowRank | Sequence[LowRank]) -> LowRank:
     """Several adapters as one of all their ranks, in fp32 (fp64, if one is); their scales become factors of b."""
-    if adapter is None or isinstance(adapter, LowRank):
+    if isinstance(adapter, LowRank):
         return adapter
-    if len(adapter) < 2:
-        return adapter[0] if adapter else None
+    if len(adapter) == 1:
+        return adapter[0]
     dtype = torch.promote_types(torch.float32, adapter[0].a.dtype)
     a = torch.cat([one.a.to(dtype) for one in adapter], dim=1)
-    return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in adapter], dim=2), 1.0)
+    return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in adapter], dim=2))
 
 
-def check_low_rank(name: str, adapter: LowRank | None, weight_EON: torch.Tensor) -> None:
+def check_low_rank(name: str, adapter: LowRank, weight_EON: torch.Tensor) -> None:
     """Raise ValueError where `adapter` does not fit the weight's logical view [E, out, in]."""
-    if adapter is None:
-        return
     num_experts, size_out, size_in = weight_EON.shape
     for part, factor in (("a", adapter.a), ("b", adapter.b)):
         if not factor.dtype.is_floating_point or factor.dtype.itemsize < 2:

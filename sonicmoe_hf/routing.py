@@ -147,7 +147,6 @@ class _Rounding(NamedTuple):
     backend: str
 
 
-@ops.flat
 def _round_rows(
     scores: torch.Tensor,
     ranking: torch.Tensor,
@@ -173,39 +172,36 @@ def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, ho
     return tensors if valid is None else [*tensors, scores.new_empty((), dtype=torch.bool)]
 
 
-@ops.flat
 def _round_rows_backward(
     dweight: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, rows: Rows, weighting: Weighting, backend: str
 ) -> list[torch.Tensor]:
     return [backends.load(backend).round_rows_backward(dweight, scores, expert, rows, weighting)]
 
 
-_FORWARD = ops.define(_round_rows, _fake_round_rows)
-_BACKWARD = ops.define(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
+_FORWARD = ops.Op(_round_rows, _fake_round_rows)
+_BACKWARD = ops.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx, arguments, output):
+    scores, *_, ctx.weighting, how = arguments
     ctx.set_materialize_grads(False)
-    scores, *_, ctx.weighting, how = _round_rows.nest(inputs)
     ctx.backend = how.backend
     ctx.save_for_backward(scores, *output[1 : 2 + len(Rows._fields)])
 
 
-def _backward(ctx, gradients):
-    """The gradient of `scores`, and None for what else the op takes."""
-    dweight = gradients[0]
+def _backward(ctx, dweight):
+    """The gradient of `scores`."""
     if dweight is None:
-        return (None,) * _round_rows.size
+        return ()
     scores, expert, *rows = ctx.saved_tensors
     plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
     run = ops.choose(_functional_backward, _BACKWARD, plain, dweight)
-    (dscores,) = run(dweight, scores, expert, *rows, *ctx.weighting, ctx.backend)
-    return dscores, *(None,) * (_round_rows.size - 1)
+    return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 
-ops.differentiate(_FORWARD, _backward, _setup_context)
+ops.differentiate(_FORWARD, _setup_context, _backward)
 _functional_backward = ops.refuse_second_derivatives(_BACKWARD, "token rounding")
-_differentiable = ops.without_dispatcher(_round_rows, "token rounding", _setup_context, _backward)
+_differentiable = ops.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
 _functional = ops.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
 
 
@@ -227,10 +223,13 @@ def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRoun
     backend = backends.choose(device, torch.float32).name
     plain = _differentiable if scores_TE.requires_grad or ops.forward_mode() else _round_rows
     run = ops.choose(_functional, _FORWARD, plain, scores_TE)
+    how = _Rounding(
+        policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
+        policy.max_rows(num_tokens, top_k, num_experts), logits_TE.dtype, backend,
+    )  # fmt: skip
     weight_P, expert_P, *rows = run(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),
-        *family.weighting(router), policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
-        policy.max_rows(num_tokens, top_k, num_experts), logits_TE.dtype, backend,
+        family.weighting(router), how,
     )  # fmt: skip
     fell_back = False if valid_T is None else rows.pop()
     rows = Rows(*rows)
