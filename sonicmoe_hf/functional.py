@@ -12,7 +12,7 @@ import contextlib
 
 import torch
 
-from . import backends, ops
+from . import backends, custom_op
 from .config import LAYOUTS, SAVE_POLICIES, check_choice
 from .dispatch import dispatch
 from .kernels.interface import ACTIVATIONS, Activation, Rows, accumulation_dtype
@@ -140,8 +140,8 @@ def _fake_backward(dout, x, h, gate_up, down, weight, gate_up_bias, down_bias, r
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
-_FORWARD = ops.define(_experts_forward, _fake_forward)
-_BACKWARD = ops.define(_experts_backward, _fake_backward)
+_FORWARD = custom_op.define(_experts_forward, _fake_forward)
+_BACKWARD = custom_op.define(_experts_backward, _fake_backward)
 
 
 def _setup_context(ctx, inputs, output):
@@ -151,7 +151,9 @@ def _setup_context(ctx, inputs, output):
     h = output[1] if keep_h else None
     if h is not None:
         ctx.mark_non_differentiable(h)
-    keep_x = save == "input" or needs_gate_up or ops.transformed()  # there, for the refusal of second derivatives
+    keep_x = (
+        save == "input" or needs_gate_up or custom_op.transformed()
+    )  # there, for the refusal of second derivatives
     ctx.save_for_backward(x if keep_x else None, h, gate_up, down, weight, gate_up_bias, down_bias, *rows)
 
 
@@ -163,7 +165,7 @@ def _needs(ctx, gate_up_bias, down_bias) -> list[bool]:
         nodes.insert(4, None)
     if down_bias is None:
         nodes.insert(5, None)
-    return ops.are_needed(nodes[: len(NEEDS)])
+    return custom_op.are_needed(nodes[: len(NEEDS)])
 
 
 def _gradients(ctx, dout):
@@ -173,8 +175,8 @@ def _gradients(ctx, dout):
     x, h, gate_up, down, weight, gate_up_bias, down_bias, *rows = ctx.saved_tensors
     needs = _needs(ctx, gate_up_bias, down_bias)
     others = gate_up, down, weight, gate_up_bias, down_bias, rows, *ctx.options, needs
-    if torch.is_grad_enabled() or ops.traced(dout):
-        run = ops.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
+    if torch.is_grad_enabled() or custom_op.traced(dout):
+        run = custom_op.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
         if run is _BACKWARD and torch.is_grad_enabled() and not dout.requires_grad:
             # create_graph=True: whatever is derived from these gradients meets the op's refusal
             dout = dout.detach().requires_grad_()
@@ -196,10 +198,10 @@ def _backward(ctx, gradients):
     return *_gradients(ctx, gradients[0]), *(None,) * 9
 
 
-ops.differentiate(_FORWARD, _backward_of_op, _setup_context)
-_functional_backward = ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = ops.without_dispatcher(_experts_forward, "moe_experts", _setup_context, _backward)
-_functional = ops.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
+custom_op.differentiate(_FORWARD, _backward_of_op, _setup_context)
+_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = custom_op.without_dispatcher(_experts_forward, "moe_experts", _setup_context, _backward)
+_functional = custom_op.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
@@ -296,8 +298,8 @@ def moe_experts(
     needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
     differentiable = needs_gradients and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"
-    plain = _differentiable if differentiable or ops.forward_mode() else _experts_forward
-    run = ops.choose(_functional, _FORWARD, plain, *inputs)
+    plain = _differentiable if differentiable or custom_op.forward_mode() else _experts_forward
+    run = custom_op.choose(_functional, _FORWARD, plain, *inputs)
     out = run(
         x.contiguous(), *inputs[1:], list(rows), act.name, act.alpha, act.limit, transposed, interleaved, backend,
         keep_h, save,
