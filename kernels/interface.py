@@ -18,19 +18,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu")
-
-
-class Activation(NamedTuple):
-    """A gated activation a = act(gate, up).
-
-    swiglu: silu(gate) * up; geglu: gelu(gate) * up (erf); geglu_tanh: the tanh approximation; reglu: relu(gate) * up;
-    clamped_swiglu (gpt-oss): g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit).
-    """
-
-    name: str = "swiglu"
-    alpha: float = 1.702
-    limit: float = 7.0
+from .activation import ACTIVATIONS as ACTIVATIONS
+from .activation import Activation as Activation
 
 
 class Rows(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import backends, ops
+from . import backends, custom_op
 from .kernels.interface import Activation, Rows
 from .low_rank import pack, padded_rank
 
@@ -206,8 +206,8 @@ def _fake_backward(dout, kept, inputs, rows, options, needs):
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
-_FORWARD = ops.Op(_experts_forward, _fake_forward)
-_BACKWARD = ops.Op(_experts_backward, _fake_backward)
+_FORWARD = custom_op.Op(_experts_forward, _fake_forward)
+_BACKWARD = custom_op.Op(_experts_backward, _fake_backward)
 
 
 def _setup_context(ctx, arguments, output):
@@ -220,7 +220,7 @@ def _setup_context(ctx, arguments, output):
     ctx.given = [tensor is not None for tensor in inputs]
     x, *others = inputs
     keep_x = not keep.h or needs.gate_up or needs.gate_up_a
-    keep_x = keep_x or ops.transformed()  # there, for the refusal of second derivatives
+    keep_x = keep_x or custom_op.transformed()  # there, for the refusal of second derivatives
     ctx.save_for_backward(*kept, x if keep_x else None, *others, *rows)
 
 
@@ -232,9 +232,9 @@ def _backward(ctx, dout):
     inputs, rows = Inputs._make(others[: len(ctx.given)]), Rows._make(others[len(ctx.given) :])
     # next_functions has one entry for each argument that is a tensor, in their order
     nodes = iter(ctx.next_functions)
-    needs = ops.are_needed([next(nodes)[0] if given else None for given in ctx.given])
-    if torch.is_grad_enabled() or ops.traced(dout):
-        run = ops.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
+    needs = custom_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
+    if torch.is_grad_enabled() or custom_op.traced(dout):
+        run = custom_op.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
         if run is _BACKWARD and torch.is_grad_enabled() and not dout.requires_grad:
             # create_graph=True: whatever is derived from these gradients meets the op's refusal
             dout = dout.detach().requires_grad_()
@@ -249,13 +249,13 @@ def _backward(ctx, dout):
     return [next(found) if needed else None for needed in needs]
 
 
-ops.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = ops.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = ops.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
-_functional = ops.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
+custom_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = custom_op.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
+_functional = custom_op.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
 
 
 def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> torch.Tensor:
     """out_TH. `keep` is what backward will have, where there is one (`differentiable`)."""
-    plain = _differentiable if differentiable or ops.forward_mode() else _experts_forward
-    return ops.choose(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, keep)[0]
+    plain = _differentiable if differentiable or custom_op.forward_mode() else _experts_forward
+    return custom_op.choose(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, keep)[0]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import backends, ops
+from . import backends, custom_op
 from .config import ROUNDINGS, TokenRounding, check_choice
 from .dispatch import fake_rows
 from .kernels.interface import Rows, Weighting
@@ -178,8 +178,8 @@ def _round_rows_backward(
     return [backends.load(backend).round_rows_backward(dweight, scores, expert, rows, weighting)]
 
 
-_FORWARD = ops.Op(_round_rows, _fake_round_rows)
-_BACKWARD = ops.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
+_FORWARD = custom_op.Op(_round_rows, _fake_round_rows)
+_BACKWARD = custom_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
 
 
 def _setup_context(ctx, arguments, output):
@@ -195,14 +195,14 @@ def _backward(ctx, dweight):
         return ()
     scores, expert, *rows = ctx.saved_tensors
     plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
-    run = ops.choose(_functional_backward, _BACKWARD, plain, dweight)
+    run = custom_op.choose(_functional_backward, _BACKWARD, plain, dweight)
     return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 
-ops.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = ops.refuse_second_derivatives(_BACKWARD, "token rounding")
-_differentiable = ops.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
-_functional = ops.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
+custom_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "token rounding")
+_differentiable = custom_op.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
+_functional = custom_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
 
 
 def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None):
@@ -221,8 +221,8 @@ def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRoun
     top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
     backend = backends.choose(device, torch.float32).name
-    plain = _differentiable if scores_TE.requires_grad or ops.forward_mode() else _round_rows
-    run = ops.choose(_functional, _FORWARD, plain, scores_TE)
+    plain = _differentiable if scores_TE.requires_grad or custom_op.forward_mode() else _round_rows
+    run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
     how = _Rounding(
         policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
         policy.max_rows(num_tokens, top_k, num_experts), logits_TE.dtype, backend,

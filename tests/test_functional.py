@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import assert_all_close, relative_error
+from helpers.models import assert_all_close, relative_error
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
