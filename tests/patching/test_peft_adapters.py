@@ -4,11 +4,10 @@ import copy
 import io
 import logging
 import threading
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
+from helpers.adapters import EXPERTS, fused, random_factors, with_lora
 from helpers.models import (
     CONFIGS,
     ORDER_OF_SUMS,
@@ -30,7 +29,7 @@ import sonicmoe_hf
 from sonicmoe_hf.patching import adapters, peft_adapters
 from sonicmoe_hf.patching.support import find_layers
 
-GATE_UP, DOWN = EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+GATE_UP, DOWN = EXPERTS
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 ONE_LAYER = {"num_hidden_layers": 1}
 
@@ -55,32 +54,9 @@ def small(family):
     return build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
 
 
-def random_factors(model, seed=3):
-    """Other factors for every expert, B not zero: columns paired wrongly show, and every gradient is there."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-    return model
-
-
-def with_lora(model, targets=EXPERTS, **options):
-    return random_factors(
-        get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets))
-    )
-
-
 def patched(model, **options):
     sonicmoe_hf.patch_model(model, **options)
     return model
-
-
-@contextmanager
-def fused():
-    """Nothing inside may form W + BA as PEFT does."""
-    with mock.patch.object(nn.utils.parametrize, "register_parametrization", side_effect=AssertionError("W + BA")):
-        yield
 
 
 def fused_gradients(model, inputs=None):
