@@ -1,7 +1,10 @@
-"""Compiles every Triton kernel for a GPU that need not be there: python compile_triton.py 90.
+"""Compiles the Triton kernels for GPUs that need not be there.
 
-One line a kernel: name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core instructions).
-Run it in a process of its own: where Triton interprets, it cannot compile.
+    python compile_triton.py          REPRESENTATIVE: variants by target, the kernels without products for sm_90
+    python compile_triton.py 90 ...   everything for these targets
+
+One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core
+instructions). Run it in a process of its own: where Triton interprets, it cannot compile.
 """
 
 from __future__ import annotations
@@ -42,6 +45,14 @@ VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias, descr
     "fp16, interleaved": ("fp16", False, True, False, False, True),
     "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True, True),
     "fp32": ("fp32", False, False, False, False, True),
+}
+
+REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
+    80: ("fp32", "bf16"),
+    86: ("bf16, transposed, interleaved, bias",),
+    90: ("bf16", "bf16, few rows", "fp16, interleaved"),
+    100: ("bf16, through pointers",),
+    120: ("bf16",),
 }
 
 
@@ -201,7 +212,7 @@ def rounding_cases():
     yield "weights_gradient", rounding_backward.rounding_gradient_kernel, {**common, **block}, 4, 3
 
 
-def report(name, variant, compiled):
+def report(target, name, variant, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -211,16 +222,21 @@ def report(name, variant, compiled):
     registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
     matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
     shared = compiled.metadata.shared
-    print(f"{name}|{variant}|registers {registers}|stack {stack}|shared {shared}|matrix {matrix}", flush=True)
+    print(f"{target}|{name}|{variant}|registers {registers}|stack {stack}|shared {shared}|matrix {matrix}", flush=True)
 
 
-def main(target: int):
-    for name, kernel, arguments, warps, stages in (*other_cases(), *rounding_cases()):
-        report(name, "", compile_kernel(kernel, arguments, target, warps, stages))
-    for variant, options in VARIANTS.items():
-        for name, kernel, arguments, warps, stages in matrix_cases(GPU_KINDS[target], *options):
-            report(name, variant, compile_kernel(kernel, arguments, target, warps, stages))
+def main(target: int, variants, with_other_kernels: bool):
+    if with_other_kernels:
+        for name, kernel, arguments, warps, stages in (*other_cases(), *rounding_cases()):
+            report(target, name, "", compile_kernel(kernel, arguments, target, warps, stages))
+    for variant in variants:
+        for name, kernel, arguments, warps, stages in matrix_cases(GPU_KINDS[target], *VARIANTS[variant]):
+            report(target, name, variant, compile_kernel(kernel, arguments, target, warps, stages))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    for target in map(int, sys.argv[1:]):
+        main(target, VARIANTS, True)
+    if not sys.argv[1:]:
+        for target, variants in REPRESENTATIVE.items():
+            main(target, variants, target == 90)

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from moe_problems import errors, layer, poisoned, routing_ids, run, stored
+from kernel_helpers import errors
+from moe_problems import layer, poisoned, routing_ids, run, stored
 
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import eager, reference
