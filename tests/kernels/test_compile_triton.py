@@ -20,8 +20,9 @@ def check_compiled(*targets):
         target, figures = int(target), {key: int(value) for key, value in (field.split() for field in fields)}
         assert figures["shared"] <= SHARED_MEMORY[target], (target, name, label)
         # a few bytes outside the main loop are no matter; nearest_score adds up its scores in fp64; sm_100 takes Hopper's
-        # blocks, which nobody has tuned there
-        stack = 300 if target == 100 else 160 if "nearest_score" in name else 32
+        # blocks, which nobody has tuned there, least of all for addresses off the multiples of 16
+        on_100 = 600 if "pointers" in label else 300
+        stack = on_100 if target == 100 else 160 if "nearest_score" in name else 32
         assert figures["stack"] <= stack, (target, name, label)
         if name in MATRIX_KERNELS:
             assert figures["matrix"] > 0, (target, name, label)
