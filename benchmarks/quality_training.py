@@ -24,8 +24,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 import sonicmoe_hf
 from sonicmoe_hf.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.demo.corpus import train_tokenizer
+from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing
-from sonicmoe_hf.support import find_layers
 
 METHODS = ("top_k", *ROUNDINGS, "token_drop", "expert_choice")
 DROP_CAPACITY_FACTOR = 1.25  # Switch Transformer's; token_drop keeps at most this times the mean rows per expert

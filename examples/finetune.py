@@ -38,7 +38,7 @@ from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
-from sonicmoe_hf.lora import import_peft
+from sonicmoe_hf.native.adapter import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}

@@ -21,7 +21,7 @@ class Family:
 
     name: its model_type. module: where Transformers defines it. block, router, experts, pretrained, config, model,
         causal_lm: class names there.
-    hub_layout: how its checkpoints on the hub store experts, a name of sonicmoe_hf.layouts.LAYOUTS.
+    hub_layout: how its checkpoints on the hub store experts, a name of sonicmoe_hf.native.layouts.CHECKPOINT_LAYOUTS.
     router_attribute: what the block calls its router.
     scores(router, logits_TE) -> (scores_TE, ranking_TE): S of every expert for every token, fp32, differentiable; and
         what token rounding ranks by, -inf where an expert must never be added to the token.

@@ -1,34 +1,54 @@
 """SonicMoE for Hugging Face Transformers: see README.md.
 
-Importing registers experts_implementation="sonicmoe_hf" and the native layout's model classes with Transformers, and
-patches nothing.
+Importing makes experts_implementation="sonicmoe_hf" and the native layout's model classes known to Transformers as soon
+as Transformers itself is imported, and patches nothing. What is exported here is imported on first use.
 """
 
-from pathlib import Path
+from __future__ import annotations
 
-_checkout = Path(__file__).resolve().parent.parent
-if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "kernels" / "interface.py").is_file():
-    __path__.append(str(_checkout))  # a source checkout keeps kernels/ and model_patches/ beside this folder
+import importlib
+from typing import TYPE_CHECKING
 
-from . import auto, backends, functional, notice, routing  # noqa: E402
-from .auto import SonicMoEExperts  # noqa: E402
-from .callbacks import ExpertLoadCallback, TokenRoundingCallback, attach  # noqa: E402
-from .checkpoint import convert_checkpoint  # noqa: E402
-from .checkpoint_inspect import inspect_checkpoint  # noqa: E402
-from .experts import UnsupportedExpertsError, register  # noqa: E402
-from .layouts import CheckpointError  # noqa: E402
-from .lora import convert_adapter  # noqa: E402
-from .patching import (  # noqa: E402
-    PatchReport,
-    from_pretrained,
-    is_patched,
-    patch,
-    patch_model,
-    set_routing,
-    unpatch,
-    unpatch_model,
-)
-from .support import LayerSupport, UnsupportedModelError, supports  # noqa: E402
+from . import registration
+
+if TYPE_CHECKING:
+    from . import backends, functional, routing
+    from .config import TokenRounding
+    from .errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
+    from .functional import moe_experts
+    from .native.adapter import convert_adapter
+    from .native.convert import convert_checkpoint
+    from .native.inspect import inspect_checkpoint
+    from .native.modeling import SonicMoEExperts
+    from .patching.patch import (
+        PatchReport,
+        from_pretrained,
+        is_patched,
+        patch,
+        patch_model,
+        set_routing,
+        unpatch,
+        unpatch_model,
+    )
+    from .patching.support import LayerSupport, supports
+    from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
+
+_MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
+    "backends": (),
+    "functional": ("moe_experts",),
+    "routing": (),
+    "config": ("TokenRounding",),
+    "errors": ("CheckpointError", "UnsupportedExpertsError", "UnsupportedModelError"),
+    "native.adapter": ("convert_adapter",),
+    "native.convert": ("convert_checkpoint",),
+    "native.inspect": ("inspect_checkpoint",),
+    "native.modeling": ("SonicMoEExperts",),
+    "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
+                       "unpatch", "unpatch_model"),
+    "patching.support": ("LayerSupport", "supports"),
+    "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
+}  # fmt: skip
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "CheckpointError",
@@ -36,6 +56,7 @@ __all__ = [
     "LayerSupport",
     "PatchReport",
     "SonicMoEExperts",
+    "TokenRounding",
     "TokenRoundingCallback",
     "UnsupportedExpertsError",
     "UnsupportedModelError",
@@ -47,6 +68,7 @@ __all__ = [
     "functional",
     "inspect_checkpoint",
     "is_patched",
+    "moe_experts",
     "patch",
     "patch_model",
     "routing",
@@ -55,8 +77,24 @@ __all__ = [
     "unpatch",
     "unpatch_model",
 ]
+
+
 __version__ = "0.1.0"
 
-register()
-auto.register()
-notice.register()
+
+def __getattr__(name: str):
+    if name in _HOME:
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    elif name in __all__:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+registration.register()

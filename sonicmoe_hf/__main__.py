@@ -1,5 +1,5 @@
 """`python -m sonicmoe_hf` is the `sonicmoe-hf` command."""
 
-from .cli import main
+from .cli.main import main
 
 raise SystemExit(main())

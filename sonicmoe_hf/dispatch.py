@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import backends, ops
+from . import backends, custom_op
 from .kernels.interface import Rows
 
 
@@ -31,8 +31,8 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
     return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
-_DISPATCH = ops.define(_dispatch, _fake_dispatch)
-_functional = ops.for_torch_func(_DISPATCH, "dispatch")
+_DISPATCH = custom_op.Op(_dispatch, _fake_dispatch)
+_functional = custom_op.for_torch_func(_DISPATCH, "dispatch")
 
 
 def dispatch(
@@ -72,5 +72,5 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    run = ops.choose(_functional, _DISPATCH, _dispatch, expert_index, token_index)
+    run = custom_op.choose(_functional, _DISPATCH, _dispatch, expert_index, token_index)
     return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

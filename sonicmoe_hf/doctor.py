@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from . import backends
-from .auto import sizes_of
 from .config import TokenRounding
-from .config_only import build_on_meta
-from .layer_ranges import LayerRange, collapse
-from .support import REMEDIES, LayerSupport, supported_layers, supports
+from .native.config_only import build_on_meta
+from .native.modeling import sizes_of
+from .patching.layer_ranges import LayerRange, collapse
+from .patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from .warmup import placement
 
 PACKAGES = (

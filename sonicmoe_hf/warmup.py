@@ -16,11 +16,8 @@ import torch
 
 from . import backends
 from .config import LAYOUTS
+from .errors import WarmupError
 from .functional import Activation
-
-
-class WarmupError(Exception):
-    """Nothing can be compiled here; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,9 @@ class Outcome(NamedTuple):
 
 def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind]:
     """The different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
-    from .auto import sizes_of
-    from .experts import experts_facts
-    from .support import supported_layers, supports
+    from .native.modeling import sizes_of
+    from .patching.experts import experts_facts
+    from .patching.support import supported_layers, supports
 
     kinds = []
     for layer in supported_layers(model, supports(model), "accelerated"):

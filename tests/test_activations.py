@@ -3,14 +3,14 @@
 import pytest
 import torch
 import transformers
-from models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import sonicmoe_hf
-from sonicmoe_hf.experts import IMPLEMENTATION, UnsupportedExpertsError, experts_facts
+from sonicmoe_hf.patching.experts import IMPLEMENTATION, UnsupportedExpertsError, experts_facts
 
 CLAIMED = {
     "swiglu": ["silu", "swish", nn.SiLU(), F.silu],

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, twin
+from helpers.models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, twin
+from helpers.training import POLICY, Watch
 from test_functional import NAMES, Watching, output_and_gradients, problem, run
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
-from training import POLICY, Watch
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.support import find_layers
+from sonicmoe_hf.patching.support import find_layers
 
 COMPUTED_BY = {  # gradient: the kernels' functions that only it needs
     "x": {"input_rows"},

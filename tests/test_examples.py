@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from sonicmoe_hf.backends import VARIABLE
-from sonicmoe_hf.cli import main as command
+from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus, run
-from sonicmoe_hf.patching import patch_state
+from sonicmoe_hf.patching.patch import patch_state
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n"

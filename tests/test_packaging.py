@@ -1,5 +1,6 @@
 """The wheel holds what it should and imports from anywhere; the checkout works beside it."""
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+import sonicmoe_hf
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = "import sonicmoe_hf, sonicmoe_hf.kernels.eager, sonicmoe_hf.model_patches, sonicmoe_hf.demo"
@@ -98,19 +101,41 @@ def test_the_wheel_imports_from_anywhere(installed, tmp_path):
 
 
 def test_the_checkout_imports_without_an_install(tmp_path):
-    assert Path(python("-c", WHERE, path=[ROOT], cwd=tmp_path).strip()) == ROOT / "kernels"
+    printed = Path(python("-c", WHERE, path=[ROOT], cwd=tmp_path).strip())
+    assert printed.samefile(ROOT / "kernels")
 
 
 def test_an_editable_install_imports_from_anywhere(sources, tmp_path):
     zipfile.ZipFile(build("editable", sources, tmp_path)).extractall(tmp_path)
     printed = python("-c", f"import site; site.addsitedir({str(tmp_path)!r}); {WHERE}", path=[], cwd=tmp_path)
-    assert Path(printed.strip()) == sources / "kernels"
+    assert Path(printed.strip()).samefile(sources / "kernels")
 
 
-@pytest.mark.parametrize("module", ["sonicmoe_hf", "sonicmoe_hf.cli"])
-def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(installed, module):
-    """There `sonicmoe_hf` is the checkout's, whose kernels/ lies beside it, not inside."""
-    assert python("-m", module, "--version", path=[installed], cwd=ROOT).startswith("sonicmoe-hf ")
+def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(installed):
+    """There `sonicmoe_hf` is the checkout's, which links to kernels/ beside it."""
+    assert python("-m", "sonicmoe_hf", "--version", path=[installed], cwd=ROOT).startswith("sonicmoe-hf ")
+
+
+def test_every_export_is_there_and_known_to_type_checkers():
+    tree = ast.parse((ROOT / "sonicmoe_hf" / "__init__.py").read_text())
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
+    names = {alias.name for node in typed.body for alias in node.names}
+    assert names == set(sonicmoe_hf.__all__)
+    assert [name for name in names if not hasattr(sonicmoe_hf, name)] == []
+
+
+def test_importing_sonicmoe_hf_and_its_help_load_neither_torch_nor_transformers():
+    code = "import sys, sonicmoe_hf.cli.main as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'transformers', 'rich'} & set(sys.modules), sys.modules.keys()"
+    assert run(sys.executable, "-c", code, cwd=ROOT).startswith("usage: sonicmoe-hf")
+
+
+def test_transformers_knows_our_names_in_whatever_order_things_are_imported():
+    ask = "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as found; assert 'sonicmoe_hf' in found"
+    native = "from transformers import AutoConfig; assert AutoConfig.for_model('sonicmoe_olmoe').model_type"
+    for first in ("import sonicmoe_hf", "import sonicmoe_hf.patching.experts", "import sonicmoe_hf.native.modeling",
+                  "import transformers.modeling_utils, sonicmoe_hf"):  # fmt: skip
+        run(sys.executable, "-c", f"{first}; {ask}; {native}", cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ from .. import triton as portable
 from ..triton import combine as combine
 from ..triton import dispatch as dispatch
 from ..triton import down_bias_gradient as down_bias_gradient
+from ..triton import factor_gradient as factor_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
+from ..triton import rank_backward as rank_backward
+from ..triton import rank_rows as rank_rows
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
@@ -86,11 +89,12 @@ def _run_on_its_device(kernel, tensor, *arguments):
             kernel(tensor, *arguments)
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     _, width, hidden = gate_up_E2IH.shape
     sizes = (hidden, width // 2)
-    if _has_few(rows) or not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
-        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a)
+    taken = extra is None and _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH)
+    if _has_few(rows) or not taken:
+        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
@@ -102,8 +106,12 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     return h_R2I, a_RI
 
 
-def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
-    if not _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK) or not _dense(weight_ENK):
+def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
+    if (
+        extra is not None
+        or not _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK)
+        or not _dense(weight_ENK)
+    ):
         return fallback()
     (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
@@ -116,26 +124,27 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
     return out_RN
 
 
-def down(a_RI, down_EHI, bias_EH, rows):
-    return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows), a_RI, down_EHI, bias_EH, rows)
+def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+    return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows, extra), a_RI, down_EHI, bias_EH, rows, extra)
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows):
+def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
     return _product(
-        lambda: portable.input_rows(dh_R2I, gate_up_E2IH, rows), dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows
-    )
+        lambda: portable.input_rows(dh_R2I, gate_up_E2IH, rows, extra),
+        dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra,
+    )  # fmt: skip
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
     num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     chosen = tile("gemm_dgated", inner)
     num_parts = -(-inner // chosen.columns)
     taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_parts * num_pairs < MAX_ELEMENTS
-    if _has_few(rows) or not taken or not _dense(down_EHI):
+    if _has_few(rows) or extra is not None or not taken or not _dense(down_EHI):
         return portable.down_backward(
-            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None

@@ -12,10 +12,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sonicmoe_hf import config_only, doctor, warmup
-from sonicmoe_hf.cli import main
+from sonicmoe_hf import doctor, warmup
+from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels.interface import Activation, Rows
+from sonicmoe_hf.native import config_only
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")

@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
-from models import CONFIGS, batch, build, loss_and_gradients, relative_error
+from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error
 
 import sonicmoe_hf
-from sonicmoe_hf import backends, top_k
+from sonicmoe_hf import backends
 from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.patching import fast_topk
 
 SIZES = {"odd": (37, 5, 3), "all of them": (9, 3, 3), "one": (4, 1, 1), "many": (300, 128, 8), "most": (40, 300, 32)}
 
@@ -52,8 +53,8 @@ def for_any_size(monkeypatch):
         choose = staticmethod(lambda device, dtype: backends.Choice("triton", ""))
         load = staticmethod(lambda name: type("Kernels", (), {"top_k": staticmethod(top_k_of)}))
 
-    monkeypatch.setattr(top_k, "backends", Backends)
-    monkeypatch.setattr(top_k, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(fast_topk, "backends", Backends)
+    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 1)
     return used
 
 
@@ -62,7 +63,7 @@ def test_values_and_gradients_are_those_of_torch(device, for_any_size):
     scores = torch.randn(6, 4, 16, device=device).requires_grad_()
     slope = torch.randn(6, 4, 3, device=device)
     expected = scores.topk(3)
-    with top_k.FastTopK():
+    with fast_topk.FastTopK():
         found = scores.topk(3, dim=-1)
         same = torch.topk(scores, k=3)[1]
     assert for_any_size == [(24, 16)] * 2
@@ -80,15 +81,15 @@ def test_values_and_gradients_are_those_of_torch(device, for_any_size):
 def test_what_it_does_not_do_is_left_to_torch(device, for_any_size, arguments):
     scores = torch.randn(8, 50, device=device)
     expected = torch.topk(scores, **arguments)
-    with top_k.FastTopK():
+    with fast_topk.FastTopK():
         found = torch.topk(scores, **arguments)
     assert not for_any_size
     assert all(map(torch.equal, found, expected))
 
 
 def test_other_dtypes_and_few_rows_are_left_to_torch(device, monkeypatch):
-    monkeypatch.setattr(top_k, "_TopK", None)
-    with top_k.FastTopK():
+    monkeypatch.setattr(fast_topk, "_TopK", None)
+    with fast_topk.FastTopK():
         torch.topk(torch.randn(2000, 8, device=device, dtype=torch.float64), 2)
         torch.topk(torch.randn(8, 8, device=device), 2)
 
@@ -100,7 +101,7 @@ def test_patched_routers_use_it_and_nothing_changes(family, for_any_size):
     routers = {
         id(m)
         for m in model.modules()
-        if any(isinstance(h, top_k.FastTopKEntry) for h in m._forward_pre_hooks.values())
+        if any(isinstance(h, fast_topk.FastTopKEntry) for h in m._forward_pre_hooks.values())
     }
     assert routers
     found = loss_and_gradients(model, inputs)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from helpers.models import batch, build, loss_and_gradients, relative_error
 from kernel_helpers import captured
-from models import batch, build, loss_and_gradients, relative_error
 from test_top_k import first_of_equals
 
 import sonicmoe_hf
-from sonicmoe_hf import top_k
 from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.patching import fast_topk
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def test_it_is_used_and_captured_without_a_sync():
     slope = torch.randn(16384, 8, device="cuda")
 
     def step():
-        with top_k.FastTopK():
+        with fast_topk.FastTopK():
             values, index = torch.topk(scores, 8, dim=-1)
         # no graph stays alive: its leaf would belong to the stream it was made on, and be waited for in a capture
         return values.detach(), index, *torch.autograd.grad(values, scores, slope)

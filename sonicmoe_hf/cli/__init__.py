@@ -1,0 +1,1 @@
+"""The `sonicmoe-hf` command."""

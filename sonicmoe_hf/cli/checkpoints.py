@@ -1,0 +1,139 @@
+"""`sonicmoe-hf convert` and `sonicmoe-hf inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+
+def add_commands(commands) -> None:
+    """Add both to the subparsers of `sonicmoe-hf`."""
+    _add_convert(commands)
+    _add_inspect(commands)
+
+
+def _add_convert(commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to the native layout, or back to the hub's",
+        description="Converts a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a "
+        "time and bit by bit; a folder with a LoRA adapter is converted too. The result appears whole or not at all. "
+        "Exit code: 0 if it is there, 2 if nothing was written.",
+    )
+    convert.add_argument("src", metavar="SRC", help="folder or hub id")
+    convert.add_argument("dst", metavar="DST", help="new folder")
+    convert.add_argument("--layout", choices=("native", "hub"), required=True, help="the layout to convert to")
+    convert.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"
+    )
+    convert.add_argument("--dequantize", action=argparse.BooleanOptionalAction,
+                         help="MXFP4 and FP8 weights to bfloat16 (default: do it and say so)")  # fmt: skip
+    convert.add_argument("--max-shard-size", default="5GB", help="of the files written (default %(default)s)")
+    convert.add_argument("--verify", action="store_true", help="refuse NaN, read everything back and compare")
+    convert.add_argument("--revision", help="of a hub id")
+    convert.add_argument("--trained-on", metavar="MODEL", help="for an adapter: the folder or hub id of the model it was "
+                         "trained on (default: what it says)")  # fmt: skip
+    convert.set_defaults(run=_run_convert)
+
+
+def _add_inspect(commands) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="family, layout, dtype and sizes of a checkpoint, and what conversion would make of it",
+        description="Reads the config and the headers of a checkpoint (folder or hub id) and checks them against each "
+        "other. Exit code: 0 if it can be converted, 2 if not.",
+    )
+    inspect.add_argument("path", metavar="PATH", help="folder or hub id")
+    inspect.add_argument("--revision", help="of a hub id")
+    inspect.add_argument(
+        "--json", action="store_true", help='print JSON instead of a table; errors are {"error": ...}'
+    )
+    inspect.set_defaults(run=_run_inspect)
+
+
+def _run_convert(arguments) -> int:
+    from rich.console import Console
+
+    from ..native.adapter import convert_adapter, is_adapter
+    from ..native.convert import convert_checkpoint
+
+    console = Console(highlight=False)
+    if is_adapter(arguments.src):
+        convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
+        console.print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)
+        return 0
+    start = time.perf_counter()
+    with _progress_bar() as on_progress:
+        done = convert_checkpoint(
+            arguments.src,
+            arguments.dst,
+            arguments.layout,
+            dtype=arguments.dtype,
+            dequantize=arguments.dequantize,
+            max_shard_size=arguments.max_shard_size,
+            verify=arguments.verify,
+            revision=arguments.revision,
+            on_progress=on_progress,
+        )
+    console.print(
+        f"{done.path}: {done.family}, {done.source_layout} -> {done.target_layout}, {done.tensors} tensors, "
+        f"{done.nbytes / 1e9:.2f} GB in {done.shards} files, {time.perf_counter() - start:.0f} s"
+        f"{', verified' if arguments.verify else ''}",
+        markup=False,
+    )
+    for notice in done.notices:
+        console.print(f"note: {notice}", markup=False)
+    return 0
+
+
+class _progress_bar:
+    """A bar of bytes on standard error; gives the function that moves it."""
+
+    def __enter__(self):
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+        self.bar = Progress(
+            BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+        )
+        self.task = self.bar.add_task("convert", total=None)
+        self.bar.start()
+        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
+
+    def __exit__(self, *exception):
+        self.bar.stop()
+
+
+def _run_inspect(arguments) -> int:
+    from ..native.inspect import inspect_checkpoint
+
+    found = inspect_checkpoint(arguments.path, arguments.revision)
+    if arguments.json:
+        print(json.dumps({**found._asdict(), "folder": str(found.folder)}, indent=2))
+    else:
+        _print_inspection(found)
+    return 0
+
+
+def _print_inspection(found) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    dtypes = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in found.dtypes.items())
+    table = Table(title=escape(str(found.folder)), title_justify="left", show_header=False)
+    table.add_row("family", found.family)
+    table.add_row("layout", escape(found.description))
+    table.add_row("stored as", dtypes if found.quantisation is None else f"{found.quantisation}: {dtypes}")
+    table.add_row(
+        "size", f"{found.parameters / 1e9:.2f} B parameters, {found.nbytes / 1e9:.2f} GB in {found.files} files"
+    )
+    table.add_row(
+        "experts",
+        f"{found.layers} layers of {found.num_experts}, hidden size {found.hidden_size}, "
+        f"intermediate size {found.intermediate_size}",
+    )
+    for target, words in found.conversions.items():
+        table.add_row(f"convert to {target}", escape(words))
+    Console().print(table)

@@ -1,0 +1,82 @@
+"""Folders that appear whole or not at all, whatever kills the process that writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError
+
+ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
+
+
+@contextmanager
+def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) -> Iterator[Path]:
+    """A folder to write into that becomes `dst` when the block ends well, and vanishes when it does not.
+
+    Args:
+        dst: the folder to make. nbytes, files, num_shards: what will be written, to check the space on the disk.
+    Raises:
+        CheckpointError: not enough space, another run writes to `dst`, or writing failed.
+
+    A killed run leaves its hidden folder behind; the next run into the same `dst` removes it. A lock, which the kernel
+    releases when its holder dies, tells a dead run from a live one.
+    """
+    folder, lock_file = dst.parent / f".{dst.name}.converting", dst.parent / f".{dst.name}.converting.lock"
+    lock = FileLock(lock_file)
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=dst.parent):
+            pass  # where nothing can be written, FileLock may say that another process holds the lock
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CheckpointError(f"another conversion into {dst} is running; wait for it or use another name") from None
+    except OSError as error:
+        raise CheckpointError(f"{dst} cannot be written: {error}") from error
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        need = nbytes + ALLOWANCE * (num_shards + len(files))
+        free = shutil.disk_usage(dst.parent).free
+        if free < need:
+            raise CheckpointError(f"{dst} needs {need / 1e9:.2f} GB, but {dst.parent} has {free / 1e9:.2f} GB free")
+        folder.mkdir()
+        yield folder
+        sync(folder)
+        folder.rename(dst)
+        sync(dst.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{dst} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock_file.unlink(missing_ok=True)
+        lock.release()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy what `source` holds, following links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    sync(target)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write an object as JSON."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync(path)

@@ -1,0 +1,198 @@
+"""convert_checkpoint: a checkpoint from the hub layout to the native one and back, streamed shard by shard.
+
+Memory: the shard being written, and the pages of the one source file that is open. The result appears whole or not at
+all: it is written into a hidden folder beside its destination and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
+from ..config import check_choice
+from ..errors import CheckpointError
+from .atomic_folder import appearing_whole, copy_file, sync, write_json
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
+from .hub import local_folder
+from .plan import TARGETS, Planned, plan, target_layout
+from .source import Source, hub_config, native_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
+
+
+class Conversion(NamedTuple):
+    """What convert_checkpoint did.
+
+    path: the new checkpoint. family, source_layout, target_layout: names of FAMILIES and CHECKPOINT_LAYOUTS. tensors,
+    nbytes, shards: what was written. notices: what else a user should know, in sentences.
+    """
+
+    path: Path
+    family: str
+    source_layout: str
+    target_layout: str
+    tensors: int
+    nbytes: int
+    shards: int
+    notices: list[str]
+
+
+def convert_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    layout: str = "native",
+    *,
+    dtype: str | None = None,
+    dequantize: bool | None = None,
+    max_shard_size: int | str = "5GB",
+    verify: bool = False,
+    revision: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Convert a checkpoint between the hub layout and the native one. Weights are moved, never changed.
+
+    Args:
+        src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
+        dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
+        dequantize: MXFP4 (gpt-oss) and FP8 (DeepSeek) weights become bf16. None does so with a notice, False refuses.
+        max_shard_size: bytes, or text such as "5GB". It and one file of `src` bound the memory that is used.
+        verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
+        revision: of a hub id. on_progress: called with (bytes done, bytes in all).
+    Returns:
+        What was done.
+    Raises:
+        CheckpointError: a tensor, file or config entry is unknown, missing, wrong or contradictory, the disk is full or
+            `dst` exists; the message names it and nothing is written.
+    Example:
+        sonicmoe_hf.convert_checkpoint("Qwen/Qwen3-30B-A3B", "qwen3-native", layout="native")
+    """
+    check_choice("layout", layout, TARGETS)
+    if dtype is not None:
+        check_choice("dtype", dtype, DTYPES)
+    dst = Path(dst).expanduser().absolute()
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError(f"{dst} exists; remove it or name another folder")
+    source = Source(local_folder(src, revision))
+    notices = _quantisation_notices(source, dequantize)
+    planned = plan(source, layout, DTYPES.get(dtype))
+    files, skipped = _other_files(source)
+    if skipped:
+        notices.append(f"not carried over: {', '.join(skipped)}")
+    shards = _shards(planned, max_shard_size)
+    progress = _Progress(sum(tensor.nbytes for tensor in planned) * (1 + verify), on_progress)
+    with appearing_whole(dst, progress.total // (1 + verify), files, len(shards)) as folder:
+        _write_shards(folder, shards, planned, verify, progress)
+        _write_config(folder, source, layout, dtype)
+        for file in files:
+            copy_file(source.folder / file, folder / file)
+        if verify:
+            _compare(folder, shards, planned, progress)
+        source.close()
+    nbytes = sum(tensor.nbytes for tensor in planned)
+    return Conversion(
+        dst,
+        source.family.name,
+        source.layout,
+        target_layout(source, layout),
+        len(planned),
+        nbytes,
+        len(shards),
+        notices,
+    )
+
+
+def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
+    if source.quantisation is None:
+        return []
+    if dequantize is False:
+        raise CheckpointError(
+            f"{source.folder} is quantised ({source.quantisation}): conversion can only dequantise such weights"
+        )
+    if dequantize:
+        return []
+    return [f"the weights were {source.quantisation} and are bfloat16 now (say dequantize=True to drop this notice)"]
+
+
+def _other_files(source: Source) -> tuple[list[Path], list[str]]:
+    """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
+    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
+    files, skipped = [], []
+    for path in sorted(source.folder.iterdir()):
+        if path.name in weights or path.name.startswith("."):
+            continue
+        if path.is_dir() and path.name in COPIED_FOLDERS:
+            files += [file.relative_to(source.folder) for file in sorted(path.rglob("*")) if file.is_file()]
+        elif path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
+            files.append(Path(path.name))
+        else:
+            skipped.append(path.name)
+    return files, skipped
+
+
+def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
+    """File name -> names of its tensors."""
+    shells = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in planned}
+    refusal = CheckpointError(f"max_shard_size is {max_shard_size!r}; give bytes, 1 or more, or text such as '5GB'")
+    if isinstance(max_shard_size, int) and max_shard_size < 1:
+        raise refusal
+    try:
+        return split_torch_state_dict_into_shards(shells, max_shard_size=max_shard_size).filename_to_tensors
+    except ValueError as error:
+        raise refusal from error
+
+
+class _Progress:
+    def __init__(self, total: int, on_progress):
+        self.total, self.done, self.on_progress = total, 0, on_progress
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
+
+
+def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, progress: _Progress) -> None:
+    by_name = {tensor.name: tensor for tensor in planned}
+    for file, names in shards.items():
+        made = {}
+        for name in names:
+            made[name] = by_name[name].make()
+            if verify and not bool(torch.isfinite(made[name]).all()):
+                raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
+            progress.add(by_name[name].nbytes)
+        save_file(made, folder / file, metadata={"format": "pt"})
+        sync(folder / file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in planned)
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_config(folder: Path, source: Source, layout: str, dtype: str | None) -> None:
+    config = dict(source.hub_config)
+    if config.pop("quantization_config", None) is not None:
+        dtype = dtype or "bfloat16"
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    convert = native_config if layout == "native" else hub_config
+    write_json(folder / CONFIG_FILE, convert(config, source.family))
+
+
+def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) -> None:
+    """Every tensor as it was written against the same tensor made once more, byte by byte."""
+    by_name = {tensor.name: tensor for tensor in planned}
+    for file, names in shards.items():
+        with opened(folder / file) as handle:
+            for name in names:
+                written, again = handle.get_tensor(name), by_name[name].make()
+                same = written.shape == again.shape and written.dtype == again.dtype
+                if not same or not torch.equal(written.view(torch.uint8), again.view(torch.uint8)):
+                    raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
+                progress.add(by_name[name].nbytes)

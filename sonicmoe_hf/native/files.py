@@ -1,0 +1,134 @@
+"""The files of a checkpoint: config.json, the index, and the headers of the safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHT_SUFFIXES = (  # of weights in other formats and of optimiser states
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
+)  # fmt: skip
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Header(NamedTuple):
+    """Where a tensor is, its dtype and its shape."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: there is no such file, it cannot be read, or it holds something else.
+    """
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {path}; give the folder of a checkpoint, or a hub id") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must be a JSON object")
+    return content
+
+
+def opened(path: Path):
+    """The safetensors file at `path`, opened lazily.
+
+    Raises:
+        CheckpointError: it is missing, damaged or cut short.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _headers_of(path: Path) -> dict[str, Header]:
+    found = {}
+    with opened(path) as handle:
+        for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+            view = handle.get_slice(name)
+            dtype = SAFETENSORS_DTYPES.get(view.get_dtype())
+            if dtype is None:
+                raise CheckpointError(f"{path}: {name} has dtype {view.get_dtype()}, which conversion does not know")
+            found[name] = Header(path.name, dtype, tuple(view.get_shape()))
+    return found
+
+
+def refuse_model_beside_adapter(folder: Path) -> None:
+    """Raise CheckpointError where a folder holds a whole model and an adapter: Transformers would load both."""
+    whole = next((file for file in (WEIGHTS_FILE, INDEX_FILE) if (folder / file).exists()), None)
+    if whole is not None and (folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} has both {whole} and {ADAPTER_CONFIG}, and Transformers would load both; give model and adapter a "
+            "folder each"
+        )
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Every tensor of the checkpoint in `folder`, from the files' headers, checked against the index.
+
+    Raises:
+        CheckpointError: no safetensors weights, a file missing or damaged, an index that contradicts the files, or one
+            beside a model.safetensors that it does not name.
+    """
+    if not (folder / INDEX_FILE).exists():
+        if not (folder / WEIGHTS_FILE).exists():
+            raise CheckpointError(
+                f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; conversion reads whole models in safetensors only"
+            )
+        return _headers_of(folder / WEIGHTS_FILE)
+    index = folder / INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in weight_map.values():
+        raise CheckpointError(
+            f"{folder} has both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; Transformers would load "
+            f"{WEIGHTS_FILE}: remove the one that is out of date"
+        )
+    found: dict[str, Header] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or not (folder / file).is_file():
+            raise CheckpointError(f"{index} names {file!r}, which is not a file in {folder}")
+        headers = _headers_of(folder / file)
+        if twice := sorted(set(found) & set(headers)):
+            raise CheckpointError(f"{twice[0]} is in {found[twice[0]].file} and in {file}")
+        found.update(headers)
+    _same_names(index, weight_map, found)
+    return found
+
+
+def _same_names(index: Path, weight_map: dict[str, str], found: dict[str, Header]) -> None:
+    for name in sorted(set(weight_map) ^ set(found)):
+        place = f"{index.name} but not in {weight_map[name]}" if name in weight_map else f"{found[name].file} alone"
+        raise CheckpointError(f"{name} is in {place}: index and files of {index.parent} contradict each other")
+    for name, header in found.items():
+        if weight_map[name] != header.file:
+            raise CheckpointError(f"{index} looks for {name} in {weight_map[name]}, but it is in {header.file}")

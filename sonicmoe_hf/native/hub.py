@@ -1,0 +1,43 @@
+"""Where a checkpoint is: a folder, or the copy that Hugging Face's cache has of a repository on the hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from ..errors import CheckpointError
+
+SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
+DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
+
+
+def local_folder(src: str | os.PathLike, revision: str | None = None, only: list[str] | None = None) -> Path:
+    """The folder of a checkpoint; a hub id is downloaded into the hub's cache.
+
+    Args:
+        src: folder, or hub id. revision: of a hub id. only: patterns of the files to download; None is all that matter.
+    Raises:
+        CheckpointError: there is no such folder, and it is no hub id that can be reached.
+    """
+    path = Path(src).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    name = os.fspath(src)
+    if path.exists():
+        raise CheckpointError(f"{name} is not a folder; give the folder of a checkpoint, or a hub id such as org/name")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"there is no folder {name}; give an existing one, or a hub id such as org/name")
+    try:
+        # it asks the hub once; hf_hub_download and Transformers ask six times, for 23 seconds, where nothing answers
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=only or DOWNLOADED, ignore_patterns=SECOND_COPIES
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        remedy = "; unset HF_HUB_OFFLINE, or give a local folder" if constants.HF_HUB_OFFLINE else ""
+        raise CheckpointError(f"there is no folder {name}, and the hub did not give it{remedy}: {reason}") from error

@@ -1,0 +1,81 @@
+"""inspect_checkpoint: what a checkpoint is, and what conversion would make of it, from headers alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .hub import local_folder
+from .layouts import DESCRIPTIONS
+from .plan import TARGETS, Planned, plan, target_layout
+from .source import Source
+
+
+class Inspection(NamedTuple):
+    """What a checkpoint is.
+
+    folder: where it is. family, layout: names of FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in words.
+    quantisation: "mxfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in all.
+    layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
+    conversions: for each target, what would be written.
+    """
+
+    folder: Path
+    family: str
+    layout: str
+    description: str
+    quantisation: str | None
+    dtypes: dict[str, int]
+    parameters: int
+    nbytes: int
+    files: int
+    layers: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    conversions: dict[str, str]
+
+
+def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> Inspection:
+    """What the checkpoint in a folder or on the hub is, and what conversion would make of it; reads headers only.
+
+    Raises:
+        CheckpointError: as convert_checkpoint.
+    """
+    source = Source(local_folder(src, revision))
+    dtypes: dict[str, int] = {}
+    for header in source.tensors.values():
+        name = str(header.dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, 0) + header.nbytes
+    planned = {target: plan(source, target) for target in TARGETS}
+    sizes = next(iter(source.expected.blocks.values()))
+    return Inspection(
+        folder=source.folder,
+        family=source.family.name,
+        layout=source.layout,
+        description=DESCRIPTIONS[source.layout],
+        quantisation=source.quantisation,
+        dtypes=dtypes,
+        parameters=sum(torch.Size(tensor.shape).numel() for tensor in planned["native"]),
+        nbytes=sum(dtypes.values()),
+        files=len({header.file for header in source.tensors.values()}),
+        layers=len(source.expected.blocks),
+        num_experts=sizes.num_experts,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        conversions={target: _outlook(source, target, tensors) for target, tensors in planned.items()},
+    )
+
+
+def _outlook(source: Source, target: str, planned: list[Planned]) -> str:
+    if target_layout(source, target) == source.layout and source.quantisation is None:
+        return "already in this layout"
+    nbytes = sum(tensor.nbytes for tensor in planned)
+    experts = [tensor for tensor in planned if ".experts." in tensor.name]
+    words = (
+        f"{len(source.tensors)} tensors become {len(planned)}, {len(experts)} of them experts', {nbytes / 1e9:.2f} GB"
+    )
+    return words if source.quantisation is None else f"{words}; {source.quantisation} weights become bfloat16"

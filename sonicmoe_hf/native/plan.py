@@ -1,0 +1,90 @@
+"""What a converted checkpoint will hold, tensor by tensor, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..config import check_choice
+from ..errors import CheckpointError
+from .layouts import Named, assemble, holder, layer_tensors
+from .source import Source
+
+TARGETS = ("native", "hub")
+
+
+class Planned(NamedTuple):
+    """A tensor to be written: its name, shape and dtype, and how it is made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def target_layout(source: Source, target: str) -> str:
+    """The name in CHECKPOINT_LAYOUTS of "native" or "hub" for this checkpoint's family."""
+    check_choice("layout", target, TARGETS)
+    return "native" if target == "native" else source.family.hub_layout
+
+
+def plan(source: Source, target: str, dtype: torch.dtype | None = None) -> list[Planned]:
+    """The tensors of the converted checkpoint, in the order of the source's files.
+
+    Args:
+        source: the opened checkpoint. target: "native" or "hub". dtype: to cast to; None keeps what is stored.
+    Raises:
+        CheckpointError: the experts of a layer differ in dtype.
+    """
+    layout = target_layout(source, target)
+    block_of = {}
+    for block in source.expected.blocks:
+        for named in source.expert_tensors(block):
+            block_of[named.name] = block_of[f"{named.name}_blocks"] = block
+    carried, planned, done = set(source.carried), [], set()
+    for name in source.tensors:
+        if name in carried:
+            planned.append(_carried(source, name, dtype))
+        elif (block := block_of.get(name)) is not None and block not in done:
+            done.add(block)
+            planned += _experts_of(source, block, layout, dtype)
+    return planned
+
+
+def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
+    """A tensor outside the experts, as it is."""
+    kept = source.dtype_of(name)
+    cast = dtype is not None and not source.expected.keep_fp32.intersection(name.split("."))
+    wanted = dtype if cast and kept.is_floating_point else kept
+    return Planned(source.model_name(name), source.tensors[name].shape, wanted, lambda: source.read(name).to(wanted))
+
+
+def _experts_of(source: Source, block: str, layout: str, dtype: torch.dtype | None) -> Iterator[Planned]:
+    sizes = source.expected.blocks[block]
+    stored = {named.name: named for named in source.expert_tensors(block)}
+    for named in layer_tensors(layout, block, sizes):
+        experts = range(sizes.num_experts) if named.expert is None else [named.expert]
+        needed = {
+            f"{block}.{holder(source.layout, part).name.format(expert=expert)}"
+            for part in named.stored.parts
+            for expert in experts
+        }
+        dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
+        if dtype is None and len(set(dtypes.values())) > 1:
+            first, other = next((a, b) for a in dtypes for b in dtypes if dtypes[a] != dtypes[b])
+            raise CheckpointError(
+                f"{first} is {dtypes[first]}, {other} is {dtypes[other]}: {named.name} needs one dtype; give dtype="
+            )
+        wanted = dtype or next(iter(dtypes.values()))
+        yield Planned(named.name, named.shape, wanted, _assembler(source, block, named, wanted))
+
+
+def _assembler(source: Source, block: str, named: Named, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    return lambda: assemble(named, dtype, lambda part, expert: source.part(block, part, expert))

@@ -1,0 +1,327 @@
+"""A checkpoint on disk: what is in it, checked against its own config before anything is read or written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from ..errors import CheckpointError
+from ..model_patches import FAMILIES, Family
+from ..patching.support import find_layers, load_family_class
+from .config_only import UNREADABLE, without_code
+from .dequantize import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scale_shape, mxfp4_shapes
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
+from .layouts import (
+    HUB_CONFIG_KEY,
+    LAYOUT_VERSION,
+    NATIVE_PREFIX,
+    VERSION_KEY,
+    Named,
+    Sizes,
+    detect_layout,
+    holder,
+    layer_tensors,
+)
+from .modeling import sizes_of
+
+HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
+
+
+class Expected(NamedTuple):
+    """What a family's model has, read off the model built on the meta device from its config.
+
+    plain: shapes of the tensors outside the experts. blocks: the experts' sizes, by block. optional: names that may be
+    missing (tied). ignored: patterns of further names that Transformers ignores. keep_fp32: modules never cast.
+    """
+
+    plain: dict[str, tuple[int, ...]]
+    blocks: dict[str, Sizes]
+    optional: set[str]
+    ignored: list[str]
+    keep_fp32: set[str]
+
+
+def family_of(config: dict, path: Path) -> tuple[Family, bool]:
+    """The family that config.json names, and whether it says the native layout."""
+    model_type = config.get("model_type")
+    name = model_type.removeprefix(NATIVE_PREFIX) if isinstance(model_type, str) else model_type
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(FAMILIES)}")
+    native = model_type.startswith(NATIVE_PREFIX)
+    if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
+        raise CheckpointError(
+            f"{path}: {VERSION_KEY} is {config.get(VERSION_KEY)!r}; this sonicmoe-hf reads version {LAYOUT_VERSION}"
+        )
+    return FAMILIES[name], native
+
+
+def hub_config(config: dict, family: Family) -> dict:
+    """config.json of the same model in the hub layout."""
+    kept = {key: value for key, value in config.items() if key not in (VERSION_KEY, HUB_CONFIG_KEY)}
+    if config.get("model_type") == family.name:
+        return kept
+    kept.pop("auto_map", None)
+    return {
+        **kept,
+        "architectures": [family.causal_lm],
+        **(config.get(HUB_CONFIG_KEY) or {}),
+        "model_type": family.name,
+    }
+
+
+def native_config(config: dict, family: Family) -> dict:
+    """config.json of the same model in the native layout; what it replaces is kept for the way back."""
+    if config["model_type"] != family.name:
+        return dict(config)
+    kept = {key: value for key, value in config.items() if key != "auto_map"}
+    replaced = {key: config[key] for key in HUB_ENTRIES if key in config}
+    return {
+        **kept,
+        "architectures": [f"SonicMoE{family.causal_lm}"],
+        "model_type": NATIVE_PREFIX + family.name,
+        VERSION_KEY: LAYOUT_VERSION,
+        HUB_CONFIG_KEY: replaced,
+    }
+
+
+def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> Expected:
+    """What the family's causal language model has under this hub config.
+
+    Raises:
+        CheckpointError: Transformers cannot build it, or it has more layers than the files have tensors (`at_most`).
+    """
+    config = without_code({key: value for key, value in config.items() if key != "quantization_config"})
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > at_most:
+        raise CheckpointError(f"{path}: num_hidden_layers is {layers}, but there are only {at_most} tensors")
+    try:
+        config = load_family_class(family, "config").from_dict(config)
+        with torch.device("meta"):
+            model = load_family_class(family, "causal_lm")(config)
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} does not describe a {family.name} model: {reason or type(error).__name__}"
+        ) from error
+    blocks = {layer.name: sizes_of(layer.experts) for layer in find_layers(model)}
+    return Expected(
+        plain=_plain_shapes(model, blocks),
+        blocks=blocks,
+        optional=set(model.all_tied_weights_keys),
+        ignored=_ignored_patterns(model),
+        keep_fp32=set(model._keep_in_fp32_modules_strict or ()),
+    )
+
+
+def _plain_shapes(model: nn.Module, blocks) -> dict[str, tuple[int, ...]]:
+    experts = tuple(f"{block}.experts." for block in blocks)
+    return {name: tuple(t.shape) for name, t in model.state_dict().items() if not name.startswith(experts)}
+
+
+def _ignored_patterns(model: nn.Module) -> list[str]:
+    """Names that a checkpoint may hold besides the model's: old buffers, and layers for multi-token prediction."""
+    first = model.config.num_hidden_layers
+    extra = getattr(model.config, "num_nextn_predict_layers", 0) or 0
+    layers = [rf"^model\.layers\.{first + i}\." for i in range(extra)]
+    return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", *layers]
+
+
+class Source:
+    """An opened checkpoint, whose tensors are what its config says.
+
+    Attributes:
+        folder, config: where it is, and its config.json. family, native: what config.json says.
+        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantisation: "mxfp4", "fp8" or None.
+        expected: what the family's model has. carried: names of the tensors outside the experts' layout, scales left out.
+    Raises:
+        CheckpointError: something is unknown, missing, wrongly shaped or contradictory; the message names it.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = read_json(folder / CONFIG_FILE)
+        self.family, self.native = family_of(self.config, folder / CONFIG_FILE)
+        refuse_model_beside_adapter(folder)
+        if self.config.get("transformers_weights") is not None:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: transformers_weights is {self.config['transformers_weights']!r}, a file that "
+                f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
+            )
+        self.hub_config = hub_config(self.config, self.family)
+        self.quantisation = self._declared_quantisation()
+        self.tensors = read_headers(folder)
+        self.expected = expected_tensors(self.hub_config, self.family, folder / CONFIG_FILE, len(self.tensors))
+        self.layout = self._find_layout()
+        self.carried: list[str] = []
+        self._check_names_and_shapes()
+        self._open: tuple[str, object] | None = None
+        self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    def _declared_quantisation(self) -> str | None:
+        declared = self.hub_config.get("quantization_config")
+        if declared is None:
+            return None
+        method = declared.get("quant_method") if isinstance(declared, dict) else declared
+        if method not in QUANTISATIONS:
+            raise CheckpointError(
+                f"{self.folder / CONFIG_FILE}: quantised by {method!r}; conversion reads {' and '.join(QUANTISATIONS)}"
+            )
+        return method
+
+    def _find_layout(self) -> str:
+        found = {block: detect_layout(self.tensors, block, self.family) for block in self.expected.blocks}
+        if not found:
+            raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
+        for block, layout in found.items():
+            if layout is None or (
+                layout == "per_expert" and self.expected.blocks[block].num_experts > len(self.tensors)
+            ):
+                raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
+        if len(set(found.values())) > 1:
+            first, other = next((a, b) for a in found for b in found if found[a] != found[b])
+            raise CheckpointError(f"the experts of {first} are {found[first]!r}, those of {other} {found[other]!r}")
+        layout = next(iter(found.values()))
+        if self.native != (layout == "native"):
+            raise CheckpointError(
+                f"{self.folder / CONFIG_FILE} says model_type {self.config['model_type']!r}, but the experts are in the "
+                f"{layout!r} layout: config and files contradict each other"
+            )
+        return layout
+
+    def expert_tensors(self, block: str) -> list[Named]:
+        """The tensors of one block's experts, in this checkpoint's layout."""
+        return list(layer_tensors(self.layout, block, self.expected.blocks[block]))
+
+    def _shapes_of_experts(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for block in self.expected.blocks:
+            for named in self.expert_tensors(block):
+                if f"{named.name}_blocks" in self.tensors:
+                    shapes.update(mxfp4_shapes(named.name, named.shape))
+                else:
+                    shapes[named.name] = named.shape
+        return shapes
+
+    def _check_names_and_shapes(self) -> None:
+        plain = {self.stored_name(name): shape for name, shape in self.expected.plain.items()}
+        optional = {self.stored_name(name) for name in self.expected.optional}
+        shapes = {**plain, **self._shapes_of_experts()}
+        scales = self._fp8_scales()
+        missing = sorted(set(shapes) - set(self.tensors) - optional)
+        unknown = sorted(set(self.tensors) - set(shapes) - set(scales))
+        carried = [name for name in unknown if any(re.search(pattern, name) for pattern in self.expected.ignored)]
+        unknown = sorted(set(unknown) - set(carried))
+        for what, names in (("is missing", missing), ("is unknown", unknown)):
+            if names:
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                raise CheckpointError(f"{self.folder}: {names[0]}{more} {what} in a {self.family.name} model")
+        for name, shape in {**shapes, **scales}.items():
+            if name in self.tensors and self.tensors[name].shape != shape:
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shape {self.tensors[name].shape}; by config.json it must be {shape}"
+                )
+        self._check_dtypes()
+        kept = set(plain) | set(carried)
+        self.carried = [name for name in self.tensors if name in kept and name not in scales]
+
+    def stored_name(self, name: str) -> str:
+        """The name under which this checkpoint has a tensor of the family's model outside the experts."""
+        if self.layout == "upstream":
+            block, _, rest = name.rpartition(f".{self.family.router_attribute}.")
+            if block in self.expected.blocks:
+                return f"{block}.router.{rest}"
+        return name
+
+    def model_name(self, name: str) -> str:
+        """The reverse of `stored_name`."""
+        if self.layout == "upstream":
+            block, _, rest = name.rpartition(".router.")
+            if block in self.expected.blocks:
+                return f"{block}.{self.family.router_attribute}.{rest}"
+        return name
+
+    def _fp8_scales(self) -> dict[str, tuple[int, ...]]:
+        quantised = {n: h.shape for n, h in self.tensors.items() if h.dtype == torch.float8_e4m3fn}
+        if quantised and self.quantisation != "fp8":
+            raise CheckpointError(f"{next(iter(quantised))} is float8, but config.json declares no fp8 quantisation")
+        if not quantised:
+            return {}
+        scales = {f"{n}_scale_inv": fp8_scale_shape(shape, self.hub_config) for n, shape in quantised.items()}
+        if missing := sorted(set(scales) - set(self.tensors)):
+            raise CheckpointError(f"{self.folder}: {missing[0]} is missing, the scales of an fp8 tensor")
+        return scales
+
+    def _check_dtypes(self) -> None:
+        blocks = [name for name in self.tensors if name.endswith("_blocks")]
+        if bool(blocks) != (self.quantisation == "mxfp4"):
+            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are MXFP4")
+        is_fp8 = any(header.dtype == torch.float8_e4m3fn for header in self.tensors.values())
+        if self.quantisation == "fp8" and not is_fp8:
+            raise CheckpointError(f"{self.folder}: config.json declares fp8 quantisation, but no tensor is float8")
+        for name, header in self.tensors.items():
+            packed = header.dtype == torch.uint8 and name.endswith(("_blocks", "_scales"))
+            plain_float = header.dtype.is_floating_point and header.dtype.itemsize >= 2
+            if not packed and not plain_float and header.dtype != torch.float8_e4m3fn:
+                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; weights are floats")
+
+    def expert_dtype(self, named: Named) -> torch.dtype:
+        """The dtype of the tensor `named` of this checkpoint once it is read."""
+        return torch.bfloat16 if f"{named.name}_blocks" in self.tensors else self.dtype_of(named.name)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a tensor once it is read."""
+        dtype = self.tensors[name].dtype
+        return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+    def _handle(self, name: str):
+        """The open file that has the tensor. One file is open at a time: its mapped pages count as memory."""
+        file = self.tensors[name].file
+        if self._open is None or self._open[0] != file:
+            self.close()
+            self._open = (file, opened(self.folder / file))
+        return self._open[1]
+
+    def _raw(self, name: str, expert: int | None = None) -> torch.Tensor:
+        try:
+            if expert is None:
+                return self._handle(name).get_tensor(name)
+            return self._handle(name).get_slice(name)[expert : expert + 1]
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self.folder / self.tensors[name].file}: {name} cannot be read: {error}"
+            ) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, dequantised to bf16 where it is fp8; it owns its memory."""
+        if self.tensors[name].dtype == torch.float8_e4m3fn:
+            raw = self._raw(name).clone()
+            return dequantise_fp8(raw, self._raw(f"{name}_scale_inv"), self.hub_config)
+        return self._raw(name).clone()
+
+    def part(self, block: str, part: str, expert: int) -> torch.Tensor:
+        """One part of one expert (see layouts.py), dequantised to bf16 where it is quantised."""
+        stored = holder(self.layout, part)
+        name = f"{block}.{stored.name.format(expert=expert)}"
+        if stored.per_expert:
+            quantised = self.tensors[name].dtype == torch.float8_e4m3fn
+            return stored.parts[part](self.read(name) if quantised else self._raw(name))
+        return stored.parts[part](self._expert_slice(name, expert))
+
+    def _expert_slice(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's slice of a tensor that holds all; the last one is kept, as gate and up are read in turn."""
+        if self._last_expert is None or self._last_expert[0] != (name, expert):
+            if f"{name}_blocks" in self.tensors:
+                whole = dequantise_mxfp4(self._raw(f"{name}_blocks", expert), self._raw(f"{name}_scales", expert))
+            else:
+                whole = self._raw(name, expert)
+            self._last_expert = ((name, expert), whole[0])
+        return self._last_expert[1]
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._open = self._last_expert = None

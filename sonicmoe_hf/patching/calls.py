@@ -1,0 +1,122 @@
+"""The state of a model call: which thread runs it, which of its layers autograd recomputes. Hooks read it and hold none.
+
+A call belongs to the thread that makes it, so it is kept in a threading.local. Backward runs in autograd's own threads,
+which see no thread-locals of others: there a call belongs to the graph task that its outputs' gradients arrived in.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from ..config import TokenRounding
+
+
+class PatchState:
+    """The settings that all hooks of one model share.
+
+    policy: token rounding, or None for top-k. counting: whether routers count their loads. said_top_k: whether it was
+    said that calls are too small for token rounding.
+    """
+
+    def __init__(self):
+        self.policy: TokenRounding | None = None
+        self.counting = False
+        self.said_top_k = False
+
+
+class ModelCall:
+    """What a call of a model tells its routers.
+
+    state: its model's settings; policy: theirs when it began. name: of the module called inside that model, "" for the
+    whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None.
+    outer: the call of a model that this call is part of.
+    """
+
+    def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
+        part_of_model = outer is not None and outer.state is state
+        self.state = state
+        self.name = name
+        self.policy = state.policy
+        self.attention_mask = attention_mask
+        self.gradients = outer.gradients if part_of_model else torch.is_grad_enabled()
+        self.outer = outer
+
+
+class _Latest:
+    """For compiled code, which asks autograd nothing: the last call whose backward began; `made_compiled`: or, of a
+    compiled model, which cannot hold hooks of tensors, the last one made."""
+
+    def __init__(self):
+        self.call: ModelCall | None = None
+        self.made_compiled = False
+
+
+_thread = (
+    threading.local()
+)  # call: the innermost one in progress; graph_task: the last one that recomputed layers here
+_latest = _Latest()
+_of_graph_task: weakref.WeakValueDictionary[int, ModelCall] = weakref.WeakValueDictionary()
+
+
+def in_progress() -> ModelCall | None:
+    """The innermost model call of this thread."""
+    return getattr(_thread, "call", None)  # not a class default: torch.compile would not notice its change
+
+
+def begin(state: PatchState, name: str, attention_mask: torch.Tensor | None) -> None:
+    """A model's forward begins. What an interrupted call of the same module left behind ends here."""
+    outer = left = in_progress()
+    while left is not None:
+        if left.state is state and left.name == name:
+            outer = left.outer
+        left = left.outer
+    _thread.call = ModelCall(state, name, attention_mask, outer)
+
+
+def end(state: PatchState, name: str) -> ModelCall | None:
+    """A model's forward is over, by an error too: its call, or None where it never began."""
+    call = in_progress()
+    if call is None or call.state is not state or call.name != name:
+        return None
+    _thread.call = call.outer
+    return call
+
+
+def expect_backward(call: ModelCall) -> None:
+    """Inside torch.compile: `call` ended, and its layers may be recomputed. The innermost of its calls counts."""
+    if _latest.call is None or _latest.call.outer is not call:
+        _latest.call, _latest.made_compiled = call, True
+
+
+def begin_backward(call: ModelCall) -> None:
+    """A gradient of the call's outputs arrived: what autograd recomputes next, in this graph task, is of this call.
+
+    The entry lives as long as the call's graph, whose hooks hold the call.
+    """
+    _of_graph_task[torch._C._current_graph_task_id()] = call
+    _latest.call, _latest.made_compiled = call, False
+
+
+def _recomputed() -> ModelCall | None:
+    """The call whose layers this thread recomputes. Reentrant checkpointing inside reentrant checkpointing runs a graph
+    task of its own, in the thread of the outer one."""
+    graph_task = torch._C._current_graph_task_id()
+    call = _of_graph_task.get(graph_task)
+    if call is not None:
+        _thread.graph_task = graph_task
+        return call
+    made_compiled = _latest.call if _latest.made_compiled else None
+    return _of_graph_task.get(getattr(_thread, "graph_task", -1), made_compiled)
+
+
+def current() -> tuple[ModelCall | None, bool]:
+    """The call that a router's forward is part of, and whether gradient checkpointing runs that forward again."""
+    if torch.compiler.is_compiling():  # autograd cannot be asked, but what is recomputed then runs outside any call
+        call = in_progress()
+        return (_latest.call, True) if call is None else (call, False)
+    if torch._C._current_graph_task_id() == -1:
+        return in_progress(), False
+    return _recomputed(), True

@@ -1,0 +1,214 @@
+"""The experts forward that Transformers calls for experts_implementation="sonicmoe_hf"."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import (
+    AccurateGELUActivation,
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+    SiLUActivation,
+)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from ..errors import UnsupportedExpertsError
+from ..functional import Activation, moe_experts
+from ..routing import MISPLACED, Routing
+from .adapters import adapters_of
+from .forwards import LIGERS, why_not_reached
+
+IMPLEMENTATION = "sonicmoe_hf"
+
+ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
+    SiLUActivation: "swiglu",
+    nn.SiLU: "swiglu",
+    F.silu: "swiglu",
+    GELUActivation: "geglu",
+    F.gelu: "geglu",
+    GELUTanh: "geglu_tanh",
+    NewGELUActivation: "geglu_tanh",
+    FastGELUActivation: "geglu_tanh",
+    AccurateGELUActivation: "geglu_tanh",
+    nn.ReLU: "reglu",
+    F.relu: "reglu",
+    torch.relu: "reglu",
+}
+CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interleaved, where alpha is, where limit is)
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts": (True, "alpha", "limit"),
+    "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": (
+        False, "alpha", "limit",
+    ),
+    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": (
+        False, "swiglu_alpha", "swiglu_limit",
+    ),
+}  # fmt: skip
+
+
+_thread = threading.local()  # reached: a weak reference to the module that we last computed in this thread
+
+
+class ExpertsFacts(NamedTuple):
+    """What of an experts module decides which function it computes."""
+
+    activation: Activation
+    layout: str
+    has_bias: bool
+
+
+def _refuse(experts: nn.Module, reason: str, remedy: str = 'load the model with experts_implementation="grouped_mm"'):
+    raise UnsupportedExpertsError(f"{type(experts).__name__}: {reason}; {remedy}")
+
+
+def _gate(experts: nn.Module) -> tuple[Activation, bool]:
+    """(activation, interleaved) of the experts' own `_apply_gate`."""
+    gate = type(experts)._apply_gate
+    if gate is not _default_apply_gate:
+        owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
+        name = f"{owner.__module__}.{owner.__name__}"
+        if name not in CLAMPED_GATES:
+            _refuse(experts, f"its gate {name}._apply_gate is not one that sonicmoe_hf implements")
+        interleaved, alpha, limit = CLAMPED_GATES[name]
+        return Activation(
+            "clamped_swiglu", float(getattr(experts, alpha)), float(getattr(experts, limit))
+        ), interleaved
+    if not getattr(experts, "is_concatenated", True):
+        _refuse(experts, "its weights are declared interleaved, but the default gate reads them concatenated")
+    act_fn = experts.act_fn
+    kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
+    name = ACTIVATIONS.get(kind)
+    if kind is nn.GELU:
+        name = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
+    if name is None:
+        known = sorted(set(ACTIVATIONS.values()))
+        _refuse(experts, f"its activation {getattr(kind, '__name__', kind)} is not one of those behind {known}")
+    return Activation(name), False
+
+
+def experts_facts(experts: nn.Module) -> ExpertsFacts:
+    """What the module computes, from its class and flags.
+
+    Raises:
+        UnsupportedExpertsError: something sonicmoe_hf does not compute; never a wrong number.
+    """
+    if isinstance(facts := getattr(experts, "facts", None), ExpertsFacts):
+        return facts  # SonicMoEExperts
+    if type(experts).__name__ == LIGERS:
+        raise UnsupportedExpertsError(why_not_reached(experts))
+    if not hasattr(type(experts), "_apply_gate"):
+        _refuse(
+            experts,
+            "it does not go through Transformers' experts interface (quantised experts do not, for one)",
+            "load the model unquantised (for gpt-oss: quantization_config=Mxfp4Config(dequantize=True))",
+        )
+    if not getattr(experts, "has_gate", True):
+        _refuse(experts, "its experts are ungated")
+    if getattr(experts, "has_post_expert_norm", False):
+        _refuse(experts, "its experts end in a norm of their own")
+    activation, interleaved = _gate(experts)
+    order = "interleaved" if interleaved else "concatenated"
+    layout = f"transposed_{order}" if getattr(experts, "is_transposed", False) else order
+    return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
+
+
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """The shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """The names of the experts' weights, of the first product and of the second."""
+    return getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+
+
+def check_weights(experts: nn.Module) -> None:
+    """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
+    for name in weight_names(experts):
+        weight = getattr(experts, name, None)
+        is_shard = getattr(weight, "_fsdp_flattened", False)  # FSDP1's: flat, and nothing tells its shape
+        if weight is None or (len(whole_shape(weight)) != 3 and not is_shard):
+            _refuse(experts, f"it has no {name} of three dimensions")
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+            _refuse(experts, f"its {name} is stored as {weight.dtype}, quantised", "load the model unquantised")
+
+
+def is_expert_parallel(experts: nn.Module) -> bool:
+    """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
+    if getattr(experts, "_is_expert_parallel", False):
+        return True
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        total = getattr(experts.config, name, None)
+        if isinstance(total, int):
+            return experts.num_experts < total
+    return False
+
+
+def is_tensor_parallel(experts: nn.Module) -> bool:
+    """Whether Transformers splits every expert of this module over ranks: its weights are sharded, and its own forward
+    sums the gradients of the routing weights only where those are a tensor argument."""
+    if "forward" not in vars(experts):
+        return False  # FSDP2 shards weights too, but hands whole ones to the class's forward
+    placements = [place for weight in experts.parameters(recurse=False) for place in getattr(weight, "placements", ())]
+    return any(not place.is_replicate() for place in placements)
+
+
+def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
+    """The routing that an experts module was handed, as a Routing.
+
+    Raises:
+        ValueError: token rounding's Routing reached a module that holds only some of the experts, or weights that are
+            not its own came with it.
+    """
+    expert_parallel = is_expert_parallel(experts)
+    if not isinstance(top_k_index, Routing):
+        return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
+    if expert_parallel:
+        raise ValueError(MISPLACED)
+    return top_k_index.weighted_by(top_k_weights)
+
+
+def note_reached(experts: nn.Module) -> None:
+    """Note that a call of this module reached us."""
+    if not torch.compiler.is_compiling():
+        _thread.reached = weakref.ref(experts)
+
+
+def was_reached(experts: nn.Module) -> bool:
+    """Whether this thread's last call that reached us was of this module: patching asks so after a module's first one."""
+    reached = getattr(_thread, "reached", None)
+    return reached is not None and reached() is experts
+
+
+def sonicmoe_hf_experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts' output for `hidden_states` [T, H]: [T, H].
+
+    `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
+    rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
+    """
+    note_reached(self)
+    facts = experts_facts(self)
+    return moe_experts(
+        hidden_states,
+        self.gate_up_proj,
+        self.down_proj,
+        as_routing(self, top_k_index, top_k_weights),
+        gate_up_bias=self.gate_up_proj_bias if facts.has_bias else None,
+        down_bias=self.down_proj_bias if facts.has_bias else None,
+        gate_up_adapter=adapters_of(self, "gate_up_proj"),
+        down_adapter=adapters_of(self, "down_proj"),
+        activation=facts.activation,
+        layout=facts.layout,
+        save=getattr(self, "_sonicmoe_hf_save", "preactivation"),
+    )
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, sonicmoe_hf_experts_forward)

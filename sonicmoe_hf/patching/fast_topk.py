@@ -1,0 +1,84 @@
+"""A router's own top-k, faster: while it runs, torch.topk of a GPU's tensors is answered by kernels/triton/topk.py.
+
+The router computes everything else as before, so a family needs no facts for it. torch.topk leaves open which of equal
+scores it takes; here it is the expert with the lower number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from .. import backends, custom_op
+
+MOST_EXPERTS, MOST_TAKEN = 1024, 32
+FEWEST_ROWS = 1024  # torch.topk costs the host less, and few rows cost the GPU little
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, k):
+        index = backends.load("triton").top_k(scores.reshape(-1, scores.shape[-1]), k)
+        index = index.view(*scores.shape[:-1], k)
+        ctx.save_for_backward(index)
+        ctx.shape = scores.shape
+        ctx.mark_non_differentiable(index)
+        return scores.gather(-1, index), index
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        (index,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.shape).scatter(-1, index, gradient), None
+
+
+def top_k(input, k, dim=-1, largest=True, sorted=True, *, out=None):
+    """What torch.topk(...) of these arguments gives, or None where that is left to PyTorch."""
+    if out is not None or not largest or custom_op.traced(input) or input.dtype not in DTYPES or input.dim() < 2:
+        return None
+    num_rows, num_experts = input.numel() // max(input.shape[-1], 1), input.shape[-1]
+    if dim not in (-1, input.dim() - 1) or not 1 <= k <= min(num_experts, MOST_TAKEN):
+        return None
+    if num_experts > MOST_EXPERTS or num_rows < FEWEST_ROWS:
+        return None
+    if backends.choose(input.device, torch.bfloat16).name == "eager":
+        return None
+    return torch.return_types.topk(_TopK.apply(input, k))
+
+
+class FastTopK(TorchFunctionMode):
+    """While it is on, torch.topk is `top_k` where that has an answer."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.topk or function is torch.Tensor.topk:
+            found = top_k(*args, **(kwargs or {}))
+            if found is not None:
+                return found
+        return function(*args, **(kwargs or {}))
+
+
+def _worthwhile(hidden_states: torch.Tensor) -> bool:
+    """Whether `top_k` may answer what a router of these hidden states [..., H] asks."""
+    num_rows = hidden_states.numel() // max(hidden_states.shape[-1], 1) if hidden_states.dim() else 0
+    return num_rows >= FEWEST_ROWS and backends.choose(hidden_states.device, torch.bfloat16).name != "eager"
+
+
+def _is_on() -> bool:
+    return isinstance(_get_current_function_mode(), FastTopK)
+
+
+class FastTopKEntry:
+    """Forward pre-hook of a router: its top-k is ours until FastTopKExit. The stack of modes is each thread's own."""
+
+    def __call__(self, router: nn.Module, args):
+        if not torch.compiler.is_compiling() and args and _worthwhile(args[0]) and not _is_on():
+            FastTopK().__enter__()
+
+
+class FastTopKExit:
+    """Forward hook of a router, called after errors too."""
+
+    def __call__(self, router: nn.Module, args, output):
+        if not torch.compiler.is_compiling() and _is_on():
+            _get_current_function_mode().__exit__(None, None, None)

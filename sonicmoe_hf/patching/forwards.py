@@ -1,0 +1,120 @@
+"""Which forward an experts module really runs: that of Transformers' experts interface, or something put in its place."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+
+REPLACED = "_sonicmoe_hf_replaced"  # attribute of experts: Liger's forward, which unpatching binds again
+LIGERS = "LigerExperts"  # its class
+NATIVE = "sonicmoe_hf.native.modeling.SonicMoEExperts.forward"
+PARALLEL = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
+LIGER_SWITCH = (
+    "keep Liger from the experts by its switch swiglu=False (Trainer: liger_kernel_config={'swiglu': False}), given "
+    "before this model is built; its other kernels work beside sonicmoe_hf"
+)
+
+
+@use_experts_implementation
+class _Example(nn.Module):
+    """All classes of the experts interface share the code of their forward."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self):
+        """Never called."""
+
+
+INTERFACE_CODE = _Example.forward.__code__
+
+
+def _name(function) -> str:
+    function = getattr(function, "__func__", function)
+    function = function.func if isinstance(function, functools.partial) else function
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _is_interface(forward: Callable) -> bool:
+    """Whether this function or method is a forward of Transformers' experts interface, or SonicMoEExperts'."""
+    function = getattr(forward, "__func__", forward)
+    if getattr(function, "__code__", None) is not INTERFACE_CODE:
+        return _name(function) == NATIVE
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__))
+    return cells["experts_interface"].cell_contents is ALL_EXPERTS_FUNCTIONS
+
+
+def _innermost(experts: nn.Module) -> Callable:
+    """The forward that a call of these experts ends in, below the wrappers of accelerate and of `functools.wraps`."""
+    forward = vars(experts).get("forward", type(experts).forward)
+    while not _is_interface(forward):
+        if isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks":
+            forward = experts._old_forward
+        elif hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        else:
+            break
+    return forward
+
+
+def _is_ligers(forward: Callable | None) -> bool:
+    return forward is not None and _name(forward).startswith("liger_kernel.")
+
+
+def is_bound_by_liger(module: nn.Module) -> bool:
+    """Whether Liger bound its experts' forward to this module, experts or a wrapper of them."""
+    return _is_ligers(vars(module).get("forward"))
+
+
+def _can_put_back(experts: nn.Module) -> bool:
+    instance = vars(experts)
+    return is_bound_by_liger(experts) and not {"_hf_hook", "_is_hooked"} & set(instance)
+
+
+def why_not_reached(experts: nn.Module) -> str | None:
+    """Why a call of the experts would not reach the experts interface, with the remedy; None where it does.
+
+    Legitimate are accelerate's hooks, Transformers' tensor and expert parallelism, and what declares `__wrapped__`.
+    """
+    name = type(experts).__name__
+    if type(experts).__module__.startswith("liger_kernel."):
+        return (
+            f"Liger put {name} in the place of its experts class before the model was built, as it does for all later "
+            f"models of the process when it is applied to one; {LIGER_SWITCH}"
+        )
+    forward = _innermost(experts)
+    if _is_interface(forward) or _name(forward).startswith(PARALLEL):
+        return None
+    remedy = "undo what put it there"
+    if _is_ligers(forward):
+        remedy = "sonicmoe_hf.patch_model(model) undoes that" if _can_put_back(experts) else LIGER_SWITCH
+    return f"{name}: its forward is {_name(forward)}, which never reaches sonicmoe_hf; {remedy}"
+
+
+def put_back(experts: nn.Module) -> bool:
+    """Undo what Liger bound to these experts, or to a wrapper of them, where nothing else stood there before it; whether
+    there was something."""
+    instance = vars(experts)
+    if _is_ligers(instance.get("_old_forward")):  # accelerate's hook came after Liger
+        instance[REPLACED] = instance["_old_forward"].__func__
+        experts._old_forward = types.MethodType(type(experts).forward, experts)
+    elif _can_put_back(experts):
+        instance[REPLACED] = instance.pop("forward").__func__
+    else:
+        return False
+    instance.pop("_get_name", None)
+    return True
+
+
+def restore(experts: nn.Module) -> None:
+    """Bind again what `put_back` undid."""
+    instance = vars(experts)
+    forward = instance.pop(REPLACED, None)
+    if forward is not None:
+        name = forward.__qualname__.partition(".")[0]
+        instance["_old_forward" if "_old_forward" in instance else "forward"] = types.MethodType(forward, experts)
+        instance["_get_name"] = types.MethodType(lambda self: name, experts)

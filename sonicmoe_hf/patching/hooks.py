@@ -1,0 +1,221 @@
+"""The hooks that patching installs: on each router, on each experts module until its first call, and one pair on each
+model that contains routers.
+
+All are module-level classes. A router's know nothing of its model but what the call in progress says (calls.py), so that
+patched models, and any part of one, copy, pickle and compile as before. On and off is an attribute of the model's state
+(torch.compile ignores hooks added or removed after compilation).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..config import TokenRounding
+from ..model_patches import FAMILIES
+from ..routing import MISPLACED, rounded_routing
+from . import calls
+from .calls import ModelCall, PatchState
+from .expert_load import ExpertLoad
+from .experts import IMPLEMENTATION, was_reached
+from .forwards import why_not_reached
+from .support import Layer, find_layers, make_ready, ways_to_experts
+
+logger = logging.getLogger(__name__)
+
+
+def find_hook(hooks: dict, kind: type):
+    """The hook of that class among a module's, or None."""
+    return next((hook for hook in hooks.values() if isinstance(hook, kind)), None)
+
+
+def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | None:
+    """Which of the T tokens are real, where a mask of that many entries says so."""
+    if attention_mask is None or attention_mask.numel() != num_tokens:
+        return None
+    return attention_mask.reshape(-1).to(device) != 0
+
+
+class RouterHook:
+    """Forward hook of a router: returns a Routing in place of the indices while token rounding is active.
+
+    That is: a policy is set, the router is in training mode, and the outermost model call had gradients enabled.
+    """
+
+    def __init__(self, family_name: str, layer_name: str):
+        self.family_name = family_name
+        self.layer_name = layer_name
+        self.load = ExpertLoad()
+
+    def __call__(self, router: nn.Module, args, output):
+        if not router.training:
+            return None
+        call, recomputing = calls.current()
+        if call is None or not call.gradients or (call.policy is None and not call.state.counting):
+            return None
+        logits_TE, _, index_TK = output
+        num_tokens, num_experts = logits_TE.shape
+        valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
+        policy, rounded, fell_back = call.policy, None, False
+        if policy is not None:
+            fell_back = not policy.applies(num_tokens, index_TK.shape[1], num_experts)
+            if fell_back:
+                _say_top_k(call.state, policy, num_tokens, index_TK.shape[1], num_experts)
+            else:
+                rounded, fell_back = rounded_routing(
+                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T
+                )
+        if call.state.counting and not recomputing:
+            tile = 1 if policy is None else policy.tile_rows
+            rows_E = None if rounded is None else rounded.rows.offsets.diff()
+            with torch.no_grad():
+                self.load.record(index_TK, num_experts, rows_E=rows_E, fell_back=fell_back, tile=tile, valid_T=valid_T)
+        # the weights beside it too: DeepSpeed gathers the router's own for backward where a tensor of a tuple asks for it
+        return None if rounded is None else (logits_TE, rounded.weights, rounded)
+
+
+def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k: int, num_experts: int):
+    if not state.said_top_k and not torch.compiler.is_compiling():
+        state.said_top_k = True
+        logger.warning(
+            f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
+            f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "
+            f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding"
+        )
+
+
+class FirstUseHook:
+    """Forward hook of an experts module: its first call must have reached us; then it goes.
+
+    Compiled calls only look whether a forward was put on the instance since; `had_forward`: there was one before.
+    """
+
+    def __init__(self, had_forward: bool):
+        self.had_forward = had_forward
+
+    def __call__(self, experts: nn.Module, args, output):
+        if torch.compiler.is_compiling():
+            known = self.had_forward or "_hf_hook" in experts.__dict__ or "_is_hooked" in experts.__dict__
+            if "forward" in experts.__dict__ and not known:
+                raise RuntimeError("another forward took the place of these experts' own: see patch_model")
+        elif experts.config._experts_implementation == IMPLEMENTATION:
+            self._check(experts)
+
+    def _check(self, experts: nn.Module) -> None:
+        if not was_reached(experts):
+            raise RuntimeError(
+                f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
+                f"sonicmoe_hf: {why_not_reached(experts) or 'another function is registered under that name'}"
+            )
+        for key in [key for key, hook in list(experts._forward_hooks.items()) if hook is self]:
+            experts._forward_hooks.pop(key, None)
+
+
+class ModelEntryHook:
+    """Forward pre-hook (with kwargs) of a model: notes whether gradients are on, and which tokens are padding.
+
+    Before the first call, and the first under a policy, it also checks that the layers can do what is asked: quantisers,
+    use_kernels, parallelism and Liger may have changed them since patching. Later calls look whether a forward of the
+    experts was replaced again.
+
+    mask_position: where `attention_mask` stands among the positional arguments of the model's forward.
+    """
+
+    def __init__(self, mask_position: int | None):
+        self.mask_position = mask_position
+        self.checked: list[tuple[nn.Module, Callable | None]] | None = None  # experts and wrappers, their own forward
+        self.layers: list[Layer] = []
+        self.checked_policy: TokenRounding | None = None
+
+    def join(self, state: PatchState, name: str) -> None:
+        """Belong to a model with these settings, in which the hook's module is called `name`."""
+        self.state, self.name = state, name
+
+    def __getstate__(self):
+        return {**vars(self), "checked": None, "layers": []}  # a copy is checked afresh
+
+    def __call__(self, model: nn.Module, args, kwargs):
+        outer = calls.in_progress()
+        if not torch.compiler.is_compiling() and (outer is None or outer.state is not self.state):
+            self._check(model)
+        if (self.state.policy is not None or self.state.counting) and getattr(model, "_is_replica", False):
+            raise RuntimeError(
+                "token rounding and load counting do not work under nn.DataParallel, whose replicas share hooks: launch "
+                "one process per GPU (torchrun, accelerate launch), or show it a single GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
+        mask = kwargs.get("attention_mask")
+        if mask is None and self.mask_position is not None and len(args) > self.mask_position:
+            mask = args[self.mask_position]
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            mask = None
+        calls.begin(self.state, self.name, mask)
+
+    def _check(self, model: nn.Module) -> None:
+        policy = self.state.policy
+        if self.checked is None or self.checked_policy != policy or self._replaced():
+            make_ready(model, policy)
+            self.layers = list(find_layers(model))
+            if policy is not None:
+                check_live(self.layers)
+            self.checked = [(module, vars(module).get("forward")) for module in ways_to_experts(model)]
+            self.checked_policy = policy
+        if policy is not None and model.training and torch.is_grad_enabled():
+            for layer in self.layers:
+                _check_implementation(layer)
+
+    def _replaced(self) -> bool:
+        return any(vars(module).get("forward") is not forward for module, forward in self.checked)
+
+
+def check_live(layers: list[Layer]) -> None:
+    """Raise RuntimeError where the router of a layer that has one would not tell us what it routes."""
+    for layer in layers:
+        if layer.router is not None and find_hook(layer.router._forward_hooks, RouterHook) is None:
+            raise RuntimeError(
+                f"{layer.name}: its {type(layer.router).__name__} came into the model after patch_model, whose hook it "
+                "lacks; call sonicmoe_hf.patch_model(model) again"
+            )
+
+
+def _check_implementation(layer: Layer) -> None:
+    implementation = layer.experts.config._experts_implementation
+    if implementation != IMPLEMENTATION:
+        raise RuntimeError(f'{layer.name}: experts_implementation is "{implementation}". {MISPLACED}')
+
+
+class ModelExitHook:
+    """Forward hook of a model, called after errors too: its call is over. Its outputs' gradients announce its backward.
+
+    Gradient checkpointing recomputes layers during backward, outside any model call; autograd runs a later call's whole
+    backward before an earlier one's, so the last output whose gradient arrived tells whose layers are recomputed.
+    torch.compile cannot hold hooks of tensors: there the last call made is the one whose layers are recomputed.
+    """
+
+    def join(self, state: PatchState, name: str) -> None:
+        """As ModelEntryHook."""
+        self.state, self.name = state, name
+
+    def __call__(self, model: nn.Module, args, output):
+        call = calls.end(self.state, self.name)
+        if call is None or not call.gradients:
+            return
+        if torch.compiler.is_compiling():
+            calls.expect_backward(call)
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(_Announcement(call))
+
+
+class _Announcement:
+    """Hook of an output: its gradient is there, so the call's backward has begun."""
+
+    def __init__(self, call: ModelCall):
+        self.call = call
+
+    def __call__(self, gradient):
+        calls.begin_backward(self.call)

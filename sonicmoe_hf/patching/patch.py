@@ -1,0 +1,329 @@
+"""patch_model / unpatch_model, patch / unpatch, from_pretrained: Transformers models with SonicMoE experts.
+
+The mechanism: (1) experts_implementation = "sonicmoe_hf", set on the config of every experts module; (2) a forward hook
+on every router, which under token rounding returns a Routing in place of the indices (every block hands its router's
+third output to its experts and does nothing else with it); (3) hooks on the model, which note gradients and padding. No
+forward is rewritten.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
+from ..errors import UnsupportedModelError
+from ..model_patches import FAMILIES
+from .calls import PatchState
+from .experts import IMPLEMENTATION
+from .fast_topk import FastTopKEntry, FastTopKExit
+from .forwards import restore
+from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
+from .layer_ranges import collapse
+from .support import (
+    Layer,
+    LayerSupport,
+    every_copy,
+    every_experts,
+    find_layers,
+    load_family_class,
+    make_ready,
+    ways_to_experts,
+)
+
+SAVE = "_sonicmoe_hf_save"  # attributes of experts: what they keep for backward,
+PREVIOUS = "_sonicmoe_hf_previous"  # and their config's implementation before patching
+FAST_TOP_K = (FastTopKEntry, FastTopKExit)
+HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook, *FAST_TOP_K)
+
+
+class PatchReport(NamedTuple):
+    """What patch_model did: the layers, and the routing policy in force (None: top-k)."""
+
+    layers: list[LayerSupport]
+    routing: TokenRounding | None
+
+    def __str__(self):
+        routing = "top-k" if self.routing is None else f"{self.routing}, in training"
+        lines = [f"{len(self.layers)} mixture-of-experts layers patched; routing: {routing}"]
+        for layers in collapse(self.layers, {}):
+            lines.append(f"  {layers.name} ({layers.support.family or 'no family'}): {layers.support.reason}")
+        return "\n".join(lines)
+
+
+def _root(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside wrappers (PEFT, DDP, torch.compile); a model that contains others is one."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in found):
+            found[name] = module
+    if not found:
+        raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
+    if len(found) == 1:
+        return next(iter(found.values()))
+    with_layers = {name: module for name, module in found.items() if any(find_layers(module))}
+    if len(with_layers) > 1:
+        names = " and ".join(f"{name} ({type(module).__name__})" for name, module in with_layers.items())
+        raise ValueError(
+            f"{type(model).__name__} holds {len(with_layers)} models with experts: {names}; pass one of them"
+        )
+    return next(iter((with_layers or found).values()))
+
+
+def _state(root: nn.Module) -> PatchState | None:
+    found = (find_hook(module._forward_pre_hooks, ModelEntryHook) for module in root.modules())
+    return next((entry.state for entry in found if entry is not None), None)
+
+
+def _hook_dicts(module: nn.Module):
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    for hooks in _hook_dicts(module):
+        for key in [k for k, hook in hooks.items() if isinstance(hook, kinds)]:
+            del hooks[key]
+            for extra in (
+                "_forward_pre_hooks_with_kwargs",
+                "_forward_hooks_with_kwargs",
+                "_forward_hooks_always_called",
+            ):
+                getattr(module, extra).pop(key, None)
+
+
+def _mask_position(model: nn.Module) -> int | None:
+    """Where `attention_mask` stands among the positional arguments of the model's forward."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return names.index("attention_mask") if "attention_mask" in names else None
+
+
+def _use_our_experts(root: PreTrainedModel, save: str) -> None:
+    """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
+    every = every_experts(root)
+    before = {id(experts.config): vars(experts)[PREVIOUS] for experts in every if PREVIOUS in vars(experts)}
+    for experts in every:
+        implementation = experts.config._experts_implementation
+        setattr(experts, PREVIOUS, before.setdefault(id(experts.config), implementation))
+        setattr(experts, SAVE, save)
+        _remove_hooks(experts, (FirstUseHook,))
+        experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
+    for experts in every:
+        experts.config._experts_implementation_internal = IMPLEMENTATION
+
+
+def _routers(root: nn.Module) -> Iterator[tuple[Layer, nn.Module]]:
+    """Every router of our families with its layer, also those that PEFT's modules_to_save keeps and does not call now."""
+    for layer in find_layers(root, copies=True):
+        if layer.router is not None:
+            for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
+                yield layer, router
+
+
+def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
+    for layer, router in _routers(root):
+        hook = find_hook(router._forward_hooks, RouterHook)
+        if hook is None:
+            router.register_forward_hook(RouterHook(layer.family.name, layer.name))
+        else:
+            hook.layer_name = layer.name
+        if not fast_top_k:
+            _remove_hooks(router, FAST_TOP_K)
+        elif find_hook(router._forward_hooks, FastTopKExit) is None:
+            router.register_forward_pre_hook(FastTopKEntry())
+            router.register_forward_hook(FastTopKExit(), always_call=True)
+    experts = set(every_experts(root))
+    for name, module in root.named_modules():
+        if isinstance(module, PreTrainedModel) and not experts.isdisjoint(module.modules()):
+            if find_hook(module._forward_pre_hooks, ModelEntryHook) is None:
+                module.register_forward_pre_hook(ModelEntryHook(_mask_position(module)), with_kwargs=True)
+                module.register_forward_hook(ModelExitHook(), always_call=True)
+            find_hook(module._forward_pre_hooks, ModelEntryHook).join(state, name)
+            find_hook(module._forward_hooks, ModelExitHook).join(state, name)
+
+
+def patch_model(
+    model: nn.Module, routing=None, *, save: str = "preactivation", fast_top_k: bool = True
+) -> PatchReport:
+    """Make this model compute its experts with SonicMoE.
+
+    Args:
+        model: a Transformers model, or one inside PEFT or DDP. Patching again changes the settings.
+        routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
+        save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
+        fast_top_k: on GPUs, take a router's top-k with a kernel of ours; False leaves it to torch.topk.
+    Returns:
+        What was patched.
+    Raises:
+        UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed.
+        ValueError: `model` holds several models with experts.
+    """
+    policy = as_routing_policy(routing)
+    check_choice("save", save, SAVE_POLICIES)
+    root = _root(model)
+    layers = make_ready(root, policy)
+    state = _state(root) or PatchState()
+    _use_our_experts(root, save)
+    _install(root, state, fast_top_k)
+    state.policy = policy
+    return PatchReport(layers, policy)
+
+
+def unpatch_model(model: nn.Module) -> None:
+    """Undo patch_model: hooks gone, the experts implementation and forwards as they were. Does nothing to a model not
+    patched."""
+    root = _root(model)
+    if _state(root) is None:
+        return
+    for module in root.modules():
+        _remove_hooks(module, HOOKS)
+    for module in ways_to_experts(root):
+        restore(module)
+    for experts in every_experts(root):
+        vars(experts).pop(SAVE, None)
+        if PREVIOUS in vars(experts):
+            experts.config._experts_implementation_internal = vars(experts).pop(PREVIOUS)
+
+
+def patch_state(model: nn.Module) -> PatchState:
+    """The state that the model's hooks share.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    state = _state(_root(model))
+    if state is None:
+        raise ValueError(f"{type(_root(model)).__name__} is not patched; call sonicmoe_hf.patch_model(model) first")
+    return state
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether patch_model was applied to this model."""
+    return _state(_root(model)) is not None
+
+
+def check_routers_live(
+    model: nn.Module, policy: TokenRounding | None = None, *, remedy: str = "use routing=None"
+) -> None:
+    """Check that every layer of a patched model can do what the policy asks, and that every router has its hook.
+
+    remedy: what the error says to do where a layer cannot round tokens.
+
+
+    Raises:
+        UnsupportedModelError: a layer cannot. ValueError: the model is not patched.
+        RuntimeError: a router came into the model after patching, without the hook that rounds and counts.
+    """
+    patch_state(model)
+    root = _root(model)
+    make_ready(root, policy, remedy)
+    check_live(list(find_layers(root)))
+
+
+def router_hooks(model: nn.Module) -> list[RouterHook]:
+    """The hooks of a patched model's routers in use, in the order of its layers, under the names of these layers."""
+    hooks = []
+    for layer in find_layers(_root(model)):
+        hook = None if layer.router is None else find_hook(layer.router._forward_hooks, RouterHook)
+        if hook is not None:
+            hook.layer_name = layer.name
+            hooks.append(hook)
+    return hooks
+
+
+def start_counting(model: nn.Module) -> None:
+    """Have the routers of a patched model count their loads, from zero.
+
+    Raises:
+        UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
+    """
+    check_routers_live(model)
+    for _, router in _routers(_root(model)):
+        find_hook(router._forward_hooks, RouterHook).load.start(router.num_experts, router.weight.device)
+    patch_state(model).counting = True
+
+
+def set_routing(model: nn.Module, routing) -> None:
+    """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`.
+
+    Raises:
+        ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
+    """
+    state, policy = patch_state(model), as_routing_policy(routing)
+    make_ready(_root(model), policy)
+    state.policy = policy
+
+
+def from_pretrained(
+    pretrained_model_name_or_path,
+    *args,
+    routing=None,
+    save: str = "preactivation",
+    fast_top_k: bool = True,
+    auto_class=AutoModelForCausalLM,
+    **kwargs,
+) -> PreTrainedModel:
+    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save, fast_top_k=fast_top_k)`.
+
+    Raises:
+        ValueError: experts_implementation names another implementation. UnsupportedModelError: as patch_model.
+    """
+    policy = as_routing_policy(routing)
+    asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
+    if asked != IMPLEMENTATION:
+        raise ValueError(
+            f"experts_implementation={asked!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or load with "
+            f"{auto_class.__name__}.from_pretrained"
+        )
+    model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    patch_model(model, policy, save=save, fast_top_k=fast_top_k)
+    return model
+
+
+class _PatchedPostInit:
+    """`post_init` of a family's base class while `patch` is on: Transformers calls it when a model has been built."""
+
+    def __init__(self, routing: TokenRounding | None):
+        self.routing = routing
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else lambda: self._run(instance)
+
+    def _run(self, model: PreTrainedModel) -> None:
+        PreTrainedModel.post_init(model)
+        if next(find_layers(model), None) is not None:
+            patch_model(model, self.routing)
+
+
+_patched_classes: dict[type, _PatchedPostInit] = {}
+
+
+def patch(families=None, routing=None) -> None:
+    """Patch every model of these families (default: all four) that is built from now on, by whatever builds it.
+
+    Use it before something else (TRL, Axolotl) constructs the model. It wins over the experts_implementation given there.
+
+    Raises:
+        ValueError: an unknown family, or an unknown routing.
+    """
+    policy = as_routing_policy(routing)
+    names = list(FAMILIES) if families is None else [families] if isinstance(families, str) else list(families)
+    for name in names:
+        check_choice("family", name, FAMILIES)
+    for name in names:
+        cls = load_family_class(FAMILIES[name], "pretrained")
+        if "post_init" in vars(cls) and cls not in _patched_classes:
+            raise UnsupportedModelError(f"{cls.__name__} of this Transformers version has a post_init of its own")
+        _patched_classes[cls] = cls.post_init = _PatchedPostInit(policy)
+
+
+def unpatch() -> None:
+    """Undo `patch`. Models built meanwhile stay patched until unpatch_model."""
+    for cls in list(_patched_classes):
+        del cls.post_init
+        del _patched_classes[cls]

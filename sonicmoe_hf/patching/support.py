@@ -1,0 +1,288 @@
+"""Which layers of a model sonicmoe_hf accelerates, where token rounding works, and why not elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..config import TokenRounding
+from ..errors import UnsupportedExpertsError, UnsupportedModelError
+from ..model_patches import FAMILIES, Family
+from .experts import check_weights, experts_facts, is_expert_parallel, is_tensor_parallel
+from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
+
+REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
+    "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True)",
+    "fp8": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+}
+QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones
+    "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
+    "FP8Experts": REMEDIES["fp8"],
+}
+# what wrappers call the module inside them
+WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{'|'.join(WRAPPED)})(?:\.|$)")
+EXPERTS_NAME = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")  # of classes outside the experts interface
+OUTSIDE = "is outside Transformers' experts interface: experts_implementation has no effect on it"
+
+
+class LayerSupport(NamedTuple):
+    """One mixture-of-experts layer: its name, its family if token rounding knows it, and what works, with the reason."""
+
+    name: str
+    family: str | None
+    accelerated: bool
+    token_rounding: bool
+    reason: str
+
+
+class Layer(NamedTuple):
+    """A mixture-of-experts layer as found in a model; `router` and `family` are None outside our families."""
+
+    name: str
+    family: Family | None
+    block: nn.Module | None
+    router: nn.Module | None
+    experts: nn.Module
+
+
+def _saved_copies(module: nn.Module) -> dict[str, nn.Module] | None:
+    """Of PEFT's ModulesToSaveWrapper: its copies by adapter. It hands any other attribute on to one of them."""
+    submodules = module._modules
+    wraps = "original_module" in submodules and "modules_to_save" in submodules
+    return submodules["modules_to_save"] if wraps else None
+
+
+def _live(wrapper: nn.Module, copies: dict[str, nn.Module]) -> nn.Module:
+    """Which of a ModulesToSaveWrapper's modules its forward calls."""
+    adapters = wrapper.active_adapters
+    if wrapper.disable_adapters or not adapters or adapters[0] not in copies:
+        return wrapper.original_module
+    return copies[adapters[0]]
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module inside the wrappers of PEFT, FSDP, checkpointing and torch.compile: that which is called."""
+    while True:
+        copies = _saved_copies(module)
+        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+        if copies is not None:
+            module = _live(module, copies)
+        elif inner is not None:
+            module = inner
+        else:
+            return module
+
+
+def every_copy(module: nn.Module) -> list[nn.Module]:
+    """`_bare(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
+    copies = _saved_copies(module)
+    if copies is None:
+        return [_bare(module)]
+    return [bare for copy in (module.original_module, *copies.values()) for bare in every_copy(copy)]
+
+
+def _not_called(model: nn.Module) -> set[nn.Module]:
+    """Everything inside the modules that PEFT's modules_to_save keeps and does not call now."""
+    unused = set()
+    for module in model.modules():
+        copies = _saved_copies(module)
+        if copies is not None:
+            for other in {module.original_module, *copies.values()} - {_live(module, copies)}:
+                unused.update(other.modules())
+    return unused
+
+
+def _family_class(family: Family, role: str) -> type | None:
+    """The family's class in that role, or None where its module was never imported (so no instance exists)."""
+    module = sys.modules.get(family.module)
+    return None if module is None else getattr(module, getattr(family, role))
+
+
+def load_family_class(family: Family, role: str) -> type:
+    """The family's class in that role, importing its module."""
+    return getattr(importlib.import_module(family.module), getattr(family, role))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    cls = type(module)
+    return hasattr(cls, "_apply_gate") or hasattr(cls, "weight_names") or cls.__name__ in (*QUANTISED, LIGERS)
+
+
+def every_experts(model: nn.Module) -> list[nn.Module]:
+    """Every experts module that goes, or should go, through the experts interface; also copies not called now."""
+    return [module for module in model.modules() if _is_experts(module)]
+
+
+def ways_to_experts(model: nn.Module) -> list[nn.Module]:
+    """`every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
+    return [module for module in model.modules() if any(map(_is_experts, every_copy(module)))]
+
+
+def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
+    """Every mixture-of-experts layer of the model: those of our families with their router, any other experts without.
+
+    copies: also layers that PEFT's modules_to_save keeps and does not call now.
+    """
+    blocks = {cls: family for family in FAMILIES.values() if (cls := _family_class(family, "block")) is not None}
+    passed = set() if copies else _not_called(model)
+    for name, module in model.named_modules():
+        if module in passed:
+            continue
+        family = next((family for cls, family in blocks.items() if isinstance(module, cls)), None)
+        if family is not None:
+            router, experts = _bare(getattr(module, family.router_attribute)), _bare(module.experts)
+            passed.update(every_copy(module.experts))
+            yield Layer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
+        elif _is_experts(module):
+            yield Layer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
+
+
+def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, what looks like mixture-of-experts layers, in a model none of whose experts go through the interface."""
+    found = {}
+    if not every_experts(model):
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{other}.") for other in found)
+            if EXPERTS_NAME.search(type(module).__name__) and not inside:
+                found[name] = module
+    return found
+
+
+class _BlockProbe:
+    """Stands in for a block's `self`: its router returns marks, and its experts note whether they arrive."""
+
+    def __init__(self, block: nn.Module, router_attribute: str):
+        self._block = block
+        self._router_attribute = router_attribute
+        self.marks = (object(), object())
+        self.received: list = []
+
+    def __getattr__(self, name):
+        if name == self._router_attribute:
+            return lambda hidden_states, *args, **kwargs: (None, *self.marks)
+        if name == "experts":
+            return self._experts
+        value = getattr(self._block, name)
+        return (lambda x, *args, **kwargs: x) if isinstance(value, nn.Module) else value
+
+    def _experts(self, hidden_states, *args, **kwargs):
+        self.received += [*args, *kwargs.values()]
+        return hidden_states
+
+
+def hands_indices_to_experts(block: nn.Module, family: Family) -> bool:
+    """Whether the block's own forward passes the router's weights and indices to its experts and does nothing else with
+    them."""
+    probe = _BlockProbe(block, family.router_attribute)
+    try:
+        type(block).forward(probe, torch.zeros(1, 1, 8))
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+        return False  # it did something with a mark that a routing object cannot do
+    return all(any(value is mark for value in probe.received) for mark in probe.marks)
+
+
+def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
+    """Whether use_kernels=True replaced the block's forward (MegaBlocks), past our experts."""
+    return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
+
+
+def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: dict[nn.Module, str]) -> str | None:
+    remedy = QUANTISED.get(type(layer.experts).__name__)
+    if remedy is not None:
+        return f"its experts are quantised ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
+    if _uses_hub_kernel(model, layer.block):
+        return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
+    reason = bound_by_liger.get(layer.experts) or why_not_reached(layer.experts)
+    if reason is not None:
+        return reason
+    try:
+        experts_facts(layer.experts)
+        check_weights(layer.experts)
+    except UnsupportedExpertsError as error:
+        return str(error)
+    return None
+
+
+def _why_no_rounding(layer: Layer) -> str | None:
+    if layer.family is None:
+        return f"token rounding knows the families {', '.join(FAMILIES)}"
+    if is_expert_parallel(layer.experts):
+        return "token rounding does not work under expert parallelism"
+    if is_tensor_parallel(layer.experts):
+        return "token rounding does not work under tensor parallelism of the experts"
+    if not hands_indices_to_experts(layer.block, layer.family):
+        return f"{type(layer.block).__name__} of this Transformers version uses the router's indices itself"
+    return None
+
+
+def supports(model: nn.Module) -> list[LayerSupport]:
+    """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
+    found = []
+    bound_by_liger = {_bare(way): why_not_reached(way) for way in ways_to_experts(model) if is_bound_by_liger(way)}
+    for layer in find_layers(model):
+        family = None if layer.family is None else layer.family.name
+        reason = _why_not_accelerated(model, layer, bound_by_liger)
+        if reason is not None:
+            found.append(LayerSupport(layer.name, family, False, False, reason))
+            continue
+        reason = _why_no_rounding(layer)
+        found.append(LayerSupport(layer.name, family, True, reason is None, reason or "everything works"))
+    return found or [
+        LayerSupport(name, None, False, False, f"{type(module).__name__} {OUTSIDE}")
+        for name, module in outside_interface(model).items()
+    ]
+
+
+def supported_layers(model: nn.Module, found: list[LayerSupport], what: str) -> list[Layer]:
+    """The layers where `what`, "accelerated" or "token_rounding", works according to `found`, what `supports` says."""
+    names = {layer.name for layer in found if getattr(layer, what)}
+    return [layer for layer in find_layers(model) if layer.name in names]
+
+
+def check_accelerated(model: nn.Module) -> list[LayerSupport]:
+    """`supports(model)`, or UnsupportedModelError where a layer is not accelerated or there is none."""
+    layers = supports(model)
+    if not layers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no mixture-of-experts layer that goes through Transformers' experts interface"
+        )
+    refused = [layer for layer in layers if not layer.accelerated]
+    if refused:
+        lines = "\n".join(f"  {layer.name}: {layer.reason}" for layer in refused[:4])
+        more = f"\n  ... and {len(refused) - 4} more" if len(refused) > 4 else ""
+        raise UnsupportedModelError(
+            f"{len(refused)} of {len(layers)} mixture-of-experts layers of {type(model).__name__} cannot be "
+            f"accelerated:\n{lines}{more}"
+        )
+    return layers
+
+
+def make_ready(model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None") -> list[LayerSupport]:
+    """Undo what Liger did to the experts, and check that every layer can do what is asked; see `check_rounding`.
+
+    Raises:
+        UnsupportedModelError: one cannot; the model is as it was.
+    """
+    undone = [module for module in ways_to_experts(model) if put_back(module)]
+    try:
+        layers = check_accelerated(model)
+        check_rounding(layers, policy, remedy)
+    except UnsupportedModelError:
+        for module in undone:
+            restore(module)
+        raise
+    return layers
+
+
+def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
+    """Raise UnsupportedModelError, with the remedy, where the policy wants token rounding and a layer cannot do it."""
+    refused = [layer for layer in layers if not layer.token_rounding]
+    if policy is not None and refused:
+        raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; {remedy}")

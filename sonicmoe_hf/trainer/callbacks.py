@@ -1,0 +1,276 @@
+"""Trainer callbacks: when token rounding is on, and what the experts' load looks like."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
+
+from ..config import TokenRounding
+from ..patching.expert_load import TOTALS
+from ..patching.experts import is_expert_parallel
+from ..patching.patch import check_routers_live, is_patched, patch_model, patch_state, router_hooks, start_counting
+from ..patching.support import find_layers
+from .policy_trainers import check_no_policy_trainer
+from .resume import restore_experts_on_resume
+from .weights_digest import DIGEST, check_resumed, experts_digest, restore_best
+
+logger = logging.get_logger(__name__)
+
+
+def _check_moment(name: str, value) -> None:
+    is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
+    if not (is_step or is_fraction):
+        raise ValueError(
+            f"{name} is {value!r}; give an optimiser step (an int, 0 or more) or a fraction of training (a float from "
+            "0.0 to 1.0)"
+        )
+
+
+class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
+    """Keeps a digest of the experts in every checkpoint's trainer_state.json, and checks what was resumed by it."""
+
+    _model = _state = None  # while training
+    _digest_of_epoch = None
+
+    def _arguments(self) -> dict:
+        """What this callback was made with: restore_callback_states_from_checkpoint makes it again."""
+        return {}
+
+    def state(self) -> dict:
+        """For trainer_state.json; the Trainer asks for it whenever it saves a checkpoint."""
+        weights = None if self._model is None else experts_digest(self._model)
+        digest = {} if weights is None else {DIGEST: {"step": self._state.global_step, "weights": weights}}
+        return {"args": self._arguments(), "attributes": digest}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Raise RuntimeError if training resumes without the checkpoint's experts; patch the model if nobody has."""
+        self._announce(state)  # the checkpoint may have been written without this callback
+        check_resumed(model, state)
+        self._model, self._state = model, state
+        if not is_patched(model):
+            patch_model(model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """A callback added while training is on must be known before the Trainer saves."""
+        self._announce(state)
+
+    def _announce(self, state):
+        state.stateful_callbacks.setdefault(type(self).__name__, {})
+
+    def on_epoch_end(self, args, state, control, model=None, **kwargs):
+        """Note the experts: after the last epoch the Trainer may load the best model."""
+        if args.load_best_model_at_end:
+            self._digest_of_epoch = experts_digest(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """Load the best model's experts if the Trainer, asked to load the best model, left them out."""
+        self._model = self._state = None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            restore_best(model, state.best_model_checkpoint, self._digest_of_epoch)
+
+
+class TokenRoundingCallback(_ExpertsInCheckpoints):
+    """Switches token rounding on for a stretch of training. Evaluation, prediction and generation use top-k always.
+
+    The stretch is looked up from `state.global_step` before every optimiser step, so a resumed run continues it. A model
+    that is not patched yet is patched when training begins.
+
+    Args:
+        rounding, tile, min_tiles_per_expert: the policy, see `sonicmoe_hf.routing.TokenRounding`.
+        start, end: from when and until when; an int is an optimiser step, a float a fraction of training.
+        allow_policy_optimization: train with GRPO, DPO and the like all the same. They compare log-probabilities of calls
+            of which only one is rounded.
+    Raises, from the Trainer:
+        ValueError: it is a trainer of reinforcement learning or preference optimization.
+        RuntimeError: training resumes from a checkpoint, and the model does not have its experts (see `attach`).
+    Example:
+        Trainer(..., callbacks=[sonicmoe_hf.TokenRoundingCallback(rounding="nearest", end=0.9)])
+    """
+
+    def __init__(
+        self,
+        rounding="nearest",
+        tile=None,
+        start=0.0,
+        end=1.0,
+        min_tiles_per_expert=2.0,
+        allow_policy_optimization=False,
+    ):
+        self.policy = TokenRounding(rounding=rounding, tile=tile, min_tiles_per_expert=min_tiles_per_expert)
+        _check_moment("start", start)
+        _check_moment("end", end)
+        if type(start) is type(end) and start >= end:
+            raise ValueError(f"start {start!r} must come before end {end!r}")
+        self.start = start
+        self.end = end
+        self.allow_policy_optimization = allow_policy_optimization
+
+    def _arguments(self) -> dict:
+        """See `_ExpertsInCheckpoints`."""
+        policy = {name: getattr(self.policy, name) for name in ("rounding", "tile", "min_tiles_per_expert")}
+        own = {name: getattr(self, name) for name in ("start", "end", "allow_policy_optimization")}
+        return {**policy, **own}
+
+    def _check_trainer(self, *objects) -> None:
+        """Raise ValueError if a Trainer, or its arguments, compares log-probabilities of a policy."""
+        if not self.allow_policy_optimization:
+            check_no_policy_trainer(
+                *objects, remedy="leave TokenRoundingCallback out, or give it allow_policy_optimization=True"
+            )
+
+    def is_active(self, global_step: int, max_steps: int) -> bool:
+        """Whether optimiser step `global_step` (counted from 0) of `max_steps` rounds tokens."""
+
+        def step(moment):
+            return moment * max_steps if isinstance(moment, float) else moment
+
+        return step(self.start) <= global_step < step(self.end)
+
+    def on_init_end(self, args, state, control, **kwargs):
+        """Refuse policy and preference trainers."""
+        self._check_trainer(args)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Patch the model if nobody has; refuse one that cannot round."""
+        self._check_trainer(args)
+        super().on_train_begin(args, state, control, model, **kwargs)
+        check_routers_live(model, self.policy, remedy="leave TokenRoundingCallback out")
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Set the policy for this optimiser step."""
+        active = self.is_active(state.global_step, state.max_steps)
+        patch_state(model).policy = self.policy if active else None
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """Back to top-k."""
+        patch_state(model).policy = None
+        super().on_train_end(args, state, control, model, **kwargs)
+
+
+class ExpertLoadCallback(_ExpertsInCheckpoints):
+    """Counts what the routers do in training, and sums it up at every log.
+
+    With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
+    have them; without it they are only in `history`. All refer to the training forwards since the last log, over all
+    ranks; layers recomputed by gradient checkpointing count once; under expert parallelism nothing is counted:
+
+        moe/load_max_over_mean  rows of the busiest expert over the mean, in the worst layer
+        moe/load_cv             standard deviation of rows per expert over the mean, averaged over layers
+        moe/dead_experts        experts without rows, over all layers
+        moe/rows_added, moe/rows_dropped   by token rounding, compared with top-k
+        moe/padded_rows_avoided rows of padding to full tiles that top-k would have needed and rounding did not
+        moe/top_k_fallbacks     layer forwards that fell back to top-k for want of rows
+
+    history: one dict a log, with "step", "rows_per_expert" ({layer: [rows]}) and the metrics.
+    """
+
+    def __init__(self):
+        self.history: list[dict] = []
+        self.attached = False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Start counting, from zero."""
+        super().on_train_begin(args, state, control, model, **kwargs)
+        if patch_state(model).policy is not None:  # set by patch_model or set_routing
+            check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
+        if any(is_expert_parallel(layer.experts) for layer in find_layers(model)):
+            logger.warning_once(
+                "ExpertLoadCallback: nothing is counted under expert parallelism, whose ranks may share their tokens"
+            )
+            return
+        start_counting(model)
+        if not self.attached:
+            logger.warning_once(
+                "ExpertLoadCallback: call sonicmoe_hf.attach(trainer) to send its metrics to reporters and log_history"
+            )
+
+    def on_log(self, args, state, control, model=None, logs=None, **kwargs):
+        """Sum up, unless `attach` already did."""
+        if not self.attached and "loss" in (logs or {}):
+            self.collect(model, state.global_step)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """Stop counting."""
+        patch_state(model).counting = False
+        super().on_train_end(args, state, control, model, **kwargs)
+
+    def collect(self, model, step: int) -> dict[str, float]:
+        """Sum the counts over layers and ranks, note them in `history`, start again; {} where nothing was counted."""
+        hooks = router_hooks(model)
+        counts = [hook.load.take() for hook in hooks]
+        if not counts or any(count is None for count in counts):
+            return {}
+        device = counts[0].device
+        flat = torch.cat([count.to(device) for count in counts])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flat)
+        per_layer = [count.cpu() for count in flat.split([len(count) for count in counts])]
+        rows = {hook.layer_name: count[: -len(TOTALS)] for hook, count in zip(hooks, per_layer)}
+        totals = dict(zip(TOTALS, sum(count[-len(TOTALS) :] for count in per_layer).tolist()))
+        if totals["calls"] == 0:
+            return {}
+        metrics = _load_metrics(list(rows.values()), totals)
+        self.history.append(
+            {"step": step, "rows_per_expert": {name: row.tolist() for name, row in rows.items()}, **metrics}
+        )
+        return metrics
+
+
+def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:
+    means = [row.double().mean().clamp(min=1e-9) for row in rows]
+    return {
+        "moe/load_max_over_mean": max((row.max() / mean).item() for row, mean in zip(rows, means)),
+        "moe/load_cv": sum((row.double().std(correction=0) / mean).item() for row, mean in zip(rows, means))
+        / len(rows),
+        "moe/dead_experts": sum(int((row == 0).sum()) for row in rows),
+        "moe/rows_added": totals["rows_added"],
+        "moe/rows_dropped": totals["rows_dropped"],
+        "moe/padded_rows_avoided": totals["padded_rows_avoided"],
+        "moe/top_k_fallbacks": totals["top_k_fallbacks"],
+    }
+
+
+class _LogWithLoad:
+    """`trainer.log` with the experts' load added to training logs."""
+
+    def __init__(self, trainer, callback: ExpertLoadCallback):
+        self.trainer = trainer
+        self.log = trainer.log
+        self.callback = callback
+
+    def __call__(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            logs = {**logs, **self.callback.collect(self.trainer.model, self.trainer.state.global_step)}
+        return self.log(logs, *args, **kwargs)
+
+
+def attach(trainer) -> ExpertLoadCallback:
+    """Have a Trainer log the experts' load and restore checkpoints whole; call it before `trainer.train()`.
+
+    The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
+    load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
+    leaves out, so that fused experts are restored too.
+
+    Returns:
+        The callback, whose `history` keeps rows per expert.
+    Raises:
+        ValueError: a TokenRoundingCallback in a trainer of reinforcement learning or preference optimization.
+        RuntimeError: this version's Trainer has no such methods to be attached to.
+    """
+    callbacks = trainer.callback_handler.callbacks
+    for callback in callbacks:
+        if isinstance(callback, TokenRoundingCallback):
+            callback._check_trainer(trainer, trainer.args)
+    restore_experts_on_resume(trainer)
+    callback = next((c for c in callbacks if isinstance(c, ExpertLoadCallback)), None)
+    if callback is None:
+        callback = ExpertLoadCallback()
+        trainer.add_callback(callback)
+    if not callback.attached:
+        callback.attached = True
+        trainer.log = _LogWithLoad(trainer, callback)
+    return callback

@@ -1,0 +1,185 @@
+"""Trainer checkpoints loaded through the model's own conversion, so that fused experts are restored too.
+
+Checkpoints hold the hub's names, one tensor per expert in most families. `from_pretrained` converts them. Transformers'
+Trainer does not: on resume and with load_best_model_at_end it calls `load_state_dict`, which leaves fused experts as they
+are in memory and warns. PEFT, FSDP and DeepSpeed save and load by the module's names, and lose nothing.
+
+This module alone uses private parts of Transformers' Trainer and loader, as they are in 5.17 to 5.23:
+`_load_from_checkpoint`, `_load_best_model` and `_issue_warnings_after_load` of the Trainer; `_load_pretrained_model` of
+PreTrainedModel with `LoadStateDictConfig`; and `_weight_conversions`, which it sets and `save_pretrained` reverts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from ..patching.support import find_layers
+
+RESTORED = "_sonicmoe_hf_restored_from"  # on a model: the folder that `restore` last read
+TRAINER_METHODS = ("_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load")
+
+
+class Restored(NamedTuple):
+    """What a checkpoint lacked and what the model lacked, by name; the Trainer warns about both."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
+    """The model that Trainer checkpoints hold whole under the hub's names; None with PEFT, FSDP, ZeRO-3 and the like."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
+        return None  # DTensors, ZeRO-3, offloaded
+    return model
+
+
+def conversions(model: PreTrainedModel) -> list:
+    """How Transformers converts this model's checkpoints, besides renaming what is obsolete; [] where names agree."""
+    used = getattr(model, "_weight_conversions", None)  # set by from_pretrained, and [] after fused checkpoints
+    return used or get_model_conversion_mapping(model, add_legacy=False)
+
+
+def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of every layer's experts, by their names in the model."""
+    experts = {layer.experts for layer in find_layers(model)}
+    return {
+        f"{name}.{own}": parameter
+        for name, module in model.named_modules()
+        if module in experts
+        for own, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def checkpoint_files(folder: Path) -> list[str]:
+    """The weight files of a checkpoint, in the Trainer's order of preference; [] where there are none."""
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        if (folder / name).is_file():
+            return [str(folder / name)]
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (folder / name).is_file():
+            weight_map = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"]
+            return [str(folder / shard) for shard in sorted(set(weight_map.values()))]
+    return []
+
+
+def _load_converted(model: PreTrainedModel, files: list[str]):
+    """Transformers' loader. It puts new tensors into the modules' slots and reports on names."""
+    missing = [
+        name
+        for owner, name in ((PreTrainedModel, "_load_pretrained_model"), (modeling_utils, "LoadStateDictConfig"))
+        if not hasattr(owner, name)
+    ]
+    if missing:
+        raise RuntimeError(
+            f"this version of Transformers has no {' and no '.join(missing)}, which sonicmoe_hf needs to restore experts "
+            "from a checkpoint; load the model from the checkpoint's folder with from_pretrained instead"
+        )
+    config = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(conversions(model)))
+    return PreTrainedModel._load_pretrained_model(model, None, files, config)[0]
+
+
+@torch.no_grad()
+def restore(model: PreTrainedModel, folder) -> Restored | None:
+    """Load a checkpoint's weights into `model` through the conversion that `from_pretrained` uses, in place.
+
+    Parameters keep their identity, device, dtype and requires_grad, so that optimisers, tied weights and DDP stay right.
+
+    Returns:
+        What was missing on either side; None where there is nothing to convert, or no weight file in `folder`.
+    Raises:
+        RuntimeError: an expert weight is missing or does not fit; the model is unchanged.
+    """
+    files = checkpoint_files(Path(folder))
+    if not files or not conversions(model):
+        return None
+    slots = [
+        (tensors, name, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    own_conversions = getattr(model, "_weight_conversions", None)
+    loaded = []
+    try:
+        info = _load_converted(model, files)
+        loaded = [(tensor, tensors[name]) for tensors, name, tensor in slots if tensors[name] is not tensor]
+    finally:
+        for tensors, name, tensor in slots:
+            tensors[name] = tensor
+        model._weight_conversions = own_conversions
+        if own_conversions is None:
+            del model._weight_conversions
+    loaded_ids = {id(tensor) for tensor, _ in loaded}
+    state = model.state_dict(keep_vars=True)
+    missing = sorted(
+        name for name in info.missing_keys if id(state[name]) not in loaded_ids
+    )  # tied weights: two names
+    misfits = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    misfits = sorted(misfits | (set(missing) & set(expert_weights(model))))
+    if misfits:
+        raise RuntimeError(
+            f"{folder} does not hold the experts of this {type(model).__name__}: {len(misfits)} weights are missing or "
+            f"of another shape (first: {misfits[0]}); resume with the model that wrote the checkpoint"
+        )
+    for tensor, value in loaded:
+        tensor.copy_(value)
+    setattr(model, RESTORED, str(folder))
+    return Restored(missing, sorted(info.unexpected_keys))
+
+
+class _Loading:
+    """A method of a Trainer that loads a checkpoint by name, followed by what it leaves out.
+
+    The Trainer's own warning about missing keys is held back, and given after the conversion if it is still true.
+    """
+
+    def __init__(self, trainer, name: str):
+        self.trainer = trainer
+        self.load = getattr(trainer, name)
+
+    def __call__(self, resume_from_checkpoint=None, model=None):
+        trainer = self.trainer
+        arguments = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
+        own_format = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        converted_model = None if own_format else whole_model(trainer.model if model is None else model)
+        if converted_model is None:
+            return self.load(*arguments)
+        warn, results = trainer._issue_warnings_after_load, []
+        trainer._issue_warnings_after_load = results.append
+        try:
+            self.load(*arguments)
+        finally:
+            trainer._issue_warnings_after_load = warn
+        restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
+        for result in results if restored is None else [restored]:
+            warn(result)
+
+
+def restore_experts_on_resume(trainer) -> None:
+    """Have this Trainer restore hub-named checkpoints whole, on resume and with load_best_model_at_end.
+
+    Raises:
+        RuntimeError: the Trainer lacks a private method that this relies on.
+    """
+    missing = [name for name in TRAINER_METHODS if not hasattr(trainer, name)]
+    if missing:
+        raise RuntimeError(
+            f"{type(trainer).__name__} of this version of Transformers has no {' and no '.join(missing)}, so that "
+            "sonicmoe_hf cannot have it restore experts; load the model from the checkpoint's folder before resuming"
+        )
+    for name in TRAINER_METHODS[:2]:
+        if not isinstance(getattr(trainer, name), _Loading):
+            setattr(trainer, name, _Loading(trainer, name))

@@ -1,0 +1,248 @@
+"""sonicmoe-hf on the command line: doctor in words and as JSON, the demo end to end with few steps."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import sonicmoe_hf
+from sonicmoe_hf import backends, doctor
+from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.demo import run
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+
+
+def save_config(folder, config_class=transformers.Qwen3MoeConfig, **changes):
+    """A checkpoint's folder without weights: doctor reads the config alone."""
+    if config_class is transformers.Qwen3MoeConfig:
+        changes = {"num_experts": 8, "moe_intermediate_size": 16, **changes}
+    config_class(**{**SMALL, **changes}).save_pretrained(folder)
+    return str(folder)
+
+
+def doctor_json(capsys, *arguments):
+    code = main(["doctor", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_version_names_the_packages_that_matter(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert f"transformers {transformers.__version__}" in capsys.readouterr().out
+
+
+def test_a_command_is_required_and_an_unknown_one_refused(capsys):
+    for arguments in ([], ["docter"]):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2
+
+
+def test_doctor_alone_prints_versions_devices_and_backends(capsys, monkeypatch):
+    monkeypatch.delenv("SONICMOE_HF_BACKEND", raising=False)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert transformers.__version__ in printed
+    assert "cpu" in printed and "eager" in printed
+    assert "SONICMOE_HF_BACKEND is not set" in printed
+
+
+def test_doctor_names_the_backend_override_and_a_wrong_one(capsys, monkeypatch):
+    monkeypatch.setenv("SONICMOE_HF_BACKEND", "eager")
+    assert doctor_json(capsys)[1]["backend_override"] == "eager"
+    monkeypatch.setenv("SONICMOE_HF_BACKEND", "magic")
+    _, facts = doctor_json(capsys)
+    backend, reason = facts["devices"][-1]["backends"]["float32"]
+    assert backend == "error"
+    assert "'magic'" in reason and "'eager'" in reason
+
+
+def test_doctor_collapses_equal_layers_and_exits_0_when_all_are_supported(capsys, tmp_path):
+    code, facts = doctor_json(capsys, save_config(tmp_path))
+    (layers,) = facts["model"]["layers"]
+    assert code == 0
+    assert facts["model"]["supported"]
+    assert (layers["layers"], layers["count"]) == ("model.layers[0-3].mlp", 4)
+    assert (layers["family"], layers["supported"], layers["token_rounding"]) == ("qwen3_moe", True, True)
+
+
+def test_doctor_says_that_a_cpu_computes_with_the_reference_and_accelerates_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("SONICMOE_HF_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "160")
+    folder = save_config(tmp_path, dtype="bfloat16")
+    code, facts = doctor_json(capsys, folder)
+    model = facts["model"]
+    assert code == 0 and model["supported"] and not model["accelerated"] and not model["layers"][0]["accelerated"]
+    assert (model["here"]["device"], model["here"]["dtype"], model["here"]["backend"]) == ("cpu", "bfloat16", "eager")
+    assert main(["doctor", folder]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "accelerated" not in printed and "backend here: eager (cpu, bfloat16): plain PyTorch, the reference" in printed
+    )
+
+
+def test_doctor_on_a_machine_with_kernels_says_that_they_accelerate(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.backends, "choose", lambda device, dtype: backends.Choice("triton", "of this test"))
+    _, facts = doctor_json(capsys, save_config(tmp_path))
+    assert facts["model"]["accelerated"] and facts["model"]["layers"][0]["accelerated"]
+    assert facts["model"]["here"]["device"] == "cuda:0" and facts["model"]["here"]["backend"] == "triton"
+
+
+def test_layers_at_equal_distances_are_one_range(capsys, tmp_path):
+    folder = save_config(tmp_path, num_hidden_layers=8, decoder_sparse_step=2)
+    (layers,) = doctor_json(capsys, folder)[1]["model"]["layers"]
+    assert (layers["layers"], layers["count"]) == ("model.layers[1, 3, ..., 7].mlp", 4)
+    folder = save_config(tmp_path, num_hidden_layers=8, mlp_only_layers=[0, 2, 3, 7])
+    ranges = [layers["layers"] for layers in doctor_json(capsys, folder)[1]["model"]["layers"]]
+    assert ranges == ["model.layers[1, 4].mlp", "model.layers[5-6].mlp"]
+
+
+def test_a_patch_report_reads_as_doctor_does(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(save_config(tmp_path))
+    )
+    assert str(sonicmoe_hf.patch_model(model)).splitlines() == [
+        "4 mixture-of-experts layers patched; routing: top-k", "  model.layers[0-3].mlp (qwen3_moe): everything works",
+    ]  # fmt: skip
+    rounding = str(sonicmoe_hf.patch_model(model, "token_rounding")).splitlines()[0]
+    assert "TokenRounding(rounding='nearest'" in rounding and rounding.endswith("in training")
+
+
+def test_doctor_keeps_apart_layers_that_are_not_consecutive(capsys, tmp_path):
+    _, facts = doctor_json(capsys, save_config(tmp_path, mlp_only_layers=[0]))
+    assert facts["model"]["layers"][0]["layers"] == "model.layers[1-3].mlp"
+    single = save_config(tmp_path, mlp_only_layers=[0, 1, 2])
+    assert doctor_json(capsys, single)[1]["model"]["layers"][0]["layers"] == "model.layers.3.mlp"
+
+
+def test_doctor_prints_the_layers_as_a_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["doctor", save_config(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "model.layers[0-3].mlp" in printed
+    assert "Qwen3MoeForCausalLM" in printed
+
+
+def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
+    code, facts = doctor_json(capsys, save_config(tmp_path, transformers.MixtralConfig, num_local_experts=8))
+    (layers,) = facts["model"]["layers"]
+    assert code == 0
+    assert layers["supported"] and not layers["token_rounding"]
+    assert "qwen3_moe" in layers["reason"]
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [("mxfp4", "Mxfp4Config(dequantize=True)"), ("fp8", "FineGrainedFP8Config(dequantize=True)"),
+     ("bitsandbytes", "a checkpoint that is not quantised")],
+)  # fmt: skip
+def test_doctor_never_passes_quantised_experts_as_supported(capsys, tmp_path, method, remedy):
+    code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config={"quant_method": method}))
+    (layers,) = facts["model"]["layers"]
+    assert code == 1
+    assert not facts["model"]["supported"] and not layers["supported"] and not layers["token_rounding"]
+    assert method in layers["reason"] and remedy in layers["reason"]
+
+
+def test_doctor_says_that_a_dense_model_has_nothing_to_accelerate(capsys, tmp_path):
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
+    config.save_pretrained(tmp_path)
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "nothing to accelerate" in " ".join(capsys.readouterr().out.split())
+
+
+def test_doctor_forecasts_whether_token_rounding_applies(capsys, tmp_path):
+    """8 experts, top-2, tiles of 128: two tiles per expert need 128 * 2 * 8 / 2 = 1024 tokens."""
+    folder = save_config(tmp_path)
+    for batch_size, applies in ((8, True), (7, False)):
+        _, facts = doctor_json(capsys, folder, "--batch-size", str(batch_size), "--sequence-length", "128")
+        (forecast,) = facts["model"]["token_rounding"]
+        assert (forecast["tokens"], forecast["applies"], forecast["tokens_needed"]) == (
+            128 * batch_size,
+            applies,
+            1024,
+        )
+    assert "needs 1024 tokens" in forecast["sentence"]
+    _, facts = doctor_json(capsys, folder, "--batch-size", "7", "--sequence-length", "128", "--tile", "64")
+    assert facts["model"]["token_rounding"][0]["applies"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./no/such/folder"], "there is no folder ./no/such/folder"),
+        (["no/such/folder"], "there is no folder no/such/folder"),
+        (["{empty}"], "there is no {empty}/config.json"),
+        (["--batch-size", "4"], "belong together"),
+        (["--batch-size", "4", "--sequence-length", "4"], "need a model"),
+        (["--tile", "4"], "--tile needs"),
+    ],
+)
+def test_doctor_explains_what_it_cannot_examine(capsys, tmp_path, arguments, words):
+    assert main(["doctor", *(argument.format(empty=tmp_path) for argument in arguments)]) == 2
+    assert words.format(empty=tmp_path) in capsys.readouterr().err
+
+
+def test_doctor_explains_a_config_that_transformers_cannot_read(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "no_such_type" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--steps", "1"], ["--steps", "many"], ["--tile", "0"], ["--rounding", "sideways"]]
+)
+def test_the_demo_refuses_bad_settings(capsys, arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(["demo", *arguments])
+    assert exit.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
+    assert main(["demo", "--tile", "129"]) == 2
+    assert "choose a tile of at most 128" in capsys.readouterr().err
+
+
+def test_the_demo_names_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    assert "pip install 'sonicmoe-hf[train]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"), [({}, 1), ({"OMP_WAIT_POLICY": "PASSIVE"}, 2), ({"OMP_NUM_THREADS": "2"}, 2)]
+)
+def test_the_demo_starts_no_threads_that_spin_while_they_wait(monkeypatch, variables, threads):
+    """On busy cores they take ten times as long as one thread."""
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run.limit_threads()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_make_demo_has_its_threads_sleep_while_they_wait():
+    done = subprocess.run(["make", "-n", "demo"], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert "OMP_WAIT_POLICY=PASSIVE .venv/bin/python -m sonicmoe_hf demo" in done.stdout, done.stderr

@@ -1,0 +1,151 @@
+"""sonicmoe-hf doctor on damaged checkpoints: one line that names file, entry and value; no traceback, code or prompt."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from helpers.models import CONFIGS
+
+from sonicmoe_hf.cli.main import main
+
+DAMAGE = ("eight", -4, None, [1], 10**9)
+
+
+def write(folder, entries):
+    content = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    (folder / "config.json").write_bytes(content)
+    return str(folder)
+
+
+def entries_of(family):
+    return json.loads(CONFIGS[family]().to_json_string(use_diff=False))
+
+
+def refusal(capsys, folder, *options):
+    """The one line that doctor prints, the same with and without --json."""
+    assert main(["doctor", folder, *options]) == 2
+    line = capsys.readouterr().err.removeprefix("sonicmoe-hf: ").rstrip("\n")
+    assert main(["doctor", folder, *options, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": line}
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_any_entry_of_any_wrong_kind_gives_a_report_or_one_line(family, tmp_path, capsys):
+    good, refused = entries_of(family), 0
+    for key in good:
+        for number, value in enumerate(DAMAGE):
+            if (len(key) + number) % 2 and key not in ("hidden_size", "num_experts_per_tok", "hidden_act"):
+                continue  # half of them: building a model takes a while
+            write(tmp_path, {**good, key: value})
+            code = main(["doctor", "--json", str(tmp_path)])
+            facts = json.loads(capsys.readouterr().out)
+            assert code in (0, 1, 2) and (code == 2) == ("error" in facts), (key, value)
+            if code == 2:
+                refused += 1
+                assert "config.json" in facts["error"] and key in facts["error"] and "\n" not in facts["error"]
+    assert refused > 40
+
+
+@pytest.mark.parametrize(
+    ("family", "damage", "words"),
+    [
+        ("qwen3_moe", {"num_experts": "eight"}, "num_experts' expected int, got str (value: 'eight')"),
+        ("qwen3_moe", {"num_experts": -4}, "num_experts is -4; 0 to 10000 are built"),
+        ("gpt_oss", {"num_local_experts": 0}, "num_local_experts, which is 0"),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok is 99, but there are 8 experts"),
+        ("olmoe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, but there are 8 experts"),
+        ("gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
+        ("deepseek_v3", {"n_group": 3}, "n_group is 3; 8 experts make no such number of groups"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group, which is 5"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size' expected int, got NoneType"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size, which is 0"),
+        ("olmoe", {"hidden_size": None}, "hidden_size' expected int, got NoneType"),
+        ("qwen3_moe", {"hidden_act": "mesh"}, "hidden_act, which is 'mesh'"),
+        ("qwen3_moe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; 0 to 10000 are built"),
+        ("qwen3_moe", {"model_type": "no_such_type"}, "model_type is 'no_such_type', which Transformers"),
+        ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is ['qwen3_moe'], which Transformers"),
+        ("qwen3_moe", {"dtype": "int8"}, "dtype, which is 'int8'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_value(family, damage, words, tmp_path, capsys):
+    line = refusal(
+        capsys, write(tmp_path, {**entries_of(family), **damage}), "--batch-size", "8", "--sequence-length", "128"
+    )
+    assert line.startswith(f"{tmp_path}/config.json") and words in line
+
+
+def test_a_nested_entry_is_named_by_its_keys(tmp_path, capsys):
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={"num_hidden_layers": 1, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]},
+    )
+    entries = json.loads(config.to_json_string(use_diff=False))
+    entries["text_config"]["num_experts_per_tok"] = 99
+    assert "num_experts_per_tok is 99, but there are 4" in refusal(capsys, write(tmp_path, entries))
+    entries["text_config"].update(num_experts_per_tok=2, hidden_act="mesh")
+    assert "text_config.hidden_act, which is 'mesh'" in refusal(capsys, write(tmp_path, entries))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"null", "holds a NoneType"), (b"[]", "holds a list"), (b'"text"', "holds a str"), (b"", "cannot be read"),
+     (b'{"model_type":', "cannot be read"), (b"\xff\x00\x80", "cannot be read"), (b"[" * 100_000, "cannot be read"),
+     (b"{}", "model_type is None")],
+)  # fmt: skip
+def test_a_file_that_is_no_config_is_named(content, words, tmp_path, capsys):
+    line = refusal(capsys, write(tmp_path, content))
+    assert f"{tmp_path}/config.json" in line and words in line
+
+
+def test_a_config_that_is_no_file_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").mkdir()
+    assert f"{tmp_path}/config.json is not a file" in refusal(capsys, str(tmp_path))
+    (tmp_path / "config.json").rmdir()
+    os.mkfifo(tmp_path / "config.json")
+    assert f"{tmp_path}/config.json is not a file" in refusal(capsys, str(tmp_path))
+    assert f"{tmp_path}/config.json/deeper" in refusal(capsys, f"{tmp_path}/config.json/deeper")
+
+
+@pytest.fixture
+def with_code(tmp_path, monkeypatch):
+    """Entries of config.json that name code beside it, which leaves a mark when it runs; asking anything is an error."""
+    mark = tmp_path / "it ran"
+    (tmp_path / "theirs.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n")
+    monkeypatch.setattr(builtins, "input", lambda prompt="": pytest.fail(f"it asked: {prompt}"))
+    yield {"auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    assert not mark.exists()
+
+
+def test_code_of_a_checkpoint_is_never_run_nor_asked_about(tmp_path, capsys, with_code):
+    assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), **with_code})]) == 0
+    capsys.readouterr()
+    line = refusal(capsys, write(tmp_path, {**entries_of("qwen3_moe"), **with_code, "model_type": "theirs"}))
+    assert "model_type is 'theirs'" in line and "its code comes with the checkpoint (auto_map), and is not run" in line
+
+
+@pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_code_of_the_hub_that_a_config_names_is_not_loaded(entry, tmp_path):
+    """Transformers would load these from the hub while it builds the model; offline that is an error."""
+    assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), entry: "someone/kernels"})]) == 0
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "sonicmoe_hf", "doctor", "some/model"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and "Retrying" not in done.stderr, done.stderr
+    assert "there is no folder some/model, and the hub did not give it" in done.stderr.splitlines()[-1]
+
+
+def test_offline_the_variable_that_forbids_asking_is_named(capsys):
+    assert "unset HF_HUB_OFFLINE, or give a local folder" in refusal(capsys, "some/model")

@@ -1,0 +1,309 @@
+"""Two gloo ranks: DDP, FSDP2, expert and tensor parallelism, and metrics summed over ranks."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
+from helpers.ranks import WORLD, Ranks
+from helpers.training import POLICY, TILE, Watch, trainer_for
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, TrainerState
+from transformers.distributed import DistributedConfig
+
+import sonicmoe_hf
+from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf.patching.experts import is_tensor_parallel
+from sonicmoe_hf.patching.support import find_layers
+
+OWN_BATCH = [{"padding": True, "seed": 1}, {"seed": 2}]  # of each rank
+SUMMATION = "fp32: gradients of two ranks are added in another order"
+HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}  # 5.17: enable_expert_parallel
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def gathered(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.detach()
+
+
+def gradients(model):
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: gathered(gradient).float() for name, gradient in found.items() if gradient is not None}
+
+
+def mean_of_ranks(model):
+    """What data parallelism should give: the mean of each rank's loss and gradients, computed here one by one."""
+    results = [loss_and_gradients(model, batch(**own)) for own in OWN_BATCH]
+    losses = [result.pop("loss") for result in results]
+    for result in results:
+        del result["logits"]
+    return losses, {name: sum(result[name].float() for result in results) / WORLD for name in results[0]}
+
+
+# DDP
+
+
+def ddp_step(rank, family, checkpointing):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, POLICY)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    watch = Watch(model)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    loss = prepared(**batch(**OWN_BATCH[rank])).loss
+    accelerator.backward(loss)
+    assert type(prepared).__name__ == "DistributedDataParallel" and all(watch.rounded())
+    return loss.detach(), gradients(prepared)
+
+
+@pytest.mark.parametrize(
+    "family, checkpointing",
+    [
+        ("qwen3_moe", None),
+        ("gpt_oss", None),
+        ("qwen3_moe", {"use_reentrant": True}),
+        ("qwen3_moe", {"use_reentrant": False}),
+    ],
+)
+def test_under_ddp_every_rank_rounds_its_own_tokens_and_gradients_are_averaged(ranks, family, checkpointing):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, POLICY)
+    losses, expected = mean_of_ranks(model)
+    for own_loss, (loss, actual) in zip(losses, ranks.run(ddp_step, family, checkpointing)):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+# FSDP2
+
+
+def fsdp_step(rank, family, precision, experts_on_their_own, checkpointing, patch_last, routing):
+    model = build(family)
+    if not patch_last:
+        sonicmoe_hf.patch_model(model, routing)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        if experts_on_their_own and hasattr(layer.mlp, "experts"):
+            fully_shard(layer.mlp.experts, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if patch_last:
+        sonicmoe_hf.patch_model(model, routing)
+    watch = Watch(model)
+    loss = model(**batch(**OWN_BATCH[rank])).loss
+    loss.backward()
+    assert type(model).__name__.startswith("FSDP")
+    assert all(type(layer).__name__.startswith("FSDP") for layer in model.model.layers)
+    for layer in find_layers(model):
+        assert type(layer.experts).__name__.startswith("FSDP") == experts_on_their_own
+    assert set(watch.rounded()) == {routing is not None}
+    return loss.detach(), gradients(model)
+
+
+def in_precision(model, precision):
+    """What mixed precision computes with: parameters in `precision`, buffers as they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision)
+    return model
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts_on_their_own", [False, True])
+@pytest.mark.parametrize(
+    "family, checkpointing, patch_last",
+    [("qwen3_moe", False, False), ("qwen3_moe", True, True), ("gpt_oss", False, True), ("deepseek_v3", False, False)],
+)
+def test_under_fsdp2_token_rounding_gives_the_unsharded_models_loss_and_gradients(
+    ranks, family, checkpointing, patch_last, experts_on_their_own, precision
+):
+    model = in_precision(build(family), precision)
+    sonicmoe_hf.patch_model(model, POLICY)
+    losses, expected = mean_of_ranks(model)
+    options = (family, precision, experts_on_their_own, checkpointing, patch_last, POLICY)
+    for own_loss, (loss, actual) in zip(losses, ranks.run(fsdp_step, *options)):
+        # in bf16, too: every rank computes the same bf16 numbers, and their sum over ranks is in fp32
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+def test_under_fsdp2_top_k_gives_the_unsharded_models_gradients(ranks):
+    model = build("olmoe")
+    _, expected = mean_of_ranks(model)
+    for _, actual in ranks.run(fsdp_step, "olmoe", torch.float32, True, False, True, None):
+        assert_all_close(actual, expected, 1e-5, SUMMATION)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_gradients(ranks, family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model, POLICY)
+    losses, expected = mean_of_ranks(model)
+    for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "data", POLICY)):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+# expert and tensor parallelism
+
+
+def expert_parallelism():
+    options = {"ep_size": WORLD} if HAS_EP_SIZE else {"enable_expert_parallel": True}
+    return DistributedConfig(tp_size=WORLD, **options)
+
+
+def tensor_parallelism():
+    return DistributedConfig(tp_size=WORLD, tp_plan="auto")
+
+
+def expert_and_data_parallelism():
+    return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
+
+
+def data_parallelism():
+    return DistributedConfig(fsdp_size=WORLD)
+
+
+PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
+               "both": expert_and_data_parallelism}  # fmt: skip
+
+
+def load_parallel(folder, kind, **options):
+    config = PARALLELISM[kind]()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).train()
+
+
+def parallel_step(rank, folder, kind, routing=None):
+    model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
+    sonicmoe_hf.patch_model(model, routing)
+    experts = next(find_layers(model)).experts
+    assert experts.num_experts == (8 if kind == "tensor" else 8 // WORLD)
+    assert type(model).__name__ == "GptOssForCausalLM" or is_tensor_parallel(experts) or kind == "expert"
+    inputs = batch(padding=True)
+    trained = loss_and_gradients(model, inputs)
+    with torch.no_grad():
+        trained["inference"] = model.eval()(**inputs).logits
+    return {name: gathered(tensor) for name, tensor in trained.items()}
+
+
+@pytest.mark.parametrize("kind", ["expert", "tensor"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+def test_under_parallelism_of_the_experts_top_k_equals_the_unsharded_model(ranks, family, kind, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    inputs = batch(padding=True)
+    expected = loss_and_gradients(twin(model), inputs)
+    with torch.no_grad():
+        expected["inference"] = model.eval()(**inputs).logits
+    for actual in ranks.run(parallel_step, str(tmp_path), kind):
+        assert_all_close(actual, expected, 1e-5, "fp32: partial sums of two ranks are added in another order")
+
+
+def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ranks, tmp_path):
+    model = build("gpt_oss")  # Transformers' plan splits its attention alone
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model, POLICY)
+    expected = loss_and_gradients(model, batch(padding=True))
+    for actual in ranks.run(parallel_step, str(tmp_path), "tensor", POLICY):
+        del actual["inference"]
+        assert_all_close(actual, expected, 1e-5, "fp32: partial sums of two ranks are added in another order")
+
+
+def own_batch_step(rank, folder, kind, routing=None):
+    model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
+    sonicmoe_hf.patch_model(model, routing)
+    watch = Watch(model)
+    loss = model(**batch(**OWN_BATCH[rank])).loss
+    loss.backward()
+    assert type(model).__name__.startswith("FSDP") and set(watch.rounded()) == {routing is not None}
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.skipif(
+    not HAS_EP_SIZE, reason="this Transformers exchanges no tokens between ranks with different batches"
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_ranks_that_exchange_tokens_of_different_batches_get_the_mean_gradients(ranks, family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    losses, expected = mean_of_ranks(model)
+    for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "both")):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+def refusals(rank, folder, kind):
+    """What a user is told, in each of the ways to ask for token rounding."""
+    messages = []
+
+    def note(ask):
+        try:
+            ask()
+        except sonicmoe_hf.UnsupportedModelError as error:
+            messages.append(str(error))
+
+    model = load_parallel(folder, kind)
+    note(lambda: sonicmoe_hf.patch_model(model, POLICY))
+    assert not sonicmoe_hf.is_patched(model)
+    sonicmoe_hf.patch_model(model)
+    note(lambda: sonicmoe_hf.set_routing(model, POLICY))
+    sonicmoe_hf.patch(routing=POLICY)
+    try:
+        unaware = load_parallel(folder, kind)
+    finally:
+        sonicmoe_hf.unpatch()
+    note(lambda: unaware(**batch()))
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["expert", "tensor"])
+def test_token_rounding_under_parallelism_of_the_experts_is_refused_in_words(ranks, kind, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    for messages in ranks.run(refusals, str(tmp_path), kind):
+        assert len(messages) == 3
+        assert all(f"does not work under {kind} parallelism" in m and "use routing=None" in m for m in messages)
+
+
+# metrics
+
+
+def trained_load(rank, folder):
+    trainer = trainer_for(
+        build("qwen3_moe"), folder, [TokenRoundingCallback(tile=TILE)], padding=True, per_device_train_batch_size=4,
+        max_steps=2,
+    )  # fmt: skip
+    callback = sonicmoe_hf.attach(trainer)
+    watch = Watch(trainer.model)
+    trainer.train()
+    assert trainer.args.world_size == WORLD and trainer.args.parallel_mode.value == "distributed"
+    own = [torch.bincount(routing.expert_index.flatten(), minlength=9)[:8] for _, routing in watch.calls]
+    return own, callback.history, [log for log in trainer.state.log_history if "loss" in log]
+
+
+def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):
+    (own_0, history_0, logs_0), (own_1, history_1, logs_1) = ranks.run(trained_load, str(tmp_path))
+    assert history_0 == history_1 and logs_0 == logs_1, "every rank knows the sum"
+    assert not all(torch.equal(a, b) for a, b in zip(own_0, own_1)), "each rank has tokens of its own"
+    for step, log in enumerate(history_0):
+        for layer, rows in enumerate(log["rows_per_expert"].values()):
+            assert rows == (own_0[2 * step + layer] + own_1[2 * step + layer]).tolist()
+        assert log["moe/load_cv"] == logs_0[step]["moe/load_cv"]
+
+
+def load_under_expert_parallelism(rank, folder):
+    model = load_parallel(folder, "expert")
+    callback = ExpertLoadCallback()
+    callback.on_train_begin(None, TrainerState(), None, model=model)
+    model(**batch()).loss.backward()
+    return callback.collect(model, step=1)
+
+
+def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    assert ranks.run(load_under_expert_parallelism, str(tmp_path)) == [{}, {}]

@@ -1,0 +1,254 @@
+"""Two gloo ranks whose weights are gathered for each module's turn: DeepSpeed's ZeRO, and FSDP1 as accelerate sets it up."""
+
+import os
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from helpers.models import CONFIGS, assert_all_close, batch, build
+from helpers.ranks import WORLD, Ranks
+from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
+from test_distributed import OWN_BATCH, SUMMATION, mean_of_ranks
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from transformers import AutoModelForCausalLM, Trainer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
+
+import sonicmoe_hf
+from sonicmoe_hf import TokenRoundingCallback
+
+with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
+ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def assert_mean_of_ranks(model, results):
+    """Each rank's (loss, gradients) are the loss of its own batch and the mean gradients, of `model` unsharded."""
+    losses, expected = mean_of_ranks(model)
+    for own_loss, (loss, actual) in zip(losses, results):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+def patched(family, routing):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, routing)
+    return model
+
+
+# DeepSpeed
+
+
+def zero(stage):
+    """A config under which weights are gathered for a module's turn and freed after it, small ones too."""
+    at_once = dict.fromkeys(("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters"), 0)
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **{f"stage3_{name}": value for name, value in at_once.items()}},
+    }
+
+
+def import_deepspeed():
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce over shared memory, in C++
+    return deepspeed
+
+
+def start_engine(model, stage):
+    engine, *_ = import_deepspeed().initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config=zero(stage),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def zero_gradients(model):
+    from deepspeed.utils import safe_get_full_grad
+
+    found = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
+    return {name: gradient.float() for name, gradient in found.items() if gradient is not None}
+
+
+def zero_step(rank, family, stage, routing, patch_last, checkpointing):
+    model = build(family)
+    if not patch_last:
+        sonicmoe_hf.patch_model(model, routing)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
+    engine = start_engine(model, stage)
+    if patch_last:
+        sonicmoe_hf.patch_model(engine, routing)
+    watch = Watch(model)
+    loss = engine(**batch(**OWN_BATCH[rank])).loss
+    assert set(watch.rounded()) == {routing is not None}
+    assert {p.numel() == 0 for p in model.parameters()} == {stage == 3}, "the weights are freed after their turn"
+    engine.backward(loss)
+    found = loss.detach(), zero_gradients(model)
+    engine.destroy()
+    return found
+
+
+@with_deepspeed
+@pytest.mark.parametrize("family", CONFIGS)
+@ROUTINGS
+def test_zero_3_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
+    assert_mean_of_ranks(patched(family, routing), ranks.run(zero_step, family, 3, routing, False, None))
+
+
+@with_deepspeed
+@pytest.mark.parametrize(
+    "family, stage, routing, patch_last, checkpointing",
+    [
+        ("qwen3_moe", 3, POLICY, True, None),
+        ("gpt_oss", 3, None, True, None),
+        ("gpt_oss", 3, POLICY, True, "non_reentrant"),
+        ("olmoe", 3, POLICY, False, "reentrant"),
+        ("deepseek_v3", 2, POLICY, False, None),
+        ("gpt_oss", 2, None, True, None),
+    ],
+)
+def test_zero_patched_after_the_engine_or_checkpointed_gives_the_same(
+    ranks, family, stage, routing, patch_last, checkpointing
+):
+    results = ranks.run(zero_step, family, stage, routing, patch_last, checkpointing)
+    assert_mean_of_ranks(patched(family, routing), results)
+
+
+def trained(rank, folder, checkpoint, options, wrapper):
+    """The logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
+    environment = dict(os.environ)
+    AcceleratorState._reset_state(True)
+    args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
+    if "deepspeed" in options:
+        import_deepspeed()
+    if "fsdp" in options:
+        pretend_to_have_gpus()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)  # after `args`: sharded as it loads
+    assert {p.numel() == 0 for p in model.parameters()} == {is_deepspeed_zero3_enabled()}
+    callbacks = [TokenRoundingCallback(tile=TILE, start=1)]
+    trainer = Trainer(model, args, train_dataset=Examples(32, padding=True), callbacks=callbacks)
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert trainer.args.world_size == WORLD and type(trainer.model_wrapped).__name__ == wrapper
+    if "deepspeed" in options:
+        trainer.model_wrapped.destroy()
+        unset_hf_deepspeed_config()  # else every model built from now on is sharded
+    os.environ.clear()
+    os.environ.update(environment)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return [[log[key] for key in ("loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped")] for log in logs]
+
+
+def assert_trained_alike(actual, expected):
+    assert len(expected[0]) == 3 and expected[0][0][2:] == [0, 0] and all(log[2] > 0 for log in expected[0][1:])
+    for rank in range(WORLD):
+        for log, expected_log in zip(actual[rank], expected[rank]):
+            assert log == pytest.approx(expected_log, rel=1e-5), SUMMATION
+
+
+@with_deepspeed
+@pytest.mark.parametrize("layout", ["hub", "native"])
+def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_path, layout):
+    checkpoint = tmp_path / "hub"
+    build("qwen3_moe").save_pretrained(checkpoint)
+    if layout == "native":
+        sonicmoe_hf.convert_checkpoint(checkpoint, tmp_path / "native", layout="native")
+        checkpoint = tmp_path / "native"
+    # ZeRO-2 keeps weights whole. Without DeepSpeed the Trainer itself is 3e-4 off after two updates, eager experts too
+    expected, actual = (
+        ranks.run(trained, str(tmp_path), str(checkpoint), {"deepspeed": zero(stage)}, "DeepSpeedEngine")
+        for stage in (2, 3)
+    )
+    assert_trained_alike(actual, expected)
+
+
+# FSDP1
+
+
+def pretend_to_have_gpus():
+    """accelerate offers FSDP on accelerators only; on ranks that it takes for them, it does so with CPU tensors."""
+    state = PartialState(cpu=True)
+    state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
+
+
+def fsdp_gradients(model):
+    """Gradients of the whole parameters, zero where there is none."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_() if parameter.grad is None else parameter.copy_(parameter.grad)
+    with FullyShardedDataParallel.summon_full_params(model):
+        named = model.named_parameters()
+        return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in named}
+
+
+def fsdp_step(rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None):
+    AcceleratorState._reset_state(True)
+    pretend_to_have_gpus()
+    model = build(family)
+    if not patch_last:
+        sonicmoe_hf.patch_model(model, routing)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1, use_orig_params=use_orig_params, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=units, mixed_precision_policy=precision,
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    prepared = accelerator.prepare(model)
+    if patch_last:
+        sonicmoe_hf.patch_model(prepared, routing)
+    watch = Watch(prepared)
+    loss = prepared(**batch(**OWN_BATCH[rank])).loss
+    accelerator.backward(loss)
+    wrapped = [module for module in prepared.modules() if isinstance(module, FullyShardedDataParallel)]
+    assert len(wrapped) >= 1 + len(model.model.layers) and set(watch.rounded()) == {routing is not None}
+    return loss.detach(), fsdp_gradients(prepared)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@ROUTINGS
+def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
+    model = patched(family, routing)
+    losses, expected = mean_of_ranks(model)
+    expected = {name: expected.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()}
+    for use_orig_params in (True, False):
+        for patch_last, checkpointing in ((False, None), (True, None), (False, "reentrant"), (True, "non_reentrant")):
+            results = ranks.run(fsdp_step, family, routing, use_orig_params, patch_last, checkpointing)
+            for own_loss, (loss, actual) in zip(losses, results):
+                assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1s_mixed_precision_leaves_the_rounded_weights_as_they_are(ranks, use_orig_params):
+    layers, experts = ["DeepseekV3DecoderLayer"], ["DeepseekV3DecoderLayer", "DeepseekV3Experts"]
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    # arguments of a unit are then cast to bf16, and the family's routing weights are fp32
+    within, apart = (
+        ranks.run(fsdp_step, "deepseek_v3", POLICY, use_orig_params, False, None, units, precision)
+        for units in (layers, experts)
+    )
+    for (loss, gradients), (same_loss, same_gradients) in zip(within, apart):
+        assert_all_close({"loss": loss, **gradients}, {"loss": same_loss, **same_gradients}, 1e-6, SUMMATION)
+
+
+def test_the_trainer_rounds_and_counts_with_fsdp1_as_with_ddp(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path / "hub")
+    config = {"version": 1, "sync_module_states": False}  # accelerate refuses to broadcast weights between CPUs
+    fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+    expected, actual = (
+        ranks.run(trained, str(tmp_path), str(tmp_path / "hub"), options, wrapper)
+        for options, wrapper in (({}, "DistributedDataParallel"), (fsdp, "FullyShardedDataParallel"))
+    )
+    assert_trained_alike(actual, expected)

@@ -1,0 +1,158 @@
+"""Small checkpoints on disk, of every kind that conversion reads, and how tests compare them."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import torch
+from helpers.models import build
+from safetensors.torch import load_file, save_file
+
+SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
+FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+KINDS = {  # per family, how its weights can stand on disk
+    "qwen3_moe": ("hub", "fused", "upstream"),
+    "olmoe": ("hub", "fused", "upstream"),
+    "deepseek_v3": ("hub", "fused", "upstream", "fp8"),
+    "gpt_oss": ("hub", "upstream", "mxfp4"),
+}
+FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, as on DeepSeek's own kv_a_proj
+
+
+def tensors_in(folder):
+    """Every tensor of a checkpoint."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def config_in(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit_config(folder, **changes):
+    """Set entries of config.json; None removes one."""
+    config = {**config_in(folder), **changes}
+    kept = {key: value for key, value in config.items() if value is not None or key not in changes}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def rewrite(folder, tensors):
+    """Replace a checkpoint's weights by these, in one file."""
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def same_bits(ours, theirs):
+    """Whether two sets of tensors have the same names, dtypes, shapes and bytes."""
+    if ours.keys() != theirs.keys():
+        return False
+    return all(
+        ours[name].dtype == theirs[name].dtype
+        and ours[name].shape == theirs[name].shape
+        and torch.equal(ours[name].contiguous().view(torch.uint8), theirs[name].contiguous().view(torch.uint8))
+        for name in ours
+    )
+
+
+def make(folder, family, kind="hub", dtype=torch.bfloat16, **changes):
+    """A checkpoint of the family in `folder`; returns the model whose weights it holds, as far as rounding allows."""
+    if kind == "mxfp4":
+        changes = {"intermediate_size": 32, **changes}
+    model = build(family, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=SHARDS, save_original_format=kind != "fused")
+    if kind == "upstream":
+        rewrite(folder, _as_upstream(tensors_in(folder), family))
+    elif kind == "mxfp4":
+        rewrite(folder, _as_mxfp4(tensors_in(folder)))
+        edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+    elif kind == "fp8":
+        rewrite(folder, _as_fp8(tensors_in(folder)))
+        edit_config(
+            folder,
+            quantization_config={
+                "quant_method": "fp8",
+                "weight_block_size": list(FP8_BLOCK),
+                "activation_scheme": "dynamic",
+            },
+        )
+    return model
+
+
+def _interleaved(gate, up):
+    return torch.stack([gate, up], dim=1).flatten(0, 1)
+
+
+def _as_upstream(tensors, family):
+    """The names and row order of SonicMoE's own MoE module, spelled out apart from the package's own table."""
+    renamed, experts = {}, {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.mlp)\.experts\.(?:(\d+)\.)?(\w+?)(?:\.weight)?", name)
+        if match and match[3] != "c_fc":
+            experts.setdefault(match[1], {})[match[2], match[3]] = tensor
+        else:
+            renamed[re.sub(r"\.mlp\.(gate|router)\.(weight|bias|e_score\w+)$", r".mlp.router.\2", name)] = tensor
+    for block, found in experts.items():
+        if family == "gpt_oss":
+            renamed[f"{block}.c_fc.weight"] = found[None, "gate_up_proj"].transpose(1, 2).contiguous()
+            renamed[f"{block}.c_proj.weight"] = found[None, "down_proj"].transpose(1, 2).contiguous()
+            renamed[f"{block}.c_fc.bias"] = found[None, "gate_up_proj_bias"]
+            renamed[f"{block}.c_proj.bias"] = found[None, "down_proj_bias"]
+        else:
+            ids = sorted({expert for expert, _ in found}, key=int)
+            pairs = [_interleaved(found[e, "gate_proj"], found[e, "up_proj"]) for e in ids]
+            renamed[f"{block}.c_fc.weight"] = torch.stack(pairs)
+            renamed[f"{block}.c_proj.weight"] = torch.stack([found[e, "down_proj"] for e in ids])
+    return renamed
+
+
+def _as_mxfp4(tensors):
+    """gpt-oss's format: per 32 values along the input dimension a power of two, and 4-bit values two to a byte."""
+    packed = {}
+    for name, tensor in tensors.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            packed[name] = tensor
+            continue
+        groups = tensor.float().transpose(1, 2).unflatten(-1, (-1, 32))  # [E, out, in / 32, 32]
+        exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        scaled = groups / torch.exp2(exponent).unsqueeze(-1)
+        code = (scaled.abs().unsqueeze(-1) - table).abs().argmin(-1) + 8 * (scaled < 0)
+        packed[f"{name}_blocks"] = (code[..., 0::2] | code[..., 1::2] << 4).to(torch.uint8)
+        packed[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
+    return packed
+
+
+def _as_fp8(tensors):
+    """DeepSeek's format: every linear weight as float8 with one fp32 scale per block."""
+    packed = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or "proj" not in name:
+            packed[name] = tensor
+            continue
+        rows, columns = (-(-size // block) for size, block in zip(tensor.shape, FP8_BLOCK))
+        scale = torch.empty(rows, columns)
+        weight = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        for i in range(rows):
+            for j in range(columns):
+                block = (
+                    slice(i * FP8_BLOCK[0], (i + 1) * FP8_BLOCK[0]),
+                    slice(j * FP8_BLOCK[1], (j + 1) * FP8_BLOCK[1]),
+                )
+                scale[i, j] = tensor[block].float().abs().max() / 448
+                weight[block] = (tensor[block].float() / scale[i, j]).to(torch.float8_e4m3fn)
+        packed[name], packed[f"{name}_scale_inv"] = weight, scale
+    return packed
+
+
+def fp8_by_transformers(weight, block):
+    """Transformers' own fp8 quantiser: (weight, scale_inv)."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    quantiser = Fp8Quantize(
+        SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=None))
+    )
+    made = quantiser.convert({"x.weight": weight})
+    return made["x.weight"], made["x.weight_scale_inv"]

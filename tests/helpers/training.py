@@ -1,0 +1,85 @@
+"""What the tests of training share: watching what reaches the experts, token rounding counted by hand, data sets."""
+
+import torch
+from helpers.models import batch
+from transformers import Trainer, TrainingArguments
+
+from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.routing import Routing, TokenRounding
+
+TILE = 8
+CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
+POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 24 rows on average, padded 19.5
+
+
+class Watch:
+    """Notes for every call of the experts of `model` what `note()` says, and the Routing that came, or None."""
+
+    def __init__(self, model, note=lambda: None):
+        self.note = note
+        self.calls = []
+        for layer in find_layers(model):
+            layer.experts.register_forward_pre_hook(self)
+
+    def __call__(self, experts, args):
+        self.calls.append((self.note(), args[1] if isinstance(args[1], Routing) else None))
+
+    def rounded(self) -> list[bool]:
+        """For every call so far, whether it was rounded; the notes start afresh."""
+        calls, self.calls = self.calls, []
+        return [routing is not None for _, routing in calls]
+
+    def rounded_by_note(self) -> dict:
+        """note: whether its calls were rounded (all agree)."""
+        found = {}
+        for note, routing in self.calls:
+            assert found.setdefault(note, routing is not None) == (routing is not None), note
+        return found
+
+
+def rounded_rows(logits_TE, top_k, tile, valid_T):
+    """Rows per expert before and after token rounding to the nearest multiple, one expert at a time, for softmax
+    families: the definition, without the package."""
+    num_experts = logits_TE.shape[1]
+    index_TK = logits_TE[valid_T].softmax(-1).topk(top_k, dim=-1).indices
+    before, after = [], []
+    for expert in range(num_experts):
+        rows = int((index_TK == expert).sum())
+        below, rest = rows - rows % tile, rows % tile
+        up = 2 * rest > tile and below + tile <= int(valid_T.sum())
+        before.append(rows)
+        after.append(below + tile * up)
+    return torch.tensor(before), torch.tensor(after)
+
+
+class Examples(torch.utils.data.Dataset):
+    """`count` sequences of `models.batch`, one by one, the first of every four unpadded."""
+
+    def __init__(self, count, padding=False, seed=0):
+        batches = [batch(padding=padding, seed=seed + i) for i in range(-(-count // 4))]
+        self.columns = {name: torch.cat([b[name] for b in batches])[:count] for name in batches[0]}
+
+    def __len__(self):
+        return len(self.columns["input_ids"])
+
+    def __getitem__(self, i):
+        return {name: column[i] for name, column in self.columns.items()}
+
+
+def arguments(folder, **options) -> TrainingArguments:
+    """Four unshuffled sequences a step on the CPU, nothing reported, nothing saved."""
+    defaults = {
+        "use_cpu": True, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4,
+        "logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "learning_rate": 1e-3,
+        "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **{**defaults, **options})
+
+
+def trainer_for(model, folder, callbacks=(), padding=False, count=16, **options) -> Trainer:
+    """A Trainer on `count` examples; its evaluation set has four more."""
+    return Trainer(
+        model, arguments(folder, **options), train_dataset=Examples(count, padding), callbacks=list(callbacks),
+        eval_dataset=Examples(4, padding, seed=100),
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""LoRA adapters on experts across the layouts: converted, or refused; never loaded with rows in the wrong order."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import FAMILIES, same_bits, tensors_in
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error
+from helpers.native import native_twin, save_both
+from helpers.training import POLICY, Watch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import sonicmoe_hf
+from sonicmoe_hf import CheckpointError, convert_adapter
+from sonicmoe_hf.cli.main import main
+
+ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
+HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def lora(family, parameters, **options):
+    attention = ATTENTION.get(family, ["q_proj", "v_proj"])
+    return LoraConfig(r=2, lora_alpha=6, target_modules=attention, target_parameters=parameters, **options)
+
+
+def trained_adapter(model, family, parameters, folder, **options):
+    """An adapter whose lora_B is not zero, saved; returns the adapted model."""
+    adapted = get_peft_model(model, lora(family, parameters, **options))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=batch()["input_ids"]).logits
+
+
+@every_family
+@pytest.mark.parametrize(
+    "parameters", [HUB, HUB[:1], HUB[1:], []], ids=["both", "gate and up", "down", "attention only"]
+)
+def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, parameters, tmp_path):
+    hub, native = save_both(build(family), tmp_path)
+    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), family, parameters, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "converted", base_model=str(native))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
+    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    assert relative_error(logits(model), logits(AutoModelForCausalLM.from_pretrained(native))) > 0.05, (
+        "it does something"
+    )
+    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub")
+    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
+
+
+@every_family
+def test_an_adapter_trained_on_the_native_layout_serves_the_hub_layout(family, tmp_path):
+    hub, native = save_both(build(family), tmp_path)
+    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(native), family, NATIVE, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "converted", "hub")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "converted")
+    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged hub")
+    merged_native = adapted.merge_and_unload()
+    merged_native.save_pretrained(tmp_path / "merged native")
+    sonicmoe_hf.convert_checkpoint(tmp_path / "merged native", tmp_path / "merged back", "hub")
+    ours, theirs = tensors_in(tmp_path / "merged back"), tensors_in(tmp_path / "merged hub")
+    assert_all_close(ours, theirs, 1e-6, "fp32: the product of A and B in two orders")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_lora_on_native_experts_trains_with_token_rounding(family, tmp_path):
+    native = native_twin(build(family), tmp_path)
+    sonicmoe_hf.patch_model(native, POLICY)
+    model = get_peft_model(native, lora(family, NATIVE)).train()
+    watch = Watch(model)
+    losses = []
+    for _ in range(5):
+        found = loss_and_gradients(model, batch())
+        losses.append(found["loss"].item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.5 * parameter.grad
+    assert losses[-1] < losses[0] and all(watch.rounded())
+    assert sum("experts" in name and "lora" in name for name in found) == 2 * 2 * 2, "A and B, two weights, two layers"
+
+
+def test_peft_s_shorthands_reach_linear_layers_only(tmp_path):
+    """As docs/layout.md says: PEFT extends them to experts by a table of Transformers' own model types."""
+    native = native_twin(build("qwen3_moe"), tmp_path)
+    adapted = get_peft_model(native, LoraConfig(r=2, target_modules="all-linear"))
+    names = {name for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert names and all("self_attn" in name for name in names)
+
+
+@every_family
+def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
+    hub, native = save_both(build(family), tmp_path)
+    trained_adapter(AutoModelForCausalLM.from_pretrained(hub), family, HUB, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="another order"), pytest.warns(RuntimeWarning):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="no place in the native layout"), pytest.warns(RuntimeWarning):
+        AutoModelForCausalLM.from_pretrained(native).load_adapter(str(tmp_path / "adapter"))
+
+
+@every_family
+@pytest.mark.parametrize("attached", ["native", "hub"])
+def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(family, attached, tmp_path):
+    """As when a Trainer run resumes across layouts: PEFT then reads weights alone."""
+    folders = dict(zip(("hub", "native"), save_both(build(family), tmp_path)))
+    other = "hub" if attached == "native" else "native"
+    parameters = {"hub": HUB, "native": NATIVE}
+    trained_adapter(
+        AutoModelForCausalLM.from_pretrained(folders[other]), family, parameters[other], tmp_path / "adapter"
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[attached]), lora(family, parameters[attached]))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_adapter(tmp_path / "adapter", "default")
+
+
+def test_layers_may_be_adapted_differently(tmp_path):
+    hub, native = save_both(build("qwen3_moe"), tmp_path)
+    parameters = ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), "qwen3_moe", parameters, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "converted")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
+    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+
+
+@every_family
+def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family, tmp_path):
+    hub, native = save_both(build(family), tmp_path)
+    trained_adapter(AutoModelForCausalLM.from_pretrained(native), family, NATIVE, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(hub)
+    with pytest.warns(RuntimeWarning, match="no parameter was matched"):
+        model = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    assert not [name for name, _ in model.named_parameters() if ".experts." in name and "lora" in name]
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**config_of(tmp_path / "adapter"), "target_modules": []})
+    )
+    with pytest.raises(ValueError, match="target_parameters"):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
+
+
+def config_of(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    hub, _ = save_both(build("qwen3_moe"), tmp_path)
+    trained_adapter(AutoModelForCausalLM.from_pretrained(hub), "qwen3_moe", HUB, tmp_path / "adapter",
+                    rank_pattern={r".*\.gate_up_proj": 4}, alpha_pattern={r".*\.gate_up_proj": 8})  # fmt: skip
+    return tmp_path / "adapter"
+
+
+def edit(adapter, **changes):
+    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
+
+
+def assert_refused(adapter, match, **options):
+    with pytest.raises(CheckpointError, match=match):
+        convert_adapter(adapter, adapter.parent / "refused", **options)
+    assert not (adapter.parent / "refused").exists()
+
+
+def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
+    convert_adapter(adapter, tmp_path / "converted")
+    config = config_of(tmp_path / "converted")
+    assert config["rank_pattern"] == {r".*\.c_fc": 4} and config["alpha_pattern"] == {r".*\.c_fc": 8}
+    assert sorted(config["target_parameters"]) == sorted(NATIVE) and config["base_model_name_or_path"] is None
+
+
+def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
+    for name in ("adapter_model.bin", "optimizer.pt", "notes.txt"):
+        (adapter / name).write_text("old")
+    convert_adapter(adapter, tmp_path / "converted")
+    carried = {path.name for path in (tmp_path / "converted").iterdir()}
+    assert "notes.txt" in carried and not carried & {"adapter_model.bin", "optimizer.pt"}
+
+
+def test_what_cannot_be_converted_is_refused_in_words(adapter, tmp_path):
+    weights = load_file(adapter / "adapter_model.safetensors")
+    assert_refused(adapter, "trained on cannot be read; say trained_on=", trained_on="nobody/nothing")
+    edit(adapter, base_model_name_or_path=None)
+    assert_refused(adapter, "names no base model")
+    assert_refused(adapter, "has no such parameter", trained_on=tmp_path / "native")
+    edit(adapter, base_model_name_or_path=str(tmp_path / "hub"), peft_type="LOHA")
+    assert_refused(adapter, "peft_type is 'LOHA'")
+    edit(adapter, peft_type="LORA", rank_pattern=4)
+    assert_refused(adapter, "rank_pattern is 4")
+    edit(adapter, rank_pattern={}, target_parameters=[4])
+    assert_refused(adapter, "target_parameters is")
+    edit(adapter, target_parameters=HUB, rank_pattern={"down_proj": 4})
+    assert_refused(adapter, "write experts.down_proj")
+    edit(adapter, rank_pattern={})
+    name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
+    save_file({**weights, name: torch.ones(2, 32)}, adapter / "adapter_model.safetensors")
+    assert_refused(adapter, "come from Transformers 4")
+    name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
+    save_file({**weights, name: torch.ones(30, 32)}, adapter / "adapter_model.safetensors")
+    assert_refused(adapter, "where 32 rows are due")
+    (adapter / "adapter_model.safetensors").write_bytes(b"short")
+    assert_refused(adapter, "not a whole safetensors file")
+
+
+def test_the_command_converts_adapters(adapter, tmp_path, capsys):
+    assert main(["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]) == 0
+    assert "the adapter in the native layout" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "converted" / "README.md").exists()
+    assert main(["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]) == 2
+    back = ["convert", str(tmp_path / "converted"), str(tmp_path / "back"), "--layout", "hub"]
+    assert main(back) == 2, "it says no base model"
+    assert "say trained_on=" in capsys.readouterr().err
+    assert main([*back, "--trained-on", str(tmp_path / "native")]) == 0
+
+
+def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_install(adapter, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # what an environment without it raises: ModuleNotFoundError
+    convert_adapter(adapter, tmp_path / "converted")
+    finetune = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "finetune.py"))
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sonicmoe-hf\[peft\]'"):
+        finetune["main"](["--lora-rank", "4"])

@@ -1,0 +1,68 @@
+"""Native models on two gloo ranks: expert and tensor parallelism, FSDP2, and token rounding refused where it cannot be."""
+
+import pytest
+import torch
+from helpers.models import assert_all_close, batch, build, loss_and_gradients
+from helpers.native import in_native_names, save_both
+from helpers.ranks import Ranks
+from helpers.training import POLICY
+from test_distributed import gathered, load_parallel
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+import sonicmoe_hf
+from sonicmoe_hf.patching.support import find_layers
+
+PARTIAL_SUMS = "fp32: partial sums of two ranks are added in another order"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def parallel_step(rank, folder, kind):
+    model = load_parallel(folder, kind)
+    sonicmoe_hf.patch_model(model)
+    experts = next(find_layers(model)).experts
+    assert experts.num_experts == (4 if kind == "expert" else 8)
+    assert hasattr(experts.c_fc, "placements") or kind == "tensor", "sharded, unless the family has no tensor plan"
+    trained = loss_and_gradients(model, batch(padding=True))
+    with torch.no_grad():
+        trained["inference"] = model.eval()(**batch(padding=True)).logits
+    refused = not all(layer.token_rounding for layer in sonicmoe_hf.supports(model))
+    return refused, {name: gathered(tensor) for name, tensor in trained.items()}
+
+
+@pytest.mark.parametrize("kind", ["expert", "tensor"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+def test_under_parallelism_of_the_experts_a_native_model_equals_the_unsharded_one(ranks, family, kind, tmp_path):
+    model = build(family)
+    _, folder = save_both(model, tmp_path)
+    expected = in_native_names(loss_and_gradients(model, batch(padding=True)), family)
+    with torch.no_grad():
+        expected["inference"] = model.eval()(**batch(padding=True)).logits
+    for refused, actual in ranks.run(parallel_step, str(folder), kind):
+        assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)
+        assert refused or (family, kind) == ("gpt_oss", "tensor"), "its tensor plan leaves the experts whole"
+
+
+def sharded_step(rank, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sonicmoe_hf.patch_model(model, POLICY)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    found = loss_and_gradients(model.train(), batch())
+    return {name: gathered(tensor) for name, tensor in found.items()}
+
+
+def test_under_fsdp2_token_rounding_gives_the_unsharded_models_gradients(ranks, tmp_path):
+    model = build("qwen3_moe")
+    _, folder = save_both(model, tmp_path)
+    sonicmoe_hf.patch_model(model, POLICY)
+    expected = in_native_names(loss_and_gradients(model, batch()), "qwen3_moe")
+    for actual in ranks.run(sharded_step, str(folder)):
+        assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)

@@ -1,0 +1,131 @@
+"""torch.compile: whole models without graph breaks, checkpointing around compiled parts, the Trainer's own option."""
+
+import pytest
+import torch
+from helpers.models import (
+    CONFIGS,
+    ORDER_OF_SUMS,
+    assert_all_close,
+    batch,
+    build,
+    loss_and_gradients,
+    relative_error,
+    twin,
+)
+from helpers.training import POLICY, TILE, trainer_for
+
+import sonicmoe_hf
+from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf.patching.patch import router_hooks, start_counting
+
+ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here
+
+
+@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing):
+    torch._dynamo.reset()
+    model = build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
+    sonicmoe_hf.patch_model(model, routing)
+    start_counting(model)
+    inputs = batch(padding=True)
+    expected = loss_and_gradients(model, inputs)
+    counts = [hook.load.take() for hook in router_hooks(model)]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = loss_and_gradients(compiled, inputs)
+    assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
+    assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
+
+
+def test_a_compiled_model_follows_the_policy_and_the_mode():
+    torch._dynamo.reset()
+    model = build("qwen3_moe", **ONE_LAYER)
+    sonicmoe_hf.patch_model(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = batch()
+    top_k = loss_and_gradients(compiled, inputs)["logits"]
+    sonicmoe_hf.set_routing(model, POLICY)
+    rounded = loss_and_gradients(compiled, inputs)["logits"]
+    with torch.no_grad():
+        without_gradients, evaluated = compiled(**inputs).logits, compiled.eval()(**inputs).logits
+    sonicmoe_hf.set_routing(model, None)
+    again = loss_and_gradients(compiled.train(), inputs)["logits"]
+    assert relative_error(rounded, top_k) > 1e-3
+    for logits in (without_gradients, evaluated, again):
+        assert relative_error(logits, top_k) < 1e-5  # fp32: the same computation, compiled for another case
+
+
+def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
+    torch._dynamo.reset()
+    model = build(
+        "qwen3_moe", use_cache=False, **ONE_LAYER
+    )  # Transformers warns of the two together, which no graph can hold
+    sonicmoe_hf.patch_model(model, POLICY)
+    start_counting(model)
+    inputs = batch(padding=True)
+    expected = loss_and_gradients(model, inputs)
+    counts = [hook.load.take() for hook in router_hooks(model)]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    actual = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
+    assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
+
+
+def compile_blocks(model):
+    for layer in model.model.layers:
+        layer.mlp.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+def compile_with_graph_breaks(model):
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize("compiled", [compile_blocks, compile_with_graph_breaks])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(use_reentrant, compiled):
+    torch._dynamo.reset()
+    model = build("qwen3_moe", use_cache=False, **ONE_LAYER)
+    sonicmoe_hf.patch_model(model)
+    again = twin(model)
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    compiled_again, inputs = compiled(again), batch(padding=True)
+    for routing in (POLICY, None):  # the second without rounding, after some with
+        sonicmoe_hf.set_routing(model, routing)
+        sonicmoe_hf.set_routing(again, routing)
+        expected, actual = loss_and_gradients(model, inputs), loss_and_gradients(compiled_again, inputs)
+        assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
+    torch._dynamo.reset()
+    model = build("qwen3_moe", **ONE_LAYER)
+    sonicmoe_hf.patch_model(model, POLICY)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (24, 32, 12):  # the second compiles for any length, the third is too short for rounding
+        expected, actual = (loss_and_gradients(m, batch(length=length))["logits"] for m in (model, compiled))
+        assert relative_error(actual, expected) < 1e-5  # fp32: the same computation, compiled
+
+
+def test_the_trainers_torch_compile_follows_the_schedule(tmp_path):
+    logs = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        torch._dynamo.reset()
+        callback = TokenRoundingCallback(tile=TILE, start=1, end=3)
+        trainer = trainer_for(
+            build("qwen3_moe", **ONE_LAYER),
+            tmp_path,
+            [callback],
+            padding=True,
+            eval_strategy="steps",
+            eval_steps=2,
+            **options,
+        )
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        kept = ("loss", "eval_loss", "moe/load_cv", "moe/rows_added", "moe/padded_rows_avoided")
+        logs.append([log[key] for log in trainer.state.log_history for key in kept if key in log])
+    assert len(logs[0]) == 4 * 4 + 2
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)  # fp32 after four updates

@@ -1,0 +1,212 @@
+"""Parts of a patched model that are copied (by deepcopy, by PEFT's modules_to_save) or put in: they keep working, or say so."""
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients
+from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import sonicmoe_hf
+from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf.model_patches import FAMILIES
+from sonicmoe_hf.patching import experts as experts_module
+from sonicmoe_hf.patching.experts import IMPLEMENTATION
+from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks, start_counting
+from sonicmoe_hf.patching.support import every_experts, find_layers
+
+ORDERS = ["patched, then PEFT", "PEFT, then patched"]
+
+
+def saving(model, *modules):
+    """A PEFT model that trains copies of these modules beside adapters of the attention that change nothing."""
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=list(modules)))
+
+
+def patched_and_saving(order, modules, routing=POLICY, family="qwen3_moe"):
+    model = build(family)
+    if order == "patched, then PEFT":
+        sonicmoe_hf.patch_model(model, routing)
+        return saving(model, *modules)
+    model = saving(model, *modules)
+    sonicmoe_hf.patch_model(model, routing)
+    return model
+
+
+def in_plain_names(tensors):
+    """Gradients under the names that they have without PEFT, those of its adapters left out."""
+    found = {}
+    for name, tensor in tensors.items():
+        plain = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+        if "lora_" not in name:
+            found[plain] = tensor
+    return found
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The experts modules that our function computed."""
+    noted, facts = [], experts_module.experts_facts
+    monkeypatch.setattr(experts_module, "experts_facts", lambda experts: noted.append(experts) or facts(experts))
+    return noted
+
+
+@pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("modules", [["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ids="+".join)
+def test_what_peft_copies_rounds_counts_and_learns_as_the_original(modules, order, kind):
+    plain = build("qwen3_moe")
+    sonicmoe_hf.patch_model(plain, POLICY)
+    start_counting(plain)
+    expected = loss_and_gradients(plain, batch(padding=True))
+    counts = [hook.load.take() for hook in router_hooks(plain)]
+    model = patched_and_saving(order, modules)
+    if kind is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    start_counting(model)
+    watch = Watch(model)
+    actual = in_plain_names(loss_and_gradients(model, batch(padding=True)))
+    assert watch.rounded() == [True] * (2 if kind is None else 4)
+    learned = {name: expected[name] for name in actual}
+    weights = sum({"gate": 1, "experts": 2, "mlp": 3}[module] for module in modules)
+    assert sum(".mlp." in name for name in learned) == 2 * weights
+    assert_all_close(actual, learned, 1e-5, ORDER_OF_SUMS)
+    hooks = router_hooks(model)
+    assert [hook.layer_name for hook in hooks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert all(torch.equal(hook.load.take(), count) for hook, count in zip(hooks, counts))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_every_copy_of_the_experts_is_ours_whichever_adapter_is_on(family, order, computed):
+    model = patched_and_saving(order, ["mlp"], family=family)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["mlp"]))
+
+    def check():
+        live = [layer.experts for layer in find_layers(model)]
+        watch = Watch(model)
+        computed.clear()
+        model(**batch())
+        assert computed[-len(live) :] == live and watch.rounded() == [True] * len(live)
+        return live
+
+    each = [check()]
+    model.set_adapter("other")
+    each.append(check())
+    with model.disable_adapter():
+        each.append(check())
+    assert len({id(experts) for live in each for experts in live}) == 3 * len(each[0]) > 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("modules", [["gate"], ["mlp"]], ids="+".join)
+def test_unpatching_undoes_every_copy(modules, order):
+    model = patched_and_saving(order, modules)
+    model(**batch())
+    sonicmoe_hf.unpatch_model(model)
+    assert {experts.config._experts_implementation for experts in every_experts(model)} == {"eager"}
+    for module in model.modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        assert not any(type(hook).__module__.startswith("sonicmoe_hf") for hook in hooks)
+        assert not any("sonicmoe" in name for name in vars(module))
+
+
+def test_a_trainer_counts_on_the_copies_of_a_model_from_pretrained(tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    logs = []
+    for peft in (False, True):
+        model = sonicmoe_hf.from_pretrained(tmp_path, dtype=torch.float32)
+        model = saving(model, "gate") if peft else model
+        watch = Watch(model)
+        trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        assert watch.rounded() == [True, True]
+        (log,) = [log for log in trainer.state.log_history if "loss" in log]
+        logs.append({name: value for name, value in log.items() if name.startswith("moe/")})
+    assert logs[0] == logs[1] and logs[0]["moe/padded_rows_avoided"] > 0
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_deep_copied_layer_put_back_rounds_and_follows_its_models_policy(family):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, POLICY)
+    expected = loss_and_gradients(model, batch(padding=True))
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+    watch = Watch(model)
+    assert_all_close(loss_and_gradients(model, batch(padding=True)), expected, 1e-6, "the same computation")
+    assert all(watch.rounded())
+    sonicmoe_hf.set_routing(model, None)
+    model(**batch())
+    assert not any(watch.rounded())
+
+
+def test_a_layer_copied_to_a_new_place_is_counted_under_its_own_name(tmp_path):
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.model.config.num_hidden_layers = 3
+    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
+    callback = sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert list(callback.history[0]["rows_per_expert"]) == [f"model.layers.{i}.mlp" for i in range(3)]
+    assert all(sum(rows) > 0 for rows in callback.history[0]["rows_per_expert"].values())
+
+
+def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    inner = copy.deepcopy(model.model)
+    sonicmoe_hf.set_routing(model, None)
+    assert sonicmoe_hf.is_patched(inner) and patch_state(inner).policy == POLICY
+    watch = Watch(inner)
+    inner(batch()["input_ids"])
+    assert watch.rounded() == [True, True]
+    sonicmoe_hf.unpatch_model(inner)
+    assert sonicmoe_hf.is_patched(model) and not sonicmoe_hf.is_patched(inner)
+
+
+def a_new_router(model):
+    family = FAMILIES["qwen3_moe"]
+    block = model.model.layers[1].mlp
+    block.gate = type(block.gate)(model.config).requires_grad_()
+    torch.nn.init.normal_(block.gate.weight)
+    assert family.router_attribute == "gate"
+
+
+def test_a_router_put_in_after_patching_is_an_error_in_words(tmp_path):
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    a_new_router(model)
+    assert model(**batch()).loss.isfinite(), "top-k needs no hook"
+    words = r"model.layers.1.mlp: its Qwen3MoeTopKRouter came into the model after patch_model"
+    for check in (check_routers_live, start_counting):
+        with pytest.raises(RuntimeError, match=words):
+            check(model)
+    for callback in (TokenRoundingCallback(tile=TILE), sonicmoe_hf.ExpertLoadCallback()):
+        with pytest.raises(RuntimeError, match=words):
+            trainer_for(model, tmp_path, [callback], max_steps=1).train()
+    sonicmoe_hf.set_routing(model, POLICY)
+    with pytest.raises(RuntimeError, match=words):
+        model(**batch())
+    sonicmoe_hf.patch_model(model, POLICY)
+    watch = Watch(model)
+    model(**batch())
+    assert watch.rounded() == [True, True]
+
+
+def test_experts_of_a_loaded_model_get_the_implementation_on_their_own_config(tmp_path, computed):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    copied = model.model.layers[1].mlp.experts
+    copied.config = copy.deepcopy(copied.config)
+    copied.config._experts_implementation = "grouped_mm"
+    sonicmoe_hf.patch_model(model)
+    assert copied.config._experts_implementation == model.config._experts_implementation == IMPLEMENTATION
+    model(**batch())
+    assert computed[-2:] == [layer.experts for layer in find_layers(model)]
+    sonicmoe_hf.unpatch_model(model)
+    assert (model.config._experts_implementation, copied.config._experts_implementation) == ("eager", "grouped_mm")

@@ -1,0 +1,226 @@
+"""The four families compute what Transformers computes: logits, loss and every gradient."""
+
+import pytest
+import torch
+import transformers
+from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from torch import nn
+
+import sonicmoe_hf
+from sonicmoe_hf.patching.experts import IMPLEMENTATION, UnsupportedExpertsError, experts_facts
+from sonicmoe_hf.routing import TokenRounding
+
+FP32 = "fp32: two orders of summation over a few dozen terms, through two layers and back"
+FAMILIES = list(CONFIGS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["interface", "patched"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_logits_loss_and_gradients_equal_eagers(family, how, padding):
+    model, inputs = build(family), batch(padding=padding)
+    ours = twin(model)
+    if how == "interface":
+        ours.set_experts_implementation(IMPLEMENTATION)
+    else:
+        sonicmoe_hf.patch_model(ours)
+    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, FP32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_save_input_gives_the_same(family):
+    model, inputs = build(family), batch()
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours, save="input")
+    kept = twin(model)
+    sonicmoe_hf.patch_model(kept)
+    wanted = loss_and_gradients(kept, inputs)
+    assert_all_close(loss_and_gradients(ours, inputs), wanted, 0.0, "h computed again from the same x: the same bits")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_auxiliary_loss_and_router_logits_are_still_there(family):
+    if family == "deepseek_v3" and not hasattr(transformers.models.deepseek_v3.modeling_deepseek_v3, "OutputRecorder"):
+        pytest.skip("this Transformers version records no router logits for DeepSeek-V3")
+    model, inputs = build(family), batch()
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours, TokenRounding(tile=4))
+    wanted, got = (m(**inputs, output_router_logits=True) for m in (model, ours))
+    assert len(got.router_logits) == len(wanted.router_logits) > 0
+    first = relative_error(got.router_logits[0], wanted.router_logits[0])
+    assert first < 1e-5, "the first router sees the same hidden states with and without rounding"
+    if getattr(wanted, "aux_loss", None) is not None:
+        assert got.aux_loss > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rounding", ["nearest", "balanced", "stochastic", "nearest_score", "up", "down"])
+def test_token_rounding_changes_training_and_nothing_else(family, rounding):
+    model, inputs = build(family), batch(rows=4, length=24)
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours, TokenRounding(rounding=rounding, tile=4))
+    plain, rounded = loss_and_gradients(model, inputs), loss_and_gradients(ours, inputs)
+    assert set(plain) == set(rounded) and all(t.isfinite().all() for t in rounded.values())
+    assert relative_error(rounded["logits"], plain["logits"]) > 1e-3, "rounding had no effect: not a test"
+    ours.eval(), model.eval()
+    with torch.no_grad():
+        assert relative_error(ours(**inputs).logits, model(**inputs).logits) < 1e-5, "evaluation uses top-k"
+        ours.train()
+        assert relative_error(ours(**inputs).logits, model(**inputs).logits) < 1e-5, "no gradients: top-k"
+    assert torch.equal(loss_and_gradients(ours, inputs)["logits"], rounded["logits"]) or rounding == "stochastic"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounded_weights_follow_the_familys_own_formula(family):
+    """A tile of one row rounds nothing: the routing made from scores must equal the router's own."""
+    model, inputs = build(family), batch()
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours, TokenRounding(tile=1, min_tiles_per_expert=0))
+    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, FP32)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3"])
+def test_the_other_value_of_norm_topk_prob(family):
+    flag = {"qwen3_moe": False, "olmoe": True, "deepseek_v3": False}[family]
+    model, inputs = build(family, norm_topk_prob=flag), batch()
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours, TokenRounding(tile=1, min_tiles_per_expert=0))
+    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, FP32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_in_bf16_is_as_near_to_fp32_as_bf16_allows(family):
+    model = build(family)
+    experts = next(m for m in model.modules() if hasattr(type(m), "_apply_gate"))
+    half = twin(experts).to(torch.bfloat16)
+    experts.config._experts_implementation = half.config._experts_implementation = "eager"
+    x, index = torch.randn(96, 32), torch.stack([torch.randperm(8)[:2] for _ in range(96)])
+    weights = torch.rand(96, 2)
+    wanted = experts(x, index, weights)
+    half.config._experts_implementation = IMPLEMENTATION
+    got = half(x.bfloat16(), index, weights.bfloat16())
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, wanted) < 1e-2, "bf16 roundings (2^-9) of x, weights, h, a, y and out"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_bf16_errs_no_more_than_eager_bf16(family):
+    """Whole models in bf16 are several percent off fp32 whoever computes them; routing itself flips. So: errors."""
+    ours_total = eager_total = 0.0
+    for seed in range(4):
+        model, inputs = build(family, seed=seed).eval(), batch(seed=seed)
+        eager = twin(model).to(torch.bfloat16)
+        ours = twin(eager)
+        sonicmoe_hf.patch_model(ours)
+        with torch.no_grad():
+            wanted = model(**inputs).logits
+            ours_total += relative_error(ours(**inputs).logits, wanted) ** 2
+            eager_total += relative_error(eager(**inputs).logits, wanted) ** 2
+    assert ours_total**0.5 <= 1.2 * eager_total**0.5, "1.2: the scatter of four seeds"
+
+
+GENERIC = [
+    ("mixtral", "MixtralConfig", {"num_local_experts": 4}),
+    (
+        "qwen2_moe",
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+    ("minimax", "MiniMaxConfig", {"num_local_experts": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "options"), GENERIC, ids=[g[0] for g in GENERIC])
+def test_other_decorated_families_work_through_the_interface_alone(name, config, options):
+    shared = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8}
+    config = getattr(transformers, config)(
+        **shared, **heads, **options, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    ours = twin(model)
+    report = sonicmoe_hf.patch_model(ours)
+    assert all(layer.accelerated and not layer.token_rounding for layer in report.layers)
+    inputs = batch()
+    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, FP32)
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"token rounding knows the families qwen3_moe, olmoe"):
+        sonicmoe_hf.patch_model(ours, "token_rounding")
+
+
+def experts_like(**changes):
+    """A small decorated experts module, changed."""
+    experts = next(m for m in build("qwen3_moe").modules() if hasattr(type(m), "_apply_gate"))
+    for name, value in changes.items():
+        setattr(experts, name, value)
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("act_fn", "name"),
+    [
+        ("silu", "swiglu"),
+        ("gelu", "geglu"),
+        ("gelu_pytorch_tanh", "geglu_tanh"),
+        ("relu", "reglu"),
+        ("swish", "swiglu"),
+    ],
+)
+def test_every_activation_we_claim_is_the_one_transformers_computes(act_fn, name):
+    experts = experts_like(act_fn=transformers.activations.ACT2FN[act_fn])
+    assert experts_facts(experts).activation.name == name
+    x, index = torch.randn(20, 32), torch.randint(0, 8, (20, 1))
+    weights = torch.rand(20, 1)
+    experts.config._experts_implementation = "eager"
+    wanted = experts(x, index, weights)
+    experts.config._experts_implementation = IMPLEMENTATION
+    assert relative_error(experts(x, index, weights), wanted) < 1e-5, FP32
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["openai_privacy_filter.OpenAIPrivacyFilterExperts", "minimax_m3_vl.MiniMaxM3VLExperts", "gpt_oss.GptOssExperts"],
+)
+def test_every_clamped_gate_we_claim_is_the_one_transformers_computes(name):
+    module, cls = name.split(".")
+    try:
+        modeling = __import__(f"transformers.models.{module}.modeling_{module}", fromlist=[cls])
+    except ImportError:
+        pytest.skip(f"this Transformers version has no {module}")
+    config = CONFIGS["gpt_oss"]()
+    config.swiglu_alpha, config.swiglu_limit, config.moe_intermediate_size = 1.3, 0.7, 16
+    config.hidden_act = "silu"
+    experts = getattr(modeling, cls)(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
+    x, index = torch.randn(20, 32) * 2, torch.stack([torch.randperm(8)[:2] for _ in range(20)])
+    weights = torch.rand(20, 2)
+    config._experts_implementation = "eager"
+    wanted = experts(x, index, weights)
+    config._experts_implementation = IMPLEMENTATION
+    assert relative_error(experts(x, index, weights), wanted) < 1e-5, FP32
+
+
+def test_experts_that_compute_something_else_are_refused_by_name():
+    class OddGate(type(experts_like())):
+        def _apply_gate(self, gate_up):
+            return gate_up[..., ::2]
+
+    odd = experts_like()
+    odd.__class__ = OddGate
+    for experts, reason in (
+        (odd, r"OddGate: its gate .*OddGate._apply_gate is not one that sonicmoe_hf implements"),
+        (experts_like(has_gate=False), r"Qwen3MoeExperts: its experts are ungated"),
+        (experts_like(has_post_expert_norm=True), r"end in a norm of their own"),
+        (experts_like(act_fn=nn.Mish()), r"its activation Mish is not one"),
+        (experts_like(is_concatenated=False), r"declared interleaved"),
+    ):
+        with pytest.raises(UnsupportedExpertsError, match=reason):
+            experts_facts(experts)
+        experts.config._experts_implementation = IMPLEMENTATION
+        with pytest.raises(UnsupportedExpertsError, match=r'experts_implementation="grouped_mm"'):
+            experts(torch.randn(4, 32), torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1))

@@ -1,0 +1,302 @@
+"""patch_model and patch: reversible, idempotent, honest about what they cannot do."""
+
+import copy
+
+import pytest
+import torch
+from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error, twin
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3VLMoeConfig,
+)
+
+import sonicmoe_hf
+from sonicmoe_hf.model_patches import FAMILIES
+from sonicmoe_hf.patching.hooks import ModelEntryHook, ModelExitHook
+from sonicmoe_hf.patching.patch import patch_state, router_hooks
+from sonicmoe_hf.patching.support import (
+    UnsupportedModelError,
+    find_layers,
+    hands_indices_to_experts,
+    load_family_class,
+    supports,
+)
+from sonicmoe_hf.routing import TokenRounding
+
+
+def states(model):
+    """The settings that the hooks of the models inside `model` use, by identity."""
+    return {
+        id(hook.state)
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+        if isinstance(hook, (ModelEntryHook, ModelExitHook))
+    }
+
+
+def fingerprint(model):
+    """Everything patching could leave behind on a model."""
+    return [
+        (name, type(m), sorted(k for k in vars(m) if k != "training"), len(m._forward_hooks), len(m._forward_pre_hooks),
+         len(m._forward_pre_hooks_with_kwargs), len(m._forward_hooks_with_kwargs))
+        for name, m in model.named_modules()
+    ] + [model.config._experts_implementation, model.config.to_dict()]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_unpatching_leaves_nothing_behind(family):
+    model, inputs = build(family), batch()
+    before, wanted = fingerprint(model), loss_and_gradients(model, inputs)
+    sonicmoe_hf.patch_model(model, "token_rounding", save="input")
+    loss_and_gradients(model, inputs)
+    assert fingerprint(model) != before
+    sonicmoe_hf.unpatch_model(model)
+    assert fingerprint(model) == before
+    got = loss_and_gradients(model, inputs)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    sonicmoe_hf.unpatch_model(model)  # nothing to undo, no complaint
+
+
+def test_patching_twice_is_patching_once_with_the_last_settings():
+    model = build("qwen3_moe")
+    first = sonicmoe_hf.patch_model(model, "token_rounding")
+    before = fingerprint(model)
+    again = sonicmoe_hf.patch_model(model, TokenRounding(tile=4), save="input")
+    assert fingerprint(model) == before
+    assert first.routing == TokenRounding() and again.routing == TokenRounding(tile=4) == patch_state(model).policy
+    sonicmoe_hf.set_routing(model, None)
+    assert patch_state(model).policy is None
+    sonicmoe_hf.unpatch_model(model)
+    assert model.config._experts_implementation == "eager"
+
+
+def test_patching_the_inner_model_first_is_fine():
+    model, inputs = build("olmoe"), batch()
+    sonicmoe_hf.patch_model(model.model)
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    assert len(router_hooks(model)) == 2 and len(states(model)) == 1
+    assert loss_and_gradients(model, inputs)["loss"].isfinite()
+    sonicmoe_hf.unpatch_model(model)
+    assert not router_hooks(model)
+
+
+def test_the_report_names_every_layer():
+    report = sonicmoe_hf.patch_model(build("deepseek_v3", num_hidden_layers=3))
+    assert [layer.name for layer in report.layers] == ["model.layers.1.mlp", "model.layers.2.mlp"]
+    assert all(layer.family == "deepseek_v3" and layer.accelerated and layer.token_rounding for layer in report.layers)
+
+
+def test_a_copy_has_its_own_state():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    copied = copy.deepcopy(model)
+    sonicmoe_hf.set_routing(copied, None)
+    assert patch_state(model).policy is not None and patch_state(copied).policy is None
+    assert states(copied) == {id(patch_state(copied))}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_patch_reaches_models_built_later_and_unpatch_stops_it(family):
+    inputs = batch()
+    plain = build(family)
+    sonicmoe_hf.patch([family], routing=TokenRounding(tile=4))
+    try:
+        model = build(family)
+        assert model.config._experts_implementation == "sonicmoe_hf" and len(router_hooks(model)) > 0
+        assert states(model) == {id(patch_state(model))}
+        rounded = loss_and_gradients(model, inputs)
+        assert relative_error(rounded["logits"], loss_and_gradients(plain, inputs)["logits"]) > 1e-3
+    finally:
+        sonicmoe_hf.unpatch()
+    later = build(family)
+    assert later.config._experts_implementation == "eager" and not router_hooks(later)
+    assert "post_init" not in vars(load_family_class(FAMILIES[family], "pretrained"))
+
+
+def test_patch_covers_all_families_and_from_pretrained(tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    sonicmoe_hf.patch()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert sonicmoe_hf.is_patched(model) and sonicmoe_hf.is_patched(build("gpt_oss"))
+    finally:
+        sonicmoe_hf.unpatch()
+
+
+def test_from_pretrained_loads_and_patches(tmp_path):
+    original, inputs = build("qwen3_moe"), batch()
+    original.save_pretrained(tmp_path)
+    model = sonicmoe_hf.from_pretrained(tmp_path, routing=TokenRounding(tile=4), dtype=torch.float32)
+    assert model.config._experts_implementation == "sonicmoe_hf" and patch_state(model).policy.tile == 4
+    with torch.no_grad():
+        assert relative_error(model.eval()(**inputs).logits, original.eval()(**inputs).logits) < 1e-5
+    with pytest.raises(ValueError, match=r"experts_implementation='eager' contradicts"):
+        sonicmoe_hf.from_pretrained(tmp_path, experts_implementation="eager")
+    with pytest.raises(ValueError, match=r"routing is 'rounded'"):
+        sonicmoe_hf.from_pretrained(tmp_path, routing="rounded")
+
+
+def test_saving_a_patched_model_saves_the_plain_one(tmp_path):
+    model = build("gpt_oss")
+    plain = twin(model)
+    sonicmoe_hf.patch_model(model, "token_rounding")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path / "patched")
+    plain.save_pretrained(tmp_path / "plain")
+    for file in sorted((tmp_path / "plain").iterdir()):
+        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_layer_called_alone_uses_top_k():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    loss_and_gradients(model, batch())
+    received = []
+    block = model.model.layers[0].mlp
+    block.experts.register_forward_pre_hook(lambda module, args: received.append(type(args[1])))
+    block(torch.randn(2, 8, 32))
+    assert received == [torch.Tensor]
+
+
+def test_another_implementation_under_token_rounding_is_an_error_in_words():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    model.set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match=r'model.layers.0.mlp: experts_implementation is "eager".*needs'):
+        model(**batch())
+    sonicmoe_hf.set_routing(model, None)
+    assert model(**batch()).loss.isfinite(), "top-k works with any implementation"
+
+
+def test_data_parallel_replicas_are_refused_in_words():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"nn.DataParallel.*one process per GPU"):
+        replica(**batch())
+
+
+def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
+    model, inputs = build("qwen3_moe"), batch(rows=1, length=8)
+    plain = twin(model)
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=16))
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.hooks"):
+        got = model(**inputs).logits
+        model(**batch(rows=1, length=7))
+    assert relative_error(got, plain(**inputs).logits) < 1e-5
+    said = [r.getMessage() for r in caplog.records if "fewer than 2 tiles of 16" in r.getMessage()]
+    assert len(said) == 1 and "8 tokens with top-2 of 8 experts are 2 rows per expert" in said[0]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_supports_notices_a_block_that_uses_its_routers_indices(family):
+    layer = next(find_layers(build(family)))
+    assert hands_indices_to_experts(layer.block, layer.family)
+
+    class Meddling(type(layer.block)):
+        def forward(self, hidden_states):
+            router = getattr(self, layer.family.router_attribute)
+            _, weights, indices = router(hidden_states.view(-1, hidden_states.shape[-1]))
+            return self.experts(hidden_states, indices + 0, weights)
+
+    layer.block.__class__ = Meddling
+    assert not hands_indices_to_experts(layer.block, layer.family)
+
+
+def test_supports_works_on_the_meta_device():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"]())
+    assert [layer.reason for layer in supports(model)] == ["everything works"]
+
+
+def test_models_that_cannot_be_patched_are_refused_in_words():
+    with pytest.raises(TypeError, match=r"Linear holds no Transformers model"):
+        sonicmoe_hf.patch_model(nn.Linear(2, 2))
+    dense = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"](mlp_only_layers=[0, 1]))
+    with pytest.raises(UnsupportedModelError, match=r"has no mixture-of-experts layer"):
+        sonicmoe_hf.patch_model(dense)
+    with pytest.raises(ValueError, match=r"family is 'llama'; choose one of 'qwen3_moe'"):
+        sonicmoe_hf.patch("llama")
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM is not patched; call sonicmoe_hf.patch_model"):
+        sonicmoe_hf.set_routing(build("qwen3_moe"), None)
+    with pytest.raises(ValueError, match=r"save is 'nothing'; choose one of 'preactivation', 'input'"):
+        sonicmoe_hf.patch_model(build("qwen3_moe"), save="nothing")
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = build("qwen3_moe")
+    model.model.layers[1].mlp.experts.has_gate = False
+    before = fingerprint(model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"1 of 2 mixture-of-experts layers.*\n  model.layers.1.mlp: .*ungated"
+    ):
+        sonicmoe_hf.patch_model(model)
+    assert fingerprint(model) == before
+
+
+def test_quantised_weights_are_refused_with_the_remedy():
+    model = build("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj = nn.Parameter(torch.zeros(8, 32, 32, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj is stored as torch.uint8, quantised; load"):
+        sonicmoe_hf.patch_model(model)
+    experts.gate_up_proj = nn.Parameter(torch.zeros(8, 32, 32).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"float8_e4m3fn"):
+        sonicmoe_hf.patch_model(model)
+
+
+# which model
+
+
+class Pair(nn.Module):
+    def __init__(self, **models):
+        super().__init__()
+        for name, model in models.items():
+            setattr(self, name, model)
+
+
+def test_two_models_in_one_module_are_an_error_that_names_both():
+    pair = Pair(student=build("qwen3_moe"), teacher=build("olmoe"))
+    words = (
+        r"Pair holds 2 models with experts: student \(Qwen3MoeForCausalLM\) and teacher \(OlmoeForCausalLM\); pass one"
+    )
+    for function in (sonicmoe_hf.patch_model, sonicmoe_hf.unpatch_model, sonicmoe_hf.is_patched, patch_state):
+        with pytest.raises(ValueError, match=words):
+            function(pair)
+    sonicmoe_hf.patch_model(pair.teacher)
+    assert not sonicmoe_hf.is_patched(pair.student)
+
+
+def test_the_one_model_with_experts_is_meant_whatever_stands_beside_it():
+    tower = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    pair = Pair(tower=tower, language=build("qwen3_moe"))
+    sonicmoe_hf.patch_model(pair, "token_rounding")
+    assert sonicmoe_hf.is_patched(pair.language) and len(router_hooks(pair)) == 2
+
+
+def test_a_transformers_model_that_contains_others_is_one():
+    config = Qwen3VLMoeConfig(
+        text_config={"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                     "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16,
+                     "intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": 0},
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+                       "deepstack_visual_indexes": [0]},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        report = sonicmoe_hf.patch_model(Pair(whole=model))
+        actual = model(input_ids=ids).logits
+    assert [layer.accelerated for layer in report.layers] == [True, True] and len(states(model)) == 1
+    assert model.config.text_config._experts_implementation == "sonicmoe_hf"
+    assert relative_error(actual, expected) < 1e-5  # fp32: another order of sums
+    sonicmoe_hf.unpatch_model(model)
+    assert model.config.text_config._experts_implementation == "eager" and not states(model)

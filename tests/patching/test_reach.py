@@ -1,0 +1,189 @@
+"""Whether a call of the experts reaches us: subclasses, forwards that somebody replaced, experts outside the interface."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error
+from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import sonicmoe_hf
+from sonicmoe_hf.patching import unreached_warning
+from sonicmoe_hf.patching.support import UnsupportedModelError, supports
+
+SUBCLASS = """
+import torch
+from helpers.models import batch, build, loss_and_gradients, relative_error
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+import sonicmoe_hf
+from sonicmoe_hf.kernels import eager
+from helpers.training import POLICY, Watch
+
+
+class WithAHead(Qwen3MoeForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = torch.nn.Linear(config.hidden_size, 1)
+
+
+computed, up = [], eager.up
+eager.up = lambda *args, **kwargs: computed.append(args[0].shape) or up(*args, **kwargs)
+plain = build("qwen3_moe")
+model = WithAHead(plain.config)
+model.load_state_dict({**model.state_dict(), **plain.state_dict()})
+expected = loss_and_gradients(plain, batch())["logits"]
+assert not computed
+sonicmoe_hf.patch_model(model)
+assert relative_error(loss_and_gradients(model, batch())["logits"], expected) < 1e-5
+assert len(computed) == 2, computed
+sonicmoe_hf.set_routing(model, POLICY)
+watch = Watch(model)
+loss_and_gradients(model, batch())
+assert watch.rounded() == [True, True]
+sonicmoe_hf.unpatch_model(model)
+assert model.config._experts_implementation == "eager"
+computed.clear()
+sonicmoe_hf.patch()
+again = WithAHead(plain.config)
+assert sonicmoe_hf.is_patched(again)
+again(**batch())
+assert len(computed) == 2, computed
+print("right")
+"""
+
+
+def test_a_users_own_subclass_in_main_is_accelerated():
+    tests = Path(__file__).parent.parent
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
+    }
+    done = subprocess.run([sys.executable, "-c", SUBCLASS], env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("right\n"), done.stderr
+
+
+def of_somebody_else(hidden_states, top_k_index, top_k_weights):
+    return hidden_states
+
+
+@pytest.mark.parametrize("when", ["before patching", "after patching", "after a call"])
+def test_a_forward_put_in_the_place_of_the_experts_own_is_refused_by_name(when):
+    model = build("qwen3_moe")
+    words = r"model.layers.1.mlp: Qwen3MoeExperts: its forward is .*of_somebody_else, which never reaches sonicmoe_hf; undo"
+    if when != "before patching":
+        sonicmoe_hf.patch_model(model)
+    if when == "after a call":
+        model(**batch())
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = of_somebody_else
+    with pytest.raises(UnsupportedModelError, match=words):
+        sonicmoe_hf.patch_model(model) if when == "before patching" else model(**batch())
+    assert [layer.accelerated for layer in supports(model)] == [True, False]
+    del experts.forward
+    sonicmoe_hf.patch_model(model)
+    assert model(**batch()).loss.isfinite()
+
+
+def test_a_class_that_overrides_the_experts_forward_is_refused_by_name():
+    model = build("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+
+    class Instrumented(type(experts)):
+        def forward(self, *args):
+            return super().forward(*args)
+
+    experts.__class__ = Instrumented
+    with pytest.raises(
+        UnsupportedModelError, match=r"model.layers.0.mlp: Instrumented: its forward is .*Instrumented.fo"
+    ):
+        sonicmoe_hf.patch_model(model)
+
+
+def test_a_wrapper_that_says_what_it_wraps_is_taken_at_its_word_until_the_first_call():
+    model, expected = build("qwen3_moe"), loss_and_gradients(build("qwen3_moe"), batch())
+    experts = model.model.layers[0].mlp.experts
+    honest, calls = experts.forward, []
+    experts.forward = functools.wraps(honest)(lambda *args: calls.append(1) or honest(*args))
+    sonicmoe_hf.patch_model(model)
+    assert relative_error(loss_and_gradients(model, batch())["logits"], expected["logits"]) < 1e-5 and calls == [1]
+    experts.forward = functools.wraps(honest)(lambda hidden_states, *routing: hidden_states)
+    sonicmoe_hf.patch_model(model)
+    with pytest.raises(RuntimeError, match=r"Qwen3MoeExperts was called .* but never reached sonicmoe_hf"):
+        model(**batch())
+
+
+def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatch):
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "sonicmoe_hf", ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+    with pytest.raises(
+        RuntimeError, match=r"never reached sonicmoe_hf: another function is registered under that name"
+    ):
+        model(**batch())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(fullgraph):
+    torch._dynamo.reset()
+    model = build("qwen3_moe", num_hidden_layers=1)
+    sonicmoe_hf.patch_model(model)
+    model.model.layers[0].mlp.experts.forward = of_somebody_else
+    with pytest.raises(RuntimeError, match=r"Observed exception|its forward is .*of_somebody_else"):
+        torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
+
+
+def test_the_first_call_is_looked_at_once():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    experts = model.model.layers[0].mlp.experts
+    assert len(experts._forward_hooks) == 1
+    model(**batch())
+    assert not experts._forward_hooks
+
+
+# outside the experts interface
+
+
+def outside(name):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    special = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    if name == "llama4":
+        return Llama4TextConfig(**sizes, **special, num_attention_heads=4, head_dim=8, intermediate_size_mlp=16)
+    return JetMoeConfig(**sizes, **special, kv_channels=8)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("llama4", "Llama4TextMoe"), ("jetmoe", "JetMoeMoE")])
+def test_experts_outside_the_interface_are_named_at_loading_in_supports_and_by_patch_model(
+    name, layer, tmp_path, caplog
+):
+    AutoModelForCausalLM.from_config(outside(name)).save_pretrained(tmp_path)
+    unreached_warning._said.clear()
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.unreached_warning"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert not caplog.records, "nobody asked for sonicmoe_hf"
+        for _ in range(2):
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="sonicmoe_hf")
+    said = [record.getMessage() for record in caplog.records if layer in record.getMessage()]
+    assert (
+        len(said) == 1 and "outside Transformers' experts interface: experts_implementation has no effect" in said[0]
+    )
+    found = [support for support in supports(model) if support.reason.startswith(layer)]
+    assert len(found) == 2 and not any(support.accelerated or support.token_rounding for support in found)
+    with pytest.raises(UnsupportedModelError, match=rf"cannot be accelerated:\n  model.layers.0.*{layer} is outside"):
+        sonicmoe_hf.patch_model(model)
+
+
+def test_models_inside_the_interface_and_dense_ones_load_without_a_warning(caplog):
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.unreached_warning"):
+        for family in CONFIGS:
+            build(family, implementation="sonicmoe_hf")
+        AutoModelForCausalLM.from_config(
+            CONFIGS["qwen3_moe"](mlp_only_layers=[0, 1]), experts_implementation="sonicmoe_hf"
+        )
+    assert not caplog.records

@@ -1,0 +1,295 @@
+"""Whose call a router sees: its thread's and, in backward, its graph's; what errors and interrupts leave behind."""
+
+import functools
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.training import CHECKPOINTING, POLICY, Watch
+from torch.utils.checkpoint import checkpoint
+
+import sonicmoe_hf
+from sonicmoe_hf import backends
+from sonicmoe_hf.patching import calls, fast_topk
+from sonicmoe_hf.routing import TokenRounding
+
+SAME = "the same computation"
+PATIENCE = 20  # seconds that a thread waits for the others
+
+
+def num_modes():
+    return torch._C._len_torch_function_stack()
+
+
+@pytest.fixture
+def fast_top_k(monkeypatch):
+    """The faster top-k as on a GPU, at any size, computed by torch; notes how many modes each use of it finds."""
+    noted = []
+
+    def top_k_of(scores, k):
+        noted.append(num_modes())
+        return scores.topk(k).indices
+
+    class Backends:
+        choose = staticmethod(lambda device, dtype: backends.Choice("triton", ""))
+        load = staticmethod(lambda name: type("Kernels", (), {"top_k": staticmethod(top_k_of)}))
+
+    monkeypatch.setattr(fast_topk, "backends", Backends)
+    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 1)
+    return noted
+
+
+class Meeting:
+    """Forward pre-hook that has threads wait for each other."""
+
+    def __init__(self, num_threads):
+        self.barrier = threading.Barrier(num_threads)
+
+    def __call__(self, module, args):
+        self.barrier.wait(PATIENCE)
+
+
+def meet_in_blocks(*models):
+    """Have two threads wait for each other in every block of these models, in forward and when it is recomputed."""
+    meeting = Meeting(2)
+    for model in models:
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(meeting)
+
+
+def in_threads(*functions):
+    """What each function returns, all run at the same time."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result() for future in [pool.submit(function) for function in functions]]
+
+
+# the faster top-k
+
+
+def test_requests_from_many_threads_leave_no_mode_on_and_find_none(fast_top_k):
+    model = build("qwen3_moe").eval()
+    expected = model(**batch()).logits
+    sonicmoe_hf.patch_model(model)
+    model.model.layers[0].mlp.gate.register_forward_pre_hook(Meeting(4))  # all are inside the router at once
+
+    def requests():
+        left = []
+        for _ in range(25):
+            with torch.no_grad():
+                logits = model(**batch()).logits
+            left.append(num_modes())
+        return left, relative_error(logits, expected)
+
+    for left, error in in_threads(*[requests] * 4):
+        assert left == [0] * 25 and error < 1e-5  # fp32: another order of sums
+    assert len(fast_top_k) == 4 * 25 * 2 and set(fast_top_k) == {0}, "inside the one mode that is on"
+
+
+def modes_inside_routers(model):
+    noted = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_pre_hook(lambda module, args: noted.append(num_modes()))
+    model(**batch())
+    return noted
+
+
+def test_no_mode_is_on_where_it_can_do_nothing(fast_top_k, monkeypatch):
+    def inside(**options):
+        model = build("qwen3_moe")
+        sonicmoe_hf.patch_model(model, **options)
+        return modes_inside_routers(model)
+
+    assert inside() == [1, 1] and len(fast_top_k) == 2
+    fast_top_k.clear()
+    assert inside(fast_top_k=False) == [0, 0]
+    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 4 * 24 + 1)
+    assert inside() == [0, 0]
+    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(fast_topk, "backends", backends)
+    assert inside() == [0, 0], "a CPU computes with plain PyTorch"
+    assert not fast_top_k
+
+
+def test_the_faster_top_k_can_be_turned_off_and_on_again(fast_top_k):
+    model = build("qwen3_moe")
+    for wanted in (True, False, True):
+        sonicmoe_hf.patch_model(model, fast_top_k=wanted)
+        fast_top_k.clear()
+        model(**batch())
+        assert len(fast_top_k) == 2 * wanted
+
+
+def test_a_mode_left_on_by_an_interrupt_goes_with_the_next_call(fast_top_k):
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    router = model.model.layers[0].mlp.gate
+    forward, router.forward = router.forward, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch())
+    assert num_modes() == 1
+    router.forward = forward
+    model(**batch())
+    assert num_modes() == 0
+
+
+# threads
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_inference_in_one_thread_leaves_training_in_another_rounding():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    expected = loss_and_gradients(model, batch(padding=True))
+    with torch.no_grad():
+        top_k_logits = model(**batch(seed=1)).logits
+    meet_in_blocks(model)
+
+    def infer():
+        with torch.no_grad():
+            return model(**batch(seed=1)).logits
+
+    trained, inferred = in_threads(lambda: loss_and_gradients(model, batch(padding=True)), infer)
+    assert_all_close(trained, expected, 1e-6, SAME)
+    assert relative_error(inferred, top_k_logits) < 1e-6, SAME
+
+
+def gradients_of(model, inputs):
+    """Of one forward and backward, without touching `.grad`, which threads share."""
+    out = model(**inputs)
+    return dict(zip(dict(model.named_parameters()), torch.autograd.grad(out.loss, list(model.parameters()))))
+
+
+def gradients_by_backward(model, inputs):
+    found = loss_and_gradients(model, inputs)
+    return {name: found[name] for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_two_threads_train_two_models(kind):
+    models, expected = [], []
+    for family, routing in (("qwen3_moe", POLICY), ("qwen3_moe", TokenRounding(rounding="up", tile=4))):
+        model = build(family, use_cache=False)
+        sonicmoe_hf.patch_model(model, routing)
+        expected.append(gradients_by_backward(twin(model), batch(padding=True, seed=len(models))))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+        models.append(model)
+    meet_in_blocks(*models)
+    watches = [Watch(model) for model in models]
+    steps = [
+        functools.partial(gradients_by_backward, model, batch(padding=True, seed=seed))
+        for seed, model in enumerate(models)
+    ]
+    for _ in range(3):
+        for actual, wanted in zip(in_threads(*steps), expected):
+            assert_all_close(actual, wanted, 1e-6, SAME)
+    assert all(watch.rounded() == [True] * 4 * 3 for watch in watches), "two layers, each once more in backward"
+
+
+def test_two_threads_differentiate_one_model():
+    """Each recomputes with its own padding. (Reentrant checkpointing has no autograd.grad.)"""
+    model = build("qwen3_moe", use_cache=False)
+    sonicmoe_hf.patch_model(model, POLICY)
+    batches = [batch(padding=True), batch(seed=1)]
+    expected = [gradients_of(model, inputs) for inputs in batches]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    meet_in_blocks(model)
+    found = in_threads(*[functools.partial(gradients_of, model, inputs) for inputs in batches])
+    for actual, wanted in zip(found, expected):
+        assert_all_close(actual, wanted, 1e-6, SAME)
+
+
+@pytest.mark.parametrize("inner", CHECKPOINTING)
+def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(inner):
+    model = build("qwen3_moe", use_cache=False)
+    sonicmoe_hf.patch_model(model, POLICY)
+    again = twin(model)
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    for layer in again.model.layers:
+        layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, **CHECKPOINTING[inner])
+    gradients = []
+    for version in (model, again):
+        first, second = (version(**inputs).loss for inputs in (batch(padding=True), batch(seed=1)))
+        (first + second).backward()
+        gradients.append({name: p.grad for name, p in version.named_parameters()})
+    assert_all_close(gradients[1], gradients[0], 1e-5, SAME)
+
+
+# errors
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+def fail_in(module, error):
+    def fail(*args):
+        raise error
+
+    return module.register_forward_hook(fail)
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.experts", "model.layers.1.mlp.gate", "lm_head", "model.norm"])
+def test_a_forward_that_raises_leaves_no_call_behind(place):
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    handle = fail_in(model.get_submodule(place), OutOfMemory())
+    with pytest.raises(OutOfMemory):
+        model(**batch())
+    handle.remove()
+    assert calls.in_progress() is None
+    watch = Watch(model)
+    model.model.layers[0].mlp(torch.randn(4, 24, 32))
+    assert watch.rounded() == [False], "a layer called alone uses top-k"
+
+
+def test_an_interrupted_call_is_forgotten_when_its_model_is_called_again():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    handle = fail_in(model.model.layers[1], KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch())
+    handle.remove()
+    watch = Watch(model)
+    with torch.no_grad():
+        model(**batch())
+    assert watch.rounded() == [False, False] and calls.in_progress() is None
+
+
+def test_a_model_called_inside_another_keeps_its_own_settings():
+    student, teacher = build("qwen3_moe"), build("qwen3_moe", seed=1)
+    sonicmoe_hf.patch_model(student, POLICY)
+    sonicmoe_hf.patch_model(teacher, TokenRounding(tile=4))
+    watches = [Watch(student), Watch(teacher)]
+
+    def teach(layer, args):
+        with torch.no_grad():
+            teacher(**batch(seed=1))
+
+    student.model.layers[0].mlp.register_forward_pre_hook(teach)
+    student(**batch(padding=True)).loss.backward()
+    assert [watch.rounded() for watch in watches] == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_nothing_holds_a_model_or_its_calls_after_training(kind):
+    model = build("qwen3_moe", use_cache=False)
+    sonicmoe_hf.patch_model(model, POLICY)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    loss_and_gradients(model, batch())
+    out = model(**batch())
+    handle = fail_in(model.model.layers[0].mlp.gate, OutOfMemory())
+    with pytest.raises(OutOfMemory):
+        out.loss.backward()
+    handle.remove()
+    del out, handle
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None and not [c for c in calls._of_graph_task.values() if c is not calls._latest.call]

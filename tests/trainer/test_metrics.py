@@ -1,0 +1,162 @@
+"""The metrics of ExpertLoadCallback in a real Trainer: what counting by hand gives, and who hears of them."""
+
+import json
+
+import pytest
+from helpers.models import build
+from helpers.training import CHECKPOINTING, TILE, Watch, rounded_rows, trainer_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
+
+import sonicmoe_hf
+from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf.patching.support import find_layers
+
+METRICS = {
+    f"moe/{name}"
+    for name in ("load_max_over_mean", "load_cv", "dead_experts", "rows_added", "rows_dropped", "padded_rows_avoided",
+                 "top_k_fallbacks")
+}  # fmt: skip
+
+
+class Reporter(TrainerCallback):
+    """What a reporter registered with the Trainer receives."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+class LogitsByHand:
+    """Router logits of every training forward by layer, as the routers computed them."""
+
+    def __init__(self, model):
+        self.by_layer = {}
+        for layer in find_layers(model):
+            self.by_layer[layer.name] = []
+            layer.router.register_forward_hook(self.note(layer.name), prepend=True)
+
+    def note(self, name):
+        def hook(router, args, output):
+            if router.training:
+                self.by_layer[name].append(output[0].detach())
+
+        return hook
+
+
+def by_hand(logits, masks, tile):
+    """The metrics of one log, from the router logits {layer: [one per forward]} and the attention masks."""
+    totals = dict.fromkeys(("added", "dropped", "avoided"), 0)
+    rows = {}
+    for name, forwards in logits.items():
+        for logits_TE, mask in zip(forwards, masks):
+            before, after = rounded_rows(logits_TE, 2, tile, mask.flatten() != 0)
+            totals["added"] += int((after - before).clamp(min=0).sum())
+            totals["dropped"] += int((before - after).clamp(min=0).sum())
+            totals["avoided"] += int(((-before) % tile).sum() - ((-after) % tile).sum())
+            rows[name] = rows.get(name, 0) + after
+    load = {name: row.double() for name, row in rows.items()}
+    return rows, {
+        "moe/load_max_over_mean": max((row.max() / row.mean()).item() for row in load.values()),
+        "moe/load_cv": sum((row.std(correction=0) / row.mean()).item() for row in load.values()) / len(load),
+        "moe/dead_experts": sum(int((row == 0).sum()) for row in load.values()),
+        "moe/rows_added": totals["added"],
+        "moe/rows_dropped": totals["dropped"],
+        "moe/padded_rows_avoided": totals["avoided"],
+        "moe/top_k_fallbacks": 0,
+    }
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
+def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
+    model = build("qwen3_moe")
+    logits, reporter = LogitsByHand(model), Reporter()
+    checkpointing = {} if kind == "none" else {"gradient_checkpointing": True,
+                                               "gradient_checkpointing_kwargs": CHECKPOINTING[kind]}  # fmt: skip
+    trainer = trainer_for(
+        model, tmp_path, [TokenRoundingCallback(tile=TILE), reporter], padding, logging_steps=2, eval_on_start=True,
+        save_strategy="steps", save_steps=4, report_to=["tensorboard"], **checkpointing,
+    )  # fmt: skip
+    callback = sonicmoe_hf.attach(trainer)
+    trainer.train()
+
+    masks = [trainer.train_dataset.columns["attention_mask"][4 * step : 4 * step + 4] for step in range(4)]
+    calls = len(next(iter(logits.by_layer.values())))
+    assert calls == (4 if kind == "none" else 8), "recomputed layers call their router again"
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    listeners = {"log_history": trainer.state.log_history, "trainer_state.json": saved, "reporter": reporter.logs}
+    for number, steps in enumerate((slice(0, 2), slice(2, 4))):
+        once = {name: forwards[:: calls // 4][steps] for name, forwards in logits.by_layer.items()}
+        rows, metrics = by_hand(once, masks[steps], TILE)
+        for name, logs in listeners.items():
+            found = [log for log in logs if "loss" in log][number]
+            assert {key: found[key] for key in METRICS} == pytest.approx(metrics), name
+        assert callback.history[number]["rows_per_expert"] == {name: row.tolist() for name, row in rows.items()}
+        assert callback.history[number]["step"] == 2 * number + 2
+
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
+    assert {f"train/{name}" for name in METRICS} <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("train/moe/load_cv")) == 2
+
+
+def test_the_number_of_metrics_does_not_grow_with_the_model(tmp_path):
+    keys = []
+    for changes in ({}, {"num_hidden_layers": 4, "num_experts": 4}):
+        trainer = trainer_for(build("qwen3_moe", **changes), tmp_path, max_steps=1)
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        keys.append({key for log in trainer.state.log_history for key in log if key.startswith("moe/")})
+    assert keys == [METRICS, METRICS]
+
+
+def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
+    model = build("qwen3_moe")
+    watch = Watch(model)
+    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=128)], max_steps=2)
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert not any(watch.rounded())
+    assert [log["moe/top_k_fallbacks"] for log in logs] == [2, 2], "two layers a step"
+    assert all(log["moe/rows_added"] == log["moe/rows_dropped"] == 0 for log in logs)
+
+
+def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tmp_path):
+    # 96 tokens would do for tiles of 12 (24 rows per expert), but only 78 are real (19.5)
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=12)], padding=True, max_steps=2)
+    callback = sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert [log["moe/top_k_fallbacks"] for log in callback.history] == [2, 2]
+    assert all(sum(rows) == 78 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
+
+
+def test_without_attach_the_metrics_stay_in_history(tmp_path):
+    callback, reporter = ExpertLoadCallback(), Reporter()
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback, reporter], max_steps=3)
+    trainer.train()
+    assert [log["step"] for log in callback.history] == [1, 2, 3] and set(callback.history[0]) > METRICS
+    assert not any(key.startswith("moe/") for log in reporter.logs for key in log)
+    assert all(sum(rows) == 96 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
+
+
+def test_attaching_twice_counts_once_and_takes_the_callback_that_is_there(tmp_path):
+    callback = ExpertLoadCallback()
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback], max_steps=2)
+    assert sonicmoe_hf.attach(trainer) is callback is sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert len(callback.history) == 2
+
+
+def test_a_second_training_starts_counting_from_zero(tmp_path):
+    model = build("qwen3_moe")
+    histories = []
+    for _ in range(2):
+        callback = ExpertLoadCallback()
+        trainer = trainer_for(model, tmp_path, [callback], max_steps=3, logging_steps=2)
+        trainer.train()  # the third step is counted and never logged
+        histories.append(callback.history)
+    for history in histories:
+        assert [sum(rows) for rows in history[0]["rows_per_expert"].values()] == [2 * 96 * 2] * 2

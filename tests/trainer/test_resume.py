@@ -1,0 +1,341 @@
+"""Resumed and best models in a real Trainer: every weight restored, or an error that says so."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from helpers.models import CONFIGS, batch, build
+from helpers.native import native_twin, save_both
+from helpers.ranks import Ranks
+from helpers.resuming import (
+    BEST,
+    SAVING,
+    Snapshots,
+    assert_equal,
+    restored,
+    rounding,
+    shard_checkpoints,
+    train,
+    weights,
+)
+from helpers.training import Examples, arguments, trainer_for
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
+
+import sonicmoe_hf
+from sonicmoe_hf import ExpertLoadCallback
+from sonicmoe_hf.trainer.resume import RESTORED, restore
+from sonicmoe_hf.trainer.weights_digest import DIGEST, check_resumed, experts_digest
+
+# resumed = straight
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(family, sharded, tmp_path, messages):
+    model = build(family)
+    straight = train(shard_checkpoints(model) if sharded else model, tmp_path / "straight")
+    checkpoint = tmp_path / "straight" / "checkpoint-2"
+    assert (checkpoint / "model.safetensors.index.json").exists() == sharded
+    resumed = train(build(family, seed=5), tmp_path / "resumed", str(checkpoint))
+    assert_equal(weights(resumed.model), weights(straight.model))
+    assert resumed.state.log_history[-2]["loss"] == straight.state.log_history[-2]["loss"]
+    assert not messages.about("missing keys") and not messages.about("unexpected keys")
+
+
+def test_resume_true_takes_the_last_checkpoint_of_the_output_folder(tmp_path):
+    straight = train(build("qwen3_moe"), tmp_path, save_total_limit=1)
+    assert not (tmp_path / "checkpoint-2").exists()
+    resumed = train(build("qwen3_moe", seed=5), tmp_path, True, max_steps=6)
+    assert resumed.state.global_step == 6
+    further = train(build("qwen3_moe"), tmp_path / "further", max_steps=6)
+    assert_equal(weights(resumed.model), weights(further.model))
+    assert_equal(weights(restored(build("qwen3_moe", seed=7), tmp_path / "checkpoint-6")), weights(further.model))
+    assert straight.state.global_step == 4
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
+    straight = train(build("qwen3_moe"), tmp_path / "straight")
+    checkpoint = tmp_path / "straight" / "checkpoint-2"
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, checkpoint / "pytorch_model.bin")
+    else:  # every other tensor, so that each expert is torn apart
+        files = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(tensors)}
+        for file in set(files.values()):
+            torch.save({name: tensors[name] for name in tensors if files[name] == file}, checkpoint / file)
+        (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    resumed = train(build("qwen3_moe", seed=5), tmp_path / "resumed", str(checkpoint))
+    assert_equal(weights(resumed.model), weights(straight.model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, {"save_only_model": True, "optim": "sgd"}, {"bf16": True}],
+    ids=["plain", "accumulation", "model only", "bf16 autocast"],
+)
+@pytest.mark.parametrize("attach", [True, False])
+def test_ways_to_train_resume_without_a_false_alarm(options, attach, tmp_path):
+    """Without attach the model comes from the checkpoint's folder: the callback alone must let it pass."""
+    straight = train(build("qwen3_moe"), tmp_path / "straight", attach=attach, **options)
+    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
+    model = build("qwen3_moe", seed=5) if attach else AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    resumed = train(model, tmp_path / "resumed", checkpoint, attach=attach, **options)
+    assert_equal(weights(resumed.model), weights(straight.model))
+    assert_equal(
+        weights(restored(build("qwen3_moe"), checkpoint)), weights(AutoModelForCausalLM.from_pretrained(checkpoint))
+    )
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_tied_weights_stay_tied(attach, tmp_path):
+    straight = train(build("qwen3_moe", tie_word_embeddings=True), tmp_path / "straight", attach=attach)
+    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
+    model = build("qwen3_moe", seed=5, tie_word_embeddings=True)
+    if not attach:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    resumed = train(model, tmp_path / "resumed", checkpoint, attach=attach)
+    assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
+    assert_equal(weights(resumed.model), weights(straight.model))
+
+
+def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_parameters(tmp_path):
+    def frozen(seed):
+        model = build("qwen3_moe", seed=seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        return model
+
+    def run(folder, model, checkpoint=None):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        trainer = Trainer(model, arguments(folder, **SAVING), train_dataset=Examples(24), callbacks=[rounding()],
+                          optimizers=(optimizer, None))  # fmt: skip
+        sonicmoe_hf.attach(trainer)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert [p for p in model.parameters() if p.requires_grad] == trained
+        return weights(model)
+
+    straight = run(tmp_path / "straight", frozen(0))
+    resumed = run(tmp_path / "resumed", frozen(5), str(tmp_path / "straight" / "checkpoint-2"))
+    assert_equal(resumed, straight)
+    assert_equal(
+        {name: w for name, w in straight.items() if ".experts." in name},
+        {name: w for name, w in weights(build("qwen3_moe")).items() if ".experts." in name},
+    )
+
+
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_path, messages):
+    def adapted():
+        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"],
+                            target_parameters=["experts.gate_up_proj", "experts.down_proj"], lora_dropout=0.0)  # fmt: skip
+        torch.manual_seed(3)
+        return get_peft_model(build(family), config)
+
+    snapshots = Snapshots()
+    best = train(adapted(), tmp_path / "straight", callbacks=[snapshots, rounding()], attach=attach, **BEST)
+    assert_equal(weights(best.model), snapshots.at[2])
+    resumed = train(adapted(), tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=attach)
+    assert_equal(weights(resumed.model), snapshots.at[4])
+    state = json.loads((tmp_path / "straight" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert DIGEST not in json.dumps(state) and not messages.about("digest")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_native_models_resume_and_find_their_best_with_a_plain_trainer(family, tmp_path, messages):
+    start = native_twin(build(family), tmp_path)
+    again = native_twin(build(family, seed=5), tmp_path / "other")
+    straight = train(start, tmp_path / "straight", attach=False)
+    resumed = train(again, tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=False)
+    assert_equal(weights(resumed.model), weights(straight.model))
+    assert not messages.about("missing keys")
+
+
+def test_a_model_loaded_from_the_hub_layout_and_from_fused_weights_resumes(tmp_path):
+    hub, _ = save_both(build("qwen3_moe"), tmp_path)
+    build("qwen3_moe").save_pretrained(tmp_path / "fused", save_original_format=False)
+    for source in (hub, tmp_path / "fused"):
+        straight = train(AutoModelForCausalLM.from_pretrained(source), tmp_path / "straight")
+        checkpoint = str(tmp_path / "straight" / "checkpoint-2")
+        for model in (build("qwen3_moe", seed=5), AutoModelForCausalLM.from_pretrained(source)):
+            resumed = train(model, tmp_path / "resumed", checkpoint)
+            assert_equal(weights(resumed.model), weights(straight.model))
+            resumed.model.save_pretrained(tmp_path / "again")
+            assert_equal(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), weights(straight.model))
+
+
+def test_trl_resumes_a_straight_run(tmp_path):
+    from trl import SFTConfig, SFTTrainer
+
+    def run(folder, model, checkpoint=None):
+        settings = SFTConfig(str(folder), use_cpu=True, bf16=False, max_steps=4, report_to=[], disable_tqdm=True,
+                             learning_rate=0.02, per_device_train_batch_size=4, **SAVING)  # fmt: skip
+        rows = [{"input_ids": ids} for ids in Examples(24).columns["input_ids"].tolist()]
+        trainer = SFTTrainer(model, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[rounding()],
+                             processing_class=tokenizer(tmp_path))  # fmt: skip
+        sonicmoe_hf.attach(trainer)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return weights(model)
+
+    straight = run(tmp_path / "straight", build("qwen3_moe"))
+    resumed = run(tmp_path / "resumed", build("qwen3_moe", seed=5), str(tmp_path / "straight" / "checkpoint-2"))
+    assert_equal(resumed, straight)
+
+
+def tokenizer(folder):
+    from sonicmoe_hf.demo.corpus import train_tokenizer
+
+    return train_tokenizer(["a b c d e f g"], 300)
+
+
+# best = best
+
+
+@pytest.mark.parametrize("callbacks", ["attached", "rounding alone", "load alone"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_best_model_is_the_best_one(family, callbacks, tmp_path):
+    snapshots = Snapshots()
+    ours = ExpertLoadCallback() if callbacks == "load alone" else rounding()
+    trainer = train(build(family), tmp_path, callbacks=[snapshots, ours], attach=callbacks == "attached", **BEST)
+    assert trainer.state.best_global_step == 2
+    assert_equal(weights(trainer.model), snapshots.at[2])
+
+
+def test_the_best_model_of_a_resumed_run_may_lie_before_it(tmp_path):
+    snapshots = Snapshots()
+    train(build("qwen3_moe"), tmp_path, callbacks=[snapshots, rounding()], **{**BEST, "load_best_model_at_end": False})
+    resumed = train(build("qwen3_moe", seed=5), tmp_path, True, max_steps=6, **BEST)
+    assert resumed.state.best_global_step == 2
+    assert_equal(weights(resumed.model), snapshots.at[2])
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_what_another_callback_makes_of_the_weights_at_the_end_stays(attach, tmp_path):
+    class Average(TrainerCallback):
+        def on_train_end(self, args, state, control, model=None, **kwargs):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+
+    trainer = train(build("qwen3_moe"), tmp_path, callbacks=[Average(), rounding()], attach=attach, **BEST)
+    best = restored(build("qwen3_moe"), tmp_path / "checkpoint-2")
+    down = "model.layers.0.mlp.experts.down_proj"
+    if attach:
+        assert torch.equal(weights(trainer.model)[down], 0.5 * weights(best)[down])
+    else:
+        assert not torch.equal(weights(trainer.model)[down], weights(best)[down])
+
+
+# ranks, and other ways to save and load
+
+
+def resume_on_a_rank(rank, folder):
+    """DDP: a straight run, a resumed one with attach, and the error of one without."""
+    # without an optimiser's state, which Transformers 5.17 cannot load on CPU ranks
+    options = {"save_only_model": True, "optim": "sgd", "learning_rate": 0.1}
+    straight = train(build("qwen3_moe"), f"{folder}/straight", **BEST, **options)
+    best = weights(straight.model)
+    checkpoint = f"{folder}/straight/checkpoint-2"
+    resumed = train(build("qwen3_moe", seed=5), f"{folder}/resumed", checkpoint, **options)
+    last = weights(restored(build("qwen3_moe", seed=6), f"{folder}/straight/checkpoint-4"))
+    try:
+        train(build("qwen3_moe", seed=5), f"{folder}/lost", checkpoint, attach=False, **options)
+    except RuntimeError as error:
+        return weights(resumed.model), last, best, weights(restored(build("qwen3_moe"), checkpoint)), str(error)
+
+
+def shard_on_a_rank(rank):
+    """FSDP2: whether its sharded experts have a digest, and what a resumed state makes of them."""
+    model = build("qwen3_moe")
+    saved = experts_digest(model)
+    fully_shard(model)
+    state = TrainerState(
+        global_step=2,
+        stateful_callbacks={"ExpertLoadCallback": {"attributes": {DIGEST: {"step": 2, "weights": saved}}}},
+    )
+    check_resumed(model, state)
+    return saved is not None, experts_digest(model)
+
+
+def test_two_ranks(tmp_path):
+    ranks = Ranks(tmp_path)
+    try:
+        for resumed, last, best_model, best, error in ranks.run(resume_on_a_rank, str(tmp_path)):
+            assert_equal(resumed, last)
+            assert_equal(best_model, best)
+            assert "experts of the resumed model" in error
+        assert ranks.run(shard_on_a_rank) == [(True, None)] * 2
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_accelerate_averages_and_save_pretrained_keep_a_patched_models_experts(family, tmp_path):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, "token_rounding")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    saved = weights(model)
+    accelerator.save_state(str(tmp_path / "state"))
+    model.save_pretrained(tmp_path / "saved")
+    accelerator.save_model(model, str(tmp_path / "fused"))
+    model.config.save_pretrained(tmp_path / "fused")
+    average.module.save_pretrained(tmp_path / "average")
+    model(**batch()).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(saved[name], p) for name, p in model.named_parameters() if ".experts." in name)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert_equal(weights(model), saved)
+    for folder in ("saved", "fused", "average"):
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert_equal(weights(loaded), saved)
+        assert not any(report.values())
+    assert "sonicmoe" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_a_trainer_that_only_evaluates_needs_no_training(tmp_path):
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [rounding(), ExpertLoadCallback()])
+    sonicmoe_hf.attach(trainer)
+    loss = trainer.evaluate()["eval_loss"]
+    assert loss == trainer_for(build("qwen3_moe"), tmp_path).evaluate()["eval_loss"]
+    assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] == pytest.approx(loss)
+
+
+# what cannot be restored
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
+    build("qwen3_moe", moe_intermediate_size=8).save_pretrained(tmp_path / "narrow")
+    build("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path / "shallow")
+    model = build("qwen3_moe", seed=5)
+    before, slots = weights(model), dict(model.named_parameters())
+    for folder, first in (("narrow", "layers.0"), ("shallow", "layers.1")):
+        with pytest.raises(RuntimeError, match=rf"does not hold the experts .*first: model.{first}.mlp.experts"):
+            restore(model, tmp_path / folder)
+        assert_equal(weights(model), before)
+        assert all(parameter is slots[name] for name, parameter in model.named_parameters())
+    assert not hasattr(model, RESTORED) and not hasattr(model, "_weight_conversions")
+
+
+def test_a_version_of_transformers_that_lacks_what_we_use_is_named(tmp_path, monkeypatch):
+    from transformers import modeling_utils
+
+    class NewTrainer(Trainer):
+        _load_best_model = property(lambda self: (_ for _ in ()).throw(AttributeError("gone")))
+
+    with pytest.raises(RuntimeError, match="NewTrainer of this version of Transformers has no _load_best_model"):
+        sonicmoe_hf.attach(NewTrainer(build("qwen3_moe"), arguments(tmp_path)))
+    build("qwen3_moe").save_pretrained(tmp_path / "saved")
+    monkeypatch.delattr(modeling_utils, "LoadStateDictConfig")
+    with pytest.raises(RuntimeError, match=r"no LoadStateDictConfig, .* load the model from the checkpoint's folder"):
+        restore(build("qwen3_moe"), tmp_path / "saved")
