@@ -3,7 +3,8 @@ Tolerances as in test_triton.py."""
 
 import pytest
 import torch
-from moe_problems import errors, layer, poisoned, routing_ids
+from kernel_helpers import errors
+from moe_problems import layer, poisoned, routing_ids
 from test_triton import SHAPES, TOLERANCE, logical_view
 
 from sonicmoe_hf.config import LAYOUTS
