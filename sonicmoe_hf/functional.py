@@ -46,13 +46,13 @@ def _experts_forward(
     save: str,
 ) -> list[torch.Tensor]:
     """[out_TH], and h_R2I after it when `keep_h`. `save` is what backward will ask for, noted on the op for autograd."""
-    kernels, rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
+    kernels, sorted_rows, act = backends.load(backend), Rows(*rows), Activation(activation, alpha, limit)
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     with _without_autocast(x.device):
-        h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, interleaved, want_h=keep_h, want_a=True)
-        y = kernels.down(a, down, down_bias, rows)
-        out = kernels.combine(y, weight.reshape(-1), rows, x.shape[0])
+        h, a = kernels.up(x, gate_up, gate_up_bias, sorted_rows, act, interleaved, want_h=keep_h, want_a=True)
+        y = kernels.down(a, down, down_bias, sorted_rows)
+        out = kernels.combine(y, weight.reshape(-1), sorted_rows, x.shape[0])
     return [out, h] if keep_h else [out]
 
 

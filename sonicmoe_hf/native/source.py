@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -49,8 +49,8 @@ class Expected(NamedTuple):
 def family_of(config: dict, path: Path) -> tuple[Family, bool]:
     """The family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
-    name = model_type.removeprefix(NATIVE_PREFIX) if isinstance(model_type, str) else model_type
-    if not isinstance(name, str) or name not in FAMILIES:
+    name = str(model_type).removeprefix(NATIVE_PREFIX)
+    if not isinstance(model_type, str) or name not in FAMILIES:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(FAMILIES)}")
     native = model_type.startswith(NATIVE_PREFIX)
     if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
@@ -123,7 +123,7 @@ def _plain_shapes(model: nn.Module, blocks) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in model.state_dict().items() if not name.startswith(experts)}
 
 
-def _ignored_patterns(model: nn.Module) -> list[str]:
+def _ignored_patterns(model: Any) -> list[str]:
     """Names that a checkpoint may hold besides the model's: old buffers, and layers for multi-token prediction."""
     first = model.config.num_hidden_layers
     extra = getattr(model.config, "num_nextn_predict_layers", 0) or 0
@@ -159,7 +159,7 @@ class Source:
         self.layout = self._find_layout()
         self.carried: list[str] = []
         self._check_names_and_shapes()
-        self._open: tuple[str, object] | None = None
+        self._open: tuple[str, Any] | None = None
         self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def _declared_quantisation(self) -> str | None:
@@ -174,14 +174,14 @@ class Source:
         return method
 
     def _find_layout(self) -> str:
-        found = {block: detect_layout(self.tensors, block, self.family) for block in self.expected.blocks}
+        found: dict[str, str] = {}
+        for block, sizes in self.expected.blocks.items():
+            layout = detect_layout(self.tensors, block, self.family)
+            if layout is None or (layout == "per_expert" and sizes.num_experts > len(self.tensors)):
+                raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
+            found[block] = layout
         if not found:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        for block, layout in found.items():
-            if layout is None or (
-                layout == "per_expert" and self.expected.blocks[block].num_experts > len(self.tensors)
-            ):
-                raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
         if len(set(found.values())) > 1:
             first, other = next((a, b) for a in found for b in found if found[a] != found[b])
             raise CheckpointError(f"the experts of {first} are {found[first]!r}, those of {other} {found[other]!r}")

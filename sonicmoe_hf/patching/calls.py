@@ -21,7 +21,7 @@ class PatchState:
     said that calls are too small for token rounding.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.policy: TokenRounding | None = None
         self.counting = False
         self.said_top_k = False
@@ -36,27 +36,26 @@ class ModelCall:
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
-        part_of_model = outer is not None and outer.state is state
-        self.state = state
+        self.state: PatchState = state
         self.name = name
         self.policy = state.policy
         self.attention_mask = attention_mask
-        self.gradients = outer.gradients if part_of_model else torch.is_grad_enabled()
-        self.outer = outer
+        self.outer: ModelCall | None = outer
+        part_of = outer if outer is not None and outer.state is state else None
+        self.gradients: bool = torch.is_grad_enabled() if part_of is None else part_of.gradients
 
 
 class _Latest:
     """For compiled code, which asks autograd nothing: the last call whose backward began; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.call: ModelCall | None = None
         self.made_compiled = False
 
 
-_thread = (
-    threading.local()
-)  # call: the innermost one in progress; graph_task: the last one that recomputed layers here
+# call: the innermost one in progress; graph_task: the last one that recomputed layers here
+_thread = threading.local()
 _latest = _Latest()
 _of_graph_task: weakref.WeakValueDictionary[int, ModelCall] = weakref.WeakValueDictionary()
 

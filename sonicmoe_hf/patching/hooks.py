@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,7 +98,7 @@ class FirstUseHook:
     def __init__(self, had_forward: bool):
         self.had_forward = had_forward
 
-    def __call__(self, experts: nn.Module, args, output):
+    def __call__(self, experts: Any, args, output):
         if torch.compiler.is_compiling():
             known = self.had_forward or "_hf_hook" in experts.__dict__ or "_is_hooked" in experts.__dict__
             if "forward" in experts.__dict__ and not known:
@@ -168,7 +169,7 @@ class ModelEntryHook:
                 _check_implementation(layer)
 
     def _replaced(self) -> bool:
-        return any(vars(module).get("forward") is not forward for module, forward in self.checked)
+        return any(vars(module).get("forward") is not forward for module, forward in self.checked or ())
 
 
 def check_live(layers: list[Layer]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
     files = checkpoint_files(Path(folder))
     if not files or not conversions(model):
         return None
-    slots = [
+    slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (tensors, name, tensor)
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
@@ -119,16 +119,16 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
     finally:
         for tensors, name, tensor in slots:
             tensors[name] = tensor
-        model._weight_conversions = own_conversions
-        if own_conversions is None:
-            del model._weight_conversions
+        vars(model).pop("_weight_conversions", None)
+        if own_conversions is not None:
+            vars(model)["_weight_conversions"] = own_conversions
     loaded_ids = {id(tensor) for tensor, _ in loaded}
     state = model.state_dict(keep_vars=True)
     missing = sorted(
         name for name in info.missing_keys if id(state[name]) not in loaded_ids
     )  # tied weights: two names
-    misfits = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
-    misfits = sorted(misfits | (set(missing) & set(expert_weights(model))))
+    unread = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    misfits = sorted(unread | (set(missing) & set(expert_weights(model))))
     if misfits:
         raise RuntimeError(
             f"{folder} does not hold the experts of this {type(model).__name__}: {len(misfits)} weights are missing or "
