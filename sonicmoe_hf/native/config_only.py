@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError, DoctorError
 from ..patching.support import find_layers, supported_layers, supports
+from ..private.transformers import builds
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
 from .modeling import sizes_of
@@ -94,7 +95,7 @@ def _build(entries: dict) -> PreTrainedModel:
     try:
         config = CONFIG_MAPPING[entries["model_type"]].from_dict(without_code(copy.deepcopy(entries)))
         for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
-            if type(config) in auto_class._model_mapping:
+            if builds(auto_class, config):
                 with torch.device("meta"):
                     model = auto_class.from_config(config, trust_remote_code=False)
                 _check_layers(model)

@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..model_patches import FAMILIES, Family
 from ..patching.support import find_layers, load_family_class
+from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import UNREADABLE, without_code
 from .dequantize import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scale_shape, mxfp4_shapes
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
@@ -114,7 +115,7 @@ def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> 
         blocks=blocks,
         optional=set(model.all_tied_weights_keys),
         ignored=_ignored_patterns(model),
-        keep_fp32=set(model._keep_in_fp32_modules_strict or ()),
+        keep_fp32=strictly_fp32_modules(model),
     )
 
 
@@ -128,7 +129,7 @@ def _ignored_patterns(model: Any) -> list[str]:
     first = model.config.num_hidden_layers
     extra = getattr(model.config, "num_nextn_predict_layers", 0) or 0
     layers = [rf"^model\.layers\.{first + i}\." for i in range(extra)]
-    return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", *layers]
+    return [*ignored_on_load(model), r"rotary_emb\.inv_freq$", *layers]
 
 
 class Source:

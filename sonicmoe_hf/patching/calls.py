@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from ..config import TokenRounding
+from ..private.torch import current_graph_task_id
 
 
 class PatchState:
@@ -95,14 +96,14 @@ def begin_backward(call: ModelCall) -> None:
 
     The entry lives as long as the call's graph, whose hooks hold the call.
     """
-    _of_graph_task[torch._C._current_graph_task_id()] = call
+    _of_graph_task[current_graph_task_id()] = call
     _latest.call, _latest.made_compiled = call, False
 
 
 def _recomputed() -> ModelCall | None:
     """The call whose layers this thread recomputes. Reentrant checkpointing inside reentrant checkpointing runs a graph
     task of its own, in the thread of the outer one."""
-    graph_task = torch._C._current_graph_task_id()
+    graph_task = current_graph_task_id()
     call = _of_graph_task.get(graph_task)
     if call is not None:
         _thread.graph_task = graph_task
@@ -116,6 +117,6 @@ def current() -> tuple[ModelCall | None, bool]:
     if torch.compiler.is_compiling():  # autograd cannot be asked, but what is recomputed then runs outside any call
         call = in_progress()
         return (_latest.call, True) if call is None else (call, False)
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return in_progress(), False
     return _recomputed(), True

@@ -17,14 +17,16 @@ from transformers.activations import (
     NewGELUActivation,
     SiLUActivation,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedExpertsError
 from ..functional import Activation, moe_experts
+from ..private.transformers import default_apply_gate
 from ..routing import MISPLACED, Routing
 from .forwards import LIGERS, why_not_reached
 
 IMPLEMENTATION = "sonicmoe_hf"
+DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
     SiLUActivation: "swiglu",
@@ -71,7 +73,7 @@ def _refuse(
 def _gate(experts: Any) -> tuple[Activation, bool]:
     """(activation, interleaved) of the experts' own `_apply_gate`."""
     gate = type(experts)._apply_gate
-    if gate is not _default_apply_gate:
+    if gate is not DEFAULT_GATE:
         owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
         name = f"{owner.__module__}.{owner.__name__}"
         if name not in CLAMPED_GATES:
