@@ -81,7 +81,7 @@ def convert_checkpoint(
         raise CheckpointError(f"{dst} exists; remove it or name another folder")
     source = Source(local_folder(src, revision))
     notices = _quantisation_notices(source, dequantize)
-    planned = plan(source, layout, DTYPES.get(dtype))
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype])
     files, skipped = _other_files(source)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
