@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from .patching.support import LayerSupport, supports
+    from .peft_config import lora_config
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
 _MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
@@ -46,6 +47,7 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.support": ("LayerSupport", "supports"),
+    "peft_config": ("lora_config",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -68,6 +70,7 @@ __all__ = [
     "functional",
     "inspect_checkpoint",
     "is_patched",
+    "lora_config",
     "moe_experts",
     "patch",
     "patch_model",
