@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .native.adapter import convert_adapter
     from .native.convert import convert_checkpoint
     from .native.inspect import inspect_checkpoint
+    from .native.merge import merge_adapter
     from .native.modeling import SonicMoEExperts
     from .patching.patch import (
         PatchReport,
@@ -43,6 +44,7 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.adapter": ("convert_adapter",),
     "native.convert": ("convert_checkpoint",),
     "native.inspect": ("inspect_checkpoint",),
+    "native.merge": ("merge_adapter",),
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
@@ -71,6 +73,7 @@ __all__ = [
     "inspect_checkpoint",
     "is_patched",
     "lora_config",
+    "merge_adapter",
     "moe_experts",
     "patch",
     "patch_model",
