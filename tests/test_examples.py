@@ -146,7 +146,9 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
-@pytest.mark.parametrize("options", [[], ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "options", [[], ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]], ids=["all weights", "LoRA"]
+)
 def test_finetune_resumed_ends_where_a_straight_run_does(options, tmp_path):
     finetune = load("finetune")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"

@@ -28,6 +28,7 @@ PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other
     "modules_to_save", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
+NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
 PREFIX = "base_model.model."
 PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate_bias", "down_proj_bias": "down_bias"}
@@ -148,14 +149,19 @@ class LoraWeights:
         alpha = self._setting("alpha_pattern", "lora_alpha", weight)
         due = (rank * num_experts, shape[1]), (shape[0], rank * num_experts)
         found = tuple(self.headers[sides[side]].shape for side in "AB")
-        if found != due:
+        if found != due or (due[0] == due[1][::-1] and num_experts > 1 and self._may_be_swapped()):
             raise CheckpointError(
                 f"{self.path}: lora_A and lora_B of {weight} have shapes {found[0]} and {found[1]}, where {due[0]} and "
-                f"{due[1]} are due for r = {rank}; PEFT before 0.19 laid such weights out otherwise: save the adapter "
-                "again with a newer PEFT"
+                f"{due[1]} are due for r = {rank}; PEFT up to 0.19.0 took out for in, and peft_version is "
+                f"{self.config.get('peft_version')!r}: train the adapter with a newer PEFT"
             )
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         return Factors(sides["A"], sides["B"], scale, num_experts)
+
+    def _may_be_swapped(self) -> bool:
+        """Whether the PEFT that made the adapter took out features for in, which square weights do not show."""
+        version = [int(number) for number in re.findall(r"\d+", str(self.config.get("peft_version")))[:3]]
+        return self.layout != "gpt_oss" and version < NOT_SWAPPED
 
     def _product_shape(self, weight: str) -> tuple[int, tuple[int, int]]:
         """(E, (out, in)) of the products of a weight."""

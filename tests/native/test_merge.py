@@ -196,7 +196,7 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
     [
         ({Q_PROJ + "lora_B.weight": None}, "has no lora_B of model.layers.0.self_attn.q_proj.weight"),
         ({DOWN_B: None}, "has no lora_B of model.layers.1.mlp.experts.down_proj"),
-        ({DOWN_B: torch.zeros(16, 32)}, "PEFT before 0.19"),
+        ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
         ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values in torch.float32"),
         ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "neither plain LoRA nor"),
         ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts no weight of"),
@@ -211,6 +211,15 @@ def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, 
     weights = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}
     save_file(weights, path)
     assert_refused(folders, match)
+
+
+@pytest.mark.parametrize("version", ["0.19.0", None])
+def test_square_weights_of_an_older_peft_may_be_the_other_way_round(version, tmp_path):
+    make(tmp_path / "base", "olmoe")  # where 2I is H, as in OLMoE itself
+    adapt(tmp_path / "base", "olmoe", HUB[:1], tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
+    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), "PEFT up to 0.19.0")
 
 
 def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
