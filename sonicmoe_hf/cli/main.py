@@ -1,4 +1,4 @@
-"""The `sonicmoe-hf` command: demo, doctor, warmup; convert and inspect are in checkpoints.py."""
+"""The `sonicmoe-hf` command: demo, doctor, warmup; convert, merge and inspect are in checkpoints.py."""
 
 from __future__ import annotations
 
