@@ -1,4 +1,4 @@
-"""Private parts of PyTorch and Transformers: that they are where sonicmoe_hf looks for them, and that it names all it uses."""
+"""Private parts of other packages: that they are where sonicmoe_hf looks for them, and that it names all it uses."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ PACKAGE = Path(sonicmoe_hf.__file__).parent
 PRIVATE = re.compile(r"_[a-z][a-zA-Z_]*")
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if "kernels" not in path.relative_to(PACKAGE).parts]
 OTHERS = {
-    *("_asdict", "_fields", "_initializing", "_replace"),  # Python's named tuples and module specs
+    *("_asdict", "_fields", "_initializing", "_make", "_replace"),  # Python's named tuples and module specs
     *("_blocks", "_scale_inv", "_scales"),  # ends of tensors' names in quantised checkpoints
 }
 
@@ -27,7 +27,7 @@ def used(module):
     return ast.literal_eval(table)
 
 
-USED = {**used("torch"), **used("transformers")}
+USED = {**used("torch"), **used("transformers"), **used("peft")}
 
 
 def look_up(name):
