@@ -43,9 +43,9 @@ def gemm_rank_kernel(
     j = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     product = pointer_product(
-        tl.zeros((ROWS, COLUMNS), tl.float32), source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
+        source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
         factor + expert.to(tl.int64) * STRIDE_E + j[None, :] * STRIDE_J + depth[:, None] * STRIDE_K,
-        j < J, 1, STRIDE_K, K, DEPTH, PRECISION,
+        j < J, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
     )  # fmt: skip
     product *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
     is_stored = (row < end)[:, None] & (j < J)[None, :]
