@@ -121,10 +121,13 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_p
     assert metrics["eval_loss"] < 7.7  # ln(2048) = 7.6 is guessing
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXT * 200)
-    options = ["--model", small, "--dataset", str(texts), "--lora-rank", "4", "--bf16", "--gradient-checkpointing"]
+    options = ["--model", small, "--dataset", str(texts), "--lora", "4"]
     lora = str(tmp_path / "lora")
     finetune.main([*options, "--steps", "4", "--output", lora, "--learning-rate", "1e-2", "--end", "0.5", *TINY])
-    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
+    assert command(["merge", small, lora, str(tmp_path / "merged")]) == 0
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "merged"))
+    changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
     log = json.loads((tmp_path / "lora" / "trainer_state.json").read_text())["log_history"]
     assert log[0]["moe/rows_added"] + log[0]["moe/rows_dropped"] > 0  # steps 1 and 2 round, 3 and 4 do not
     assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
@@ -143,7 +146,9 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
-@pytest.mark.parametrize("options", [[], ["--lora-rank", "4"]], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "options", [[], ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]], ids=["all weights", "LoRA"]
+)
 def test_finetune_resumed_ends_where_a_straight_run_does(options, tmp_path):
     finetune = load("finetune")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"

@@ -9,6 +9,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -248,7 +249,7 @@ def reload_and_compare(demo: Demo) -> None:
     logits = {"train() without gradients": held_out_logits(demo, demo.model.train())}
     logits["eval()"] = held_out_logits(demo, demo.model.eval())
     for implementation in ("eager", "sonicmoe_hf"):
-        reloaded = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
         expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
         for mode, ours_now in logits.items():
             error = relative_error(ours_now, expected)
@@ -265,8 +266,9 @@ def convert_and_compare(demo: Demo) -> None:
     for folder in (native, back):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     sonicmoe_hf.convert_checkpoint(hub, native, layout="native", verify=True)
-    reloaded = AutoModelForCausalLM.from_pretrained(native).to(demo.model.device).eval()
-    error = relative_error(held_out_logits(demo, reloaded), held_out_logits(demo, demo.model.eval()))
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(native)
+    expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
+    error = relative_error(expected, held_out_logits(demo, demo.model.eval()))
     demo.check("native layout: logits equal the model's", error <= LOGIT_TOLERANCE, f"relative error {error:.1e}")
     sonicmoe_hf.convert_checkpoint(native, back, layout="hub")
     first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
