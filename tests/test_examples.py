@@ -190,6 +190,21 @@ def test_the_python_of_the_document_on_token_rounding_runs():
     assert patch_state(model).policy.rounding == "nearest"
 
 
+def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
+    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("bf16=True", "max_steps=1")
+    (python,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(python, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
+    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
+
+
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     """Every block, with a tiny model in place of the hub's and two steps in place of a thousand."""
     tokenizer = corpus.train_tokenizer([TEXT], 300)
