@@ -26,7 +26,13 @@ def adapter(num_experts, rank, size_in, size_out, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "shape, kind, rank",
-    [("odd", "list", 3), ("even", "list", 16), ("even", "top_k", 40), ("one row", "sentinels", 1)],
+    [
+        ("odd", "list", 3),
+        ("even", "list", 16),
+        ("even", "top_k", 40),
+        ("one row", "sentinels", 1),
+        ("one expert", "top_k", 8),
+    ],
 )
 def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind, rank):
     T, H, I, E, K = SHAPES[shape]
@@ -37,7 +43,10 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
     interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
     a1, b1 = adapter(E, rank, H, 2 * I, device)
     a2, b2 = adapter(E, rank, I, H, device)
-    first, second = pack(a1, b1, SCALE, gate_up), pack(a2, b2, SCALE, down)
+    first, second = pack(a1, b1, SCALE, gate_up, kernels), pack(a2, b2, SCALE, down, kernels)
+    for packed, by_eager in ((first, pack(a1, b1, SCALE, gate_up)), (second, pack(a2, b2, SCALE, down))):
+        for factor, same in zip(packed[:2], by_eager[:2]):
+            assert torch.equal(factor, same) and factor.stride() == same.stride()
 
     def everything(kernels, rows, at=None):
         """Every product; `at` are another backend's operands, so that errors do not pile up."""
