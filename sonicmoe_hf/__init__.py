@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .native.adapter import convert_adapter
     from .native.convert import convert_checkpoint
     from .native.inspect import inspect_checkpoint
+    from .native.merge import merge_adapter
     from .native.modeling import SonicMoEExperts
     from .patching.patch import (
         PatchReport,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from .patching.support import LayerSupport, supports
+    from .peft_config import lora_config
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
 _MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
@@ -42,10 +44,12 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.adapter": ("convert_adapter",),
     "native.convert": ("convert_checkpoint",),
     "native.inspect": ("inspect_checkpoint",),
+    "native.merge": ("merge_adapter",),
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.support": ("LayerSupport", "supports"),
+    "peft_config": ("lora_config",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -68,6 +72,8 @@ __all__ = [
     "functional",
     "inspect_checkpoint",
     "is_patched",
+    "lora_config",
+    "merge_adapter",
     "moe_experts",
     "patch",
     "patch_model",

@@ -99,7 +99,9 @@ class _Layer:
 
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> list[torch.Tensor]:
     """[out_TH], and after it what `keep` says."""
-    with _without_autocast(inputs.x.device):
+    x_TH = inputs.x
+    assert x_TH is not None  # only backward may be without
+    with _without_autocast(x_TH.device):
         layer = _Layer(inputs, rows, options)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
@@ -107,7 +109,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
             v_PJ = kernels.rank_rows(a_RI, adapter.a_EJK, rows, adapter.scale, gathered=False)
             extra = adapter.extra_forward(v_PJ)
         y_RH = kernels.down(a_RI, layer.down, inputs.down_bias, rows, extra=extra)
-        out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])
+        out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
     return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), keep) if wanted)]
 
 
