@@ -180,7 +180,7 @@ def _converted_weights(weights, config: dict, family: Family, model_config: dict
         match = EXPERTS_KEY.search(name)
         before = [] if match is None else adapted_parameters(match["experts"], targets, orders[0])
         wrappers = 0 if match is None else match["depth"].count("base_layer.")
-        if wrappers >= len(before):
+        if match is None or wrappers >= len(before):
             raise CheckpointError(
                 f"{name} is not LoRA on the experts' fused parameters (target_parameters); adapters on single experts "
                 "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
+from ..comparing import same_bytes
 from ..config import check_choice
 from ..errors import CheckpointError
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
@@ -105,7 +106,7 @@ def write_checkpoint(
 ) -> Conversion:
     """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments."""
     notices = _quantisation_notices(source, dequantize)
-    planned = plan(source, layout, DTYPES.get(dtype))
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype])
     files, skipped = _other_files(source)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
@@ -208,7 +209,6 @@ def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) 
         with opened(folder / file) as handle:
             for name in names:
                 written, again = handle.get_tensor(name), by_name[name].make()
-                same = written.shape == again.shape and written.dtype == again.dtype
-                if not same or not torch.equal(written.view(torch.uint8), again.view(torch.uint8)):
+                if not same_bytes(written, again):
                     raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
                 progress.add(by_name[name].nbytes)

@@ -163,7 +163,7 @@ class LoraWeights:
         version = [int(number) for number in re.findall(r"\d+", str(self.config.get("peft_version")))[:3]]
         return self.layout != "gpt_oss" and version < NOT_SWAPPED
 
-    def _product_shape(self, weight: str) -> tuple[int, tuple[int, int]]:
+    def _product_shape(self, weight: str) -> tuple[int, tuple[int, ...]]:
         """(E, (out, in)) of the products of a weight."""
         if weight in self.carried:
             return 1, self.carried[weight]
@@ -229,8 +229,8 @@ class LoraWeights:
         if weight not in self._layer:
             layer = weight.rpartition(".")[0]
             self._layer = {name: kept for name, kept in self._layer.items() if name.rpartition(".")[0] == layer}
-            a, b, _, num_experts = self.factors[weight]
-            a, b = self._tensor(a).float(), self._tensor(b).float()
+            name_a, name_b, _, num_experts = self.factors[weight]
+            a, b = self._tensor(name_a).float(), self._tensor(name_b).float()
             if not weight.endswith("bias"):
                 a = a.unflatten(0, (num_experts, -1))
                 b = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()

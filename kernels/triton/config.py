@@ -1,0 +1,168 @@
+"""Block shapes: a short table over GPU, dtype and rows per expert. Nothing is tuned at run time.
+
+The row tile depends on rows per expert alone, because dispatch cuts rows into tiles once for all kernels; the table
+holds what each kernel chooses beside it. Hopper's entries come from benchmarks/sweep_triton.py on an H200 (L2 bandwidth
+decides: 256 columns beat 128 wherever registers allow); the others follow from those GPUs' shared memory, unmeasured.
+A descriptor is encoded on the host at every launch, so they are for many rows, where the host waits anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .launch import cdiv
+
+# Mean rows per expert. Up to FEW a row tile has 64 rows; at 128 rows, 128-row tiles are already faster although every
+# second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
+FEW, SOME = 48, 256
+SMALLEST_TILE, TILE = 64, 128
+
+
+class Blocks(NamedTuple):
+    """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
+
+    `columns` of rank_rows: the most of a rank that a tile takes. `piece`: columns that the epilogue of down_backward
+    holds in registers at a time. `descriptors`: operands that are not gathered come as tensor descriptors where the
+    copy engine takes them.
+    """
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    piece: int = 32
+    descriptors: bool = False
+
+
+class GradientBlocks(NamedTuple):
+    """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
+    gathered side that pass over the other together.
+
+    `width` of rank_gradient: the most of a rank that a tile takes. `peel` computes full depths without masks, and the
+    rest apart: faster unless an expert has few of them, or one side is described. `descriptors` as above.
+    """
+
+    height: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    peel: bool = True
+    descriptors: bool = False
+
+
+def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradient):
+    rows = {"many": Blocks(columns, depth, warps, stages, descriptors=gradient.descriptors)}
+    up = {"many": Blocks(columns // 2, depth, warps, stages, descriptors=gradient.descriptors)}
+    return {
+        "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
+        "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
+    }  # fmt: skip
+
+
+# (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
+# The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
+TABLE = {
+    ("hopper", 2): {
+        "up": {
+            "few": Blocks(128, 64, 8, 5),
+            "some": Blocks(128, 64, 8, 4),
+            "many": Blocks(128, 64, 8, 4, descriptors=True),
+        },
+        "down": {
+            "few": Blocks(256, 64, 8, 5),
+            "some": Blocks(256, 64, 8, 4, 16),
+            "many": Blocks(256, 64, 8, 4, descriptors=True),
+        },
+        "down_backward": {
+            "few": Blocks(256, 64, 16, 5, piece=128),
+            "some": Blocks(256, 64, 16, 4, piece=64),
+            "many": Blocks(256, 64, 16, 4, piece=64, descriptors=True),
+        },
+        "input_rows": {
+            "few": Blocks(256, 64, 8, 5),
+            "some": Blocks(256, 64, 8, 4),
+            "many": Blocks(256, 64, 8, 4, descriptors=True),
+        },
+        "gradient": {
+            "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
+            "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
+        },
+        "rank_rows": {"many": Blocks(64, 128, 4, 4)},
+        "rank_gradient": {"many": GradientBlocks(256, 64, 64, 4, 4)},
+    },
+    ("ampere", 2): _everywhere(
+        128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4), Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4)
+    ),
+    ("small", 2): _everywhere(
+        128, 32, 8, 3, GradientBlocks(128, 128, 32, 8, 3), Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3)
+    ),
+    ("any", 4): _everywhere(
+        64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
+    ),
+    ("interpreter", 0): _everywhere(
+        32,
+        32,
+        1,
+        1,
+        GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
+        Blocks(32, 32, 1, 1),
+        GradientBlocks(32, 32, 16, 1, 1),
+    ),
+}
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Programs of a persistent kernel: one for every streaming multiprocessor, whose shared memory it fills."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@functools.cache
+def gpu_kind(device: torch.device) -> str:
+    """Which entries of the table a device reads: by the shared memory that a block can have there."""
+    if device.type != "cuda":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in (9, 10):
+        return "hopper"
+    return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "small"
+
+
+def bucket(num_pairs: int, num_experts: int) -> str:
+    """ "few", "some" or "many" rows per expert."""
+    if num_pairs <= FEW * num_experts:
+        return "few"
+    return "some" if num_pairs <= SOME * num_experts else "many"
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """The row tile of dispatch and of every kernel over sorted rows."""
+    return SMALLEST_TILE if bucket(num_pairs, num_experts) == "few" else TILE
+
+
+def max_row_tiles(num_pairs: int, num_experts: int) -> int:
+    """The most row tiles there can be: every expert may have one that is not full. What kernels are launched over."""
+    return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
+
+
+@functools.cache
+def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
+    kind = gpu_kind(device)
+    if kind == "interpreter":
+        size = 0
+    elif size == 4:
+        kind = "any"
+    entries = TABLE[kind, size][kernel]
+    buckets = ("few", "some", "many")
+    return next(entries[name] for name in buckets[buckets.index(rows_per_expert) :] if name in entries)
+
+
+def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
+    """The table's entry for a kernel whose operands are like `tensor`."""
+    return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))

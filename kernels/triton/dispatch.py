@@ -1,0 +1,275 @@
+"""Dispatch on the device: a stable counting sort of the pairs by expert, in three launches and without a host sync.
+
+Pairs are cut into blocks.
+
+    dispatch_count_kernel   counts the pairs of each expert in each block
+    dispatch_scan_kernel    turns an expert's counts into the first row of each block; its last program turns the experts'
+                            totals into offsets
+    dispatch_place_kernel   ranks the pairs of a block, writes their rows, and writes the tile table
+    dispatch_order_kernel   only for a general list of pairs: sorts each token's few rows
+
+Pairs without an expert are counted as expert E, so that they come last. A general list of pairs is also grouped by token:
+integer atomics assign the places, and the sort by `dispatch_order_kernel` makes the result deterministic.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..interface import Rows
+from .config import SMALLEST_TILE, tile_rows
+from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
+
+BLOCK = 128  # pairs ranked together, each against each
+CHUNK = 32
+SCAN, WIDE = 2048, 8192  # counts scanned together, counts only added up
+T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
+
+
+@triton.jit
+def write_tiles(
+    tiles, first_row, end_row, which, num_row_tiles,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind them the
+    state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
+    bins = tl.arange(0, BINS)
+    num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
+    if which < NUM_EXPERTS:
+        tile = tl.sum(tl.where(bins < which, num_tiles, 0))
+        end = tl.sum(tl.where(bins == which, end_row, 0))
+        for row in range(tl.sum(tl.where(bins == which, first_row, 0)), end, TILE_ROWS):
+            tl.store(tiles + tile * 3, which)
+            tl.store(tiles + tile * 3 + 1, row)
+            tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, end))
+            tile += 1
+    else:
+        used = tl.sum(num_tiles)
+        for start in range(used, num_row_tiles, BINS):
+            tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
+        tl.store(tiles + num_row_tiles * 3, 0)
+        tl.store(tiles + num_row_tiles * 3 + 1, used)
+
+
+@triton.jit
+def scratch_parts(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one buffer."""
+    counts = scratch + num_blocks * BLOCK
+    return scratch, counts, counts + (NUM_EXPERTS + 1) * num_blocks
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def dispatch_count_kernel(
+    expert, token, scratch, token_counts, num_pairs, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the pairs."""
+    keys, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    block = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    pair = block * BLOCK + place
+    is_pair = pair < num_pairs
+    found = tl.load(expert + pair, mask=is_pair, other=0).to(tl.int64)
+    found = tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found)
+    if token is not None:
+        owner = tl.load(token + pair, mask=is_pair, other=0).to(tl.int64)
+        found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)
+        tl.atomic_add(token_counts + owner, 1, mask=is_pair & (found < NUM_EXPERTS), sem="relaxed")
+    found = found.to(tl.int32)
+    tl.store(keys + pair, tl.where(is_pair, found * BLOCK + place, -1))
+    bins = tl.arange(0, BINS)
+    tl.store(counts + bins * num_blocks + block, tl.histogram(found, BINS, mask=is_pair), mask=bins <= NUM_EXPERTS)
+    if block == 0:
+        tl.store(totals + NUM_EXPERTS + 1, 0)  # the ticket
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def dispatch_scan_kernel(
+    scratch, offsets, token_counts, token_offsets, cursors, num_blocks, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
+    _, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    which = tl.program_id(0)
+    running = 0
+    if which <= NUM_EXPERTS:
+        for start in range(0, num_blocks, SCAN):
+            block = start + tl.arange(0, SCAN)
+            is_block = block < num_blocks
+            count = tl.load(counts + which * num_blocks + block, mask=is_block, other=0)
+            tl.store(counts + which * num_blocks + block, running + tl.cumsum(count) - count, mask=is_block)
+            running += tl.sum(count)
+        tl.store(totals + which, running)
+        if CHECKED and which == NUM_EXPERTS:
+            tl.device_assert(running == 0, "sonicmoe_hf: the routing names an expert that does not exist")
+        ticket = totals + NUM_EXPERTS + 1
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == NUM_EXPERTS:  # the last of these programs sees all totals
+            bins = tl.arange(0, BINS)
+            total = tl.load(totals + bins, mask=bins <= NUM_EXPERTS, other=0, volatile=True)
+            tl.store(offsets + bins, tl.cumsum(total) - total, mask=bins <= NUM_EXPERTS)
+    elif token_counts is not None:
+        first_token = (which - NUM_EXPERTS - 1) * SCAN
+        before = tl.zeros((WIDE,), tl.int32)
+        for start in range(0, first_token, WIDE):
+            token = start + tl.arange(0, WIDE)
+            before += tl.load(token_counts + token, mask=token < first_token, other=0)
+        token = first_token + tl.arange(0, SCAN)
+        count = tl.load(token_counts + token, mask=token < num_tokens, other=0)
+        first = tl.sum(before) + tl.cumsum(count) - count
+        tl.store(token_offsets + token, first, mask=token <= num_tokens)
+        tl.store(cursors + token, first, mask=token < num_tokens)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def dispatch_place_kernel(
+    scratch, token, cursors, row_of_slot,
+    offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
+    num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    keys, counts, _ = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    block = tl.program_id(0)
+    if block < num_blocks:
+        place = tl.arange(0, BLOCK)
+        pair = block * BLOCK + place
+        is_pair = pair < num_pairs
+        found = tl.load(keys + pair) // BLOCK
+        row = tl.load(counts + found * num_blocks + block, mask=is_pair, other=0)
+        row += tl.load(offsets + found, mask=is_pair, other=0)
+        for start in tl.static_range(0, BLOCK, CHUNK):
+            # The others run along the first axis, so that a thread adds up its own pair. An earlier pair of the same
+            # expert has a key between the expert's first and this pair's; others wrap around or lie above.
+            other = tl.load(keys + block * BLOCK + start + tl.arange(0, CHUNK))
+            above = (other[:, None] - (found * BLOCK)[None, :]).to(tl.uint32, bitcast=True)
+            row += tl.sum((above < place.to(tl.uint32)[None, :]).to(tl.int32), axis=0)
+        is_row = is_pair & (found < NUM_EXPERTS)
+        if token is None:
+            owner = pair // top_k
+            tl.store(token_rows + pair, row, mask=is_pair)
+            tl.store(token_offsets + owner, pair, mask=is_pair & (pair % top_k == 0))
+        else:
+            owner = tl.load(token + pair, mask=is_row, other=0).to(tl.int32)
+            slot = tl.atomic_add(cursors + owner, 1, mask=is_row, sem="relaxed")
+            tl.store(row_of_slot + slot, (pair.to(tl.int64) << 32) | row, mask=is_row)
+            tl.store(token_rows + row, row, mask=is_pair & (found == NUM_EXPERTS))
+        tl.store(token_of_row + row, tl.where(is_row, owner, num_tokens), mask=is_pair)
+        tl.store(pair_of_row + row, tl.where(is_row, pair, num_pairs), mask=is_pair)
+    else:
+        which = block - num_blocks
+        bins = tl.arange(0, BINS)
+        first = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
+        end = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
+        write_tiles(tiles, first, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        if token is None and which == NUM_EXPERTS:
+            tl.store(token_offsets + num_tokens, num_pairs)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def dispatch_order_kernel(
+    row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Puts each token's rows into the order of their pairs."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    start = tl.load(token_offsets + token, mask=token < num_tokens, other=0)[:, None]
+    end = tl.load(token_offsets + token + 1, mask=token < num_tokens, other=0)[:, None]
+    entry = tl.arange(0, BLOCK)[None, :]
+    last = 0x7FFFFFFFFFFFFFFF
+    longest = tl.max(end - start)
+    for first in range(0, longest, BLOCK):
+        slot = start + first + entry
+        key = tl.load(row_of_slot + slot, mask=slot < end, other=last)
+        place = tl.zeros((TOKENS, BLOCK), tl.int32)
+        for first_other in range(0, longest, BLOCK):
+            other_slot = start + first_other + entry
+            other = tl.load(row_of_slot + other_slot, mask=other_slot < end, other=last)
+            place += tl.sum((other[:, None, :] < key[:, :, None]).to(tl.int32), axis=2)
+        tl.store(token_rows + start + place, (key & 0x7FFFFFFF).to(tl.int32), mask=slot < end)
+
+
+def tile_table_length(num_pairs, num_experts):
+    # for the smallest tile, and the scheduler's state: a length without a branch, so that a symbolic number of pairs
+    # brings no guard
+    return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
+
+
+class Steps(NamedTuple):
+    """Dispatch's launches for one size, and the elements of its scratch buffer; without tokens, `order` is None."""
+
+    scratch: int
+    count: KernelLauncher
+    scan: KernelLauncher
+    place: KernelLauncher
+    order: KernelLauncher | None
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> Steps:
+    num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
+    token_blocks = 0 if token_dtype is None else cdiv(num_tokens + 1, SCAN)
+    top_k = max(num_pairs // max(num_tokens, 1), 1)
+    return Steps(
+        num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
+        KernelLauncher(
+            dispatch_count_kernel, device, (num_blocks,), (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
+            num_warps=4,
+        ),
+        # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
+        KernelLauncher(
+            dispatch_scan_kernel, device, (num_experts + 1 + token_blocks,), (num_blocks, num_tokens),
+            (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),
+            num_warps=8, debug=not sentinels, sanitize_overflow=False,
+        ),
+        KernelLauncher(
+            dispatch_place_kernel, device, (num_blocks + num_experts + 1,),
+            (num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k),
+            (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
+        ),
+        token_dtype and KernelLauncher(
+            dispatch_order_kernel, device, (cdiv(num_tokens, 16),), (num_tokens,), (16, 16), num_warps=4
+        ),
+    )  # fmt: skip
+
+
+def _no_rows(num_tokens, num_experts, device):
+    def new(*size):
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts + 1, 3) - 1)
+
+
+def unwritten_rows(like, num_pairs, num_tokens, num_experts):
+    """Rows of these sizes; `like`: any int32 tensor of their device."""
+    new = like.new_empty
+    return Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
+                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+
+
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
+    expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
+    num_pairs = expert_P.shape[0]
+    if not num_pairs:
+        return _no_rows(num_tokens, num_experts, device)
+    steps = _steps(
+        expert_P.get_device(), expert_P.dtype, token_P if token_P is None else token_P.dtype,
+        num_pairs, num_tokens, num_experts, sentinels, tile_rows(num_pairs, num_experts),
+    )  # fmt: skip
+
+    scratch = torch.empty(steps.scratch, dtype=torch.int32, device=device)
+    new, rows = scratch.new_empty, unwritten_rows(scratch, num_pairs, num_tokens, num_experts)
+    token_counts = cursors = row_of_slot = None
+    if token_P is not None:
+        token_P = token_P.reshape(-1).contiguous()
+        token_counts = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
+    steps.count(expert_P, token_P, scratch, token_counts)
+    steps.scan(scratch, rows.offsets, token_counts, rows.token_offsets, cursors)
+    steps.place(scratch, token_P, cursors, row_of_slot, *rows)
+    if token_P is not None:
+        steps.order(row_of_slot, rows.token_offsets, rows.token_rows)
+    return rows

@@ -1,0 +1,145 @@
+"""What the grouped GEMMs over rows sorted by expert share.
+
+A tile of the tile table times a tile of columns at a time. Rows past a tile's end are computed from whatever lies there,
+never stored, and touch no other row. Weight columns past the end are read as zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .config import blocks_for, max_row_tiles, num_sms, tile_rows
+from .launch import cdiv
+
+T_DEPENDENT = ["num_row_tiles", "num_rows"]
+
+
+@triton.jit
+def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP row tiles pass over all columns together, so that both operands of
+    the tiles in flight stay in L2."""
+    in_group = GROUP * NUM_COLUMN_TILES
+    first = program // in_group * GROUP
+    size = tl.minimum(num_row_tiles - first, GROUP)
+    place = program % in_group
+    return first + place % size, place // size
+
+
+@triton.jit
+def add_extra(
+    product, rank, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr, STRIDE_J: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """product + rank[row] @ factor[expert]^T, rank [P, J], factor [E, N, J]; product itself without an adapter.
+
+    After the main loop, whose shared memory is free again then.
+    """
+    if rank is not None:
+        DEPTH: tl.constexpr = 16 if J <= 16 else 32
+        rank_row = rank + tl.minimum(row, end - 1).to(tl.int64)[:, None] * J
+        factor_column = factor + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
+        for start in tl.range(0, J, DEPTH, num_stages=1):
+            j = start + tl.arange(0, DEPTH)
+            left = tl.load(rank_row + j[None, :], mask=(j < J)[None, :], other=0.0)
+            is_read = (j < J)[:, None] & is_column[None, :]
+            right = tl.load(factor_column + j[:, None] * STRIDE_J, mask=is_read, other=0.0)
+            product = tl.dot(left, right, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def pointer_product(
+    a_pointers, b_pointers, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    depth = tl.arange(0, DEPTH)
+    for start in range(0, LENGTH, DEPTH):
+        if LENGTH % DEPTH == 0:
+            a = tl.load(a_pointers)
+            b = tl.load(b_pointers, mask=is_column[None, :], other=0.0)
+        else:
+            inside = start + depth < LENGTH
+            a = tl.load(a_pointers, mask=inside[None, :], other=0.0)
+            b = tl.load(b_pointers, mask=inside[:, None] & is_column[None, :], other=0.0)
+        product = tl.dot(a, b, product, input_precision=PRECISION)
+        a_pointers += DEPTH * A_STEP
+        b_pointers += DEPTH * B_STEP
+    return product
+
+
+@triton.jit
+def described_product(
+    a, first_row, b, expert, first_column, GATHERED: tl.constexpr, PAIRS: tl.constexpr, DEPTH_LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers to gathered
+    rows or a descriptor of rows."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, LENGTH, DEPTH):
+        if not GATHERED:
+            left = a.load([first_row, start])
+        elif LENGTH % DEPTH == 0:
+            left = tl.load(a + start)
+        else:
+            left = tl.load(a + start, mask=(start + tl.arange(0, DEPTH) < LENGTH)[None, :], other=0.0)
+        if PAIRS:
+            right = b.load([expert, 0, first_column, start]).reshape(COLUMNS, DEPTH).T
+        elif DEPTH_LAST:
+            right = b.load([expert, first_column, start]).reshape(COLUMNS, DEPTH).T
+        else:
+            right = b.load([expert, start, first_column]).reshape(DEPTH, COLUMNS)
+        product = tl.dot(left, right, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def real_row_tiles(tiles, num_row_tiles):
+    """How many of the tile table's entries are row tiles: the rest of it says -1."""
+    count = 0
+    for first in range(0, num_row_tiles, 256):
+        tile = first + tl.arange(0, 256)
+        count += tl.sum((tl.load(tiles + tile * 3, mask=tile < num_row_tiles, other=-1) >= 0).to(tl.int32))
+    return count
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's left and right half; on tensor-core layouts no value moves between threads."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+def precision(tensor):
+    """Three tf32 products stand in for one of fp32; bf16 and fp16 have one way."""
+    return "tf32x3" if tensor.element_size() == 4 else "tf32"
+
+
+class GemmPlan:
+    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take."""
+
+    def __init__(self, kernel, tensor, rows, num_columns):
+        num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
+        self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts)
+        self.row_tiles = max_row_tiles(num_pairs, num_experts)
+        self.column_tiles = cdiv(num_columns, blocks.columns)
+        self.programs = self.row_tiles * self.column_tiles
+        self.rows = tile_rows(num_pairs, num_experts)
+        self.tile = (self.rows, blocks.columns, blocks.depth, blocks.group)
+        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        self.num_sms = num_sms(tensor.device)
+
+    def grid(self, persistent):
+        return (min(self.programs, self.num_sms) if persistent else self.programs,)
+
+
+def bias_strides(bias):
+    return (0, 0) if bias is None else bias.stride()
+
+
+def extra_operands(extra):
+    """The tensors and the constants of `add_extra`, of an interface.Extra or None."""
+    if extra is None:
+        return (None, None), (0, 0, 0, 0)
+    return tuple(extra), (extra.rows_PJ.shape[1], *extra.factor_ENJ.stride())

@@ -1,0 +1,209 @@
+"""down_backward: da' = dout W2 (+ dv A2), and from one read of h: dh, a' and the gradient of the routing weights."""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+
+from .activations import activate
+from .config import max_row_tiles, tile_rows
+from .descriptors import weight_descriptor
+from .gemm_common import (
+    T_DEPENDENT,
+    GemmPlan,
+    add_extra,
+    bias_strides,
+    described_product,
+    extra_operands,
+    halves,
+    pointer_product,
+    precision,
+    swizzle,
+)
+from .launch import SIZES, KernelLauncher, launch_kernel
+
+
+@triton.jit
+def _backward_piece(
+    da, h, dh, a, routed, row, is_row, first_column,
+    I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not wanted)."""
+    column = first_column + tl.arange(0, COLUMNS)
+    is_stored = is_row & (column < I)[None, :]
+    h_start = row * (2 * I)
+    if INTERLEAVED:
+        wide = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+        is_wide = is_row & (wide < 2 * I)[None, :]
+        h_tile = tl.load(h + h_start + wide[None, :], mask=is_wide, other=0.0)
+        gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
+    else:
+        gate = tl.load(h + h_start + column[None, :], mask=is_stored, other=0.0)
+        up = tl.load(h + h_start + column[None, :] + I, mask=is_stored, other=0.0)
+    activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), routed * da, NAME, ALPHA, LIMIT)
+    if a is not None:
+        tl.store(a + row * I + column[None, :], (routed * activated).to(a.dtype.element_ty), mask=is_stored)
+    if dh is not None:
+        dgate = dgate.to(dh.dtype.element_ty)
+        dup = dup.to(dh.dtype.element_ty)
+        if INTERLEAVED:
+            joined = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
+            tl.store(dh + h_start + wide[None, :], joined, mask=is_wide)
+        else:
+            tl.store(dh + h_start + column[None, :], dgate, mask=is_stored)
+            tl.store(dh + h_start + column[None, :] + I, dup, mask=is_stored)
+    return tl.sum(da * activated, axis=1)
+
+
+@triton.jit
+def _backward_pieces(
+    da, h, dh, a, routed, row, is_row, first_column,
+    I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """`_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers together."""
+    if COLUMNS <= PIECE:
+        dw = _backward_piece(
+            da, h, dh, a, routed, row, is_row, first_column, I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS
+        )
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = halves(da, ROWS, COLUMNS)
+        dw = _backward_pieces(
+            left, h, dh, a, routed, row, is_row, first_column, I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE
+        )
+        dw += _backward_pieces(
+            right, h, dh, a, routed, row, is_row, first_column + HALF,
+            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE,
+        )  # fmt: skip
+    return dw
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def gemm_dgated_kernel(
+    dout, weight, rank, factor, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
+    H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
+    expert = tl.load(tiles + tile * 3)
+    if expert < 0:
+        return
+    row = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
+    end = tl.load(tiles + tile * 3 + 2)
+    is_row = row < end
+    first_column = column_tile * COLUMNS
+    if dh is not None or dw_parts is not None:
+        source = tl.load(token + tl.minimum(row, end - 1)).to(tl.int64)  # past the end: as in up
+        column = first_column + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        dout_pointers = dout + source[:, None] * H + depth[None, :]
+        if DESCRIBED:
+            da = described_product(
+                dout_pointers, 0, weight, expert, first_column, True, False, STRIDE_H == 1,
+                ROWS, COLUMNS, H, DEPTH, PRECISION,
+            )  # fmt: skip
+        else:
+            da = pointer_product(
+                dout_pointers,
+                weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_I
+                + depth[:, None] * STRIDE_H,
+                column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
+            )  # fmt: skip
+        da = add_extra(
+            da, rank, factor, expert, row, end, column, column < I,
+            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+        )  # fmt: skip
+    else:
+        da = tl.zeros((ROWS, COLUMNS), tl.float32)
+
+    routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)[:, None]
+    dw = _backward_pieces(
+        da, h, dh, a, routed, row.to(tl.int64)[:, None], is_row[:, None], first_column,
+        I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS, PIECE,
+    )  # fmt: skip
+    if dw_parts is not None:
+        tl.store(dw_parts + column_tile.to(tl.int64) * num_rows + row, dw, mask=is_row)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def routing_gradient_kernel(
+    dw_parts, dout, bias, dw, token, pair, tiles, num_rows,
+    H: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """dw of a row: the parts of its column tiles in their order, + <dout, bias of its expert>."""
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + tile * 3).to(tl.int64)
+    if expert < 0:
+        return
+    row = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
+    is_row = row < tl.load(tiles + tile * 3 + 2)
+    total = tl.zeros((ROWS,), tl.float32)
+    for part in range(PARTS):
+        total += tl.load(dw_parts + tl.cast(part, tl.int64) * num_rows + row, mask=is_row, other=0.0)
+    if bias is not None:
+        source = tl.load(token + row, mask=is_row, other=0).to(tl.int64)[:, None]
+        products = tl.zeros((ROWS, DEPTH), tl.float32)
+        for start in range(0, H, DEPTH):
+            place = start + tl.arange(0, DEPTH)
+            bias_row = tl.load(bias + expert * BIAS_STRIDE_E + place * BIAS_STRIDE_H, mask=place < H, other=0.0)
+            gradient = tl.load(dout + source * H + place[None, :], mask=(place < H)[None, :], other=0.0)
+            products += gradient.to(tl.float32) * bias_row.to(tl.float32)[None, :]
+        total += tl.sum(products, axis=1)
+    tl.store(dw + tl.load(pair + row, mask=is_row, other=0), total, mask=is_row)
+
+
+def down_backward(
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
+):
+    num_rows, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
+    dh_R2I = dout_TH.new_empty(num_rows, 2 * inner) if want_dh else None
+    a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
+    parts = None
+    if num_rows:
+        plan = GemmPlan("down_backward", dout_TH, rows, inner)
+        parts = weight_P.new_empty(plan.column_tiles, num_rows) if want_dw else None
+        weight = None
+        if plan.blocks.descriptors:
+            weight = weight_descriptor(down_EHI.transpose(1, 2), plan.blocks.columns, plan.blocks.depth)
+        described = weight is not None
+        extra_tensors, extra_constants = extra_operands(extra)
+        launch_kernel(
+            gemm_dgated_kernel, plan.grid(persistent=False),
+            (dout_TH, weight if described else down_EHI, *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
+             rows.token, rows.pair, rows.tiles),
+            (plan.row_tiles, num_rows),
+            (hidden, inner, *down_EHI.stride(), *extra_constants, interleaved, *activation, described, *plan.tile,
+             plan.blocks.piece // 2 if interleaved else plan.blocks.piece, precision(dout_TH)),
+            **plan.options,
+        )  # fmt: skip
+    if not want_dw:
+        return dh_R2I, a_RI, None
+    return dh_R2I, a_RI, weight_P.new_zeros(0) if parts is None else routing_gradient(parts, dout_TH, bias_EH, rows)
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _launcher(device, dtype, bias_dtype, bias_strides, hidden, num_rows, num_experts, column_tiles):
+    return KernelLauncher(
+        routing_gradient_kernel, device, (max_row_tiles(num_rows, num_experts),), (num_rows,),
+        (hidden, *bias_strides, column_tiles, tile_rows(num_rows, num_experts), 64), num_warps=4,
+    )  # fmt: skip
+
+
+def routing_gradient(parts, dout_TH, bias_EH, rows):
+    """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
+    column_tiles, num_rows = parts.shape
+    dw_P = parts.new_zeros(num_rows)
+    launcher = _launcher(
+        parts.get_device(), dout_TH.dtype, None if bias_EH is None else bias_EH.dtype, bias_strides(bias_EH),
+        dout_TH.shape[1], num_rows, rows.offsets.shape[0] - 1, column_tiles,
+    )  # fmt: skip
+    launcher(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
+    return dw_P

@@ -1,0 +1,149 @@
+"""up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activations import activate
+from .descriptors import gate_up_descriptor
+from .gemm_common import (
+    T_DEPENDENT,
+    GemmPlan,
+    add_extra,
+    bias_strides,
+    described_product,
+    extra_operands,
+    halves,
+    pointer_product,
+    precision,
+    real_row_tiles,
+    swizzle,
+)
+from .launch import launch_kernel
+
+
+@triton.jit
+def _up_tile(
+    tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
+    H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(tiles + tile * 3)
+    row = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
+    end = tl.load(tiles + tile * 3 + 2)
+    # past the end the last row again: were it always token 0's, all programs would wait for that one row
+    source = tl.load(token + tl.minimum(row, end - 1)).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    x_pointers = x + source[:, None] * H + depth[None, :]
+
+    # The tile's 2 * COLUMNS weight rows: (gate, up) pairs side by side, unless that would break up contiguous loads.
+    place = tl.arange(0, 2 * COLUMNS)
+    PAIRED: tl.constexpr = INTERLEAVED or (STRIDE_N != 1 and not DESCRIBED)
+    if INTERLEAVED:
+        weight_row = 2 * column_tile * COLUMNS + place
+        is_weight_row = weight_row < 2 * I
+    elif PAIRED:
+        weight_row = column_tile * COLUMNS + place // 2 + place % 2 * I
+        is_weight_row = column_tile * COLUMNS + place // 2 < I
+    else:
+        weight_row = column_tile * COLUMNS + place % COLUMNS + place // COLUMNS * I
+        is_weight_row = column_tile * COLUMNS + place % COLUMNS < I
+    if DESCRIBED:
+        first_column = (2 if INTERLEAVED else 1) * column_tile * COLUMNS
+        h_tile = described_product(
+            x_pointers, 0, weight, expert, first_column, True, not INTERLEAVED, STRIDE_K == 1,
+            ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
+        )  # fmt: skip
+    else:
+        h_tile = pointer_product(
+            x_pointers,
+            weight + expert.to(tl.int64) * STRIDE_E + weight_row[None, :].to(tl.int64) * STRIDE_N
+            + depth[:, None] * STRIDE_K,
+            is_weight_row, 1, STRIDE_K, ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
+        )  # fmt: skip
+    h_tile = add_extra(
+        h_tile, rank, factor, expert, row, end, weight_row, is_weight_row,
+        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+    )  # fmt: skip
+    if bias is not None:
+        bias_row = bias + expert.to(tl.int64) * BIAS_STRIDE_E + weight_row * BIAS_STRIDE_N
+        h_tile += tl.load(bias_row, mask=is_weight_row, other=0.0).to(tl.float32)[None, :]
+
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    is_row = (row < end)[:, None]
+    is_stored = is_row & (column < I)[None, :]
+    long_row = row.to(tl.int64)[:, None]
+    if PAIRED:
+        gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
+    else:
+        gate, up = halves(h_tile, ROWS, 2 * COLUMNS)
+    if h is not None:
+        if INTERLEAVED:
+            h_pointers = h + long_row * (2 * I) + weight_row[None, :]
+            tl.store(h_pointers, h_tile.to(h.dtype.element_ty), mask=is_row & is_weight_row[None, :])
+        else:
+            h_pointers = h + long_row * (2 * I) + column[None, :]
+            tl.store(h_pointers, gate.to(h.dtype.element_ty), mask=is_stored)
+            tl.store(h_pointers + I, up.to(h.dtype.element_ty), mask=is_stored)
+    if a is not None:
+        activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
+        tl.store(a + long_row * I + column[None, :], activated.to(a.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def gemm_up_kernel(
+    x, weight, bias, rank, factor, h, a, token, tiles, num_row_tiles,
+    H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    if DESCRIBED:
+        num_row_tiles = real_row_tiles(tiles, num_row_tiles)
+        num_programs = num_row_tiles * tl.cdiv(I, COLUMNS)
+        for program in range(tl.program_id(0), num_programs, tl.num_programs(0)):
+            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
+            _up_tile(
+                tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
+                H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
+                J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
+                NAME, ALPHA, LIMIT, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+            )  # fmt: skip
+    else:
+        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
+        if tl.load(tiles + tile * 3) < 0:
+            return
+        _up_tile(
+            tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
+            H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
+            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
+            NAME, ALPHA, LIMIT, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+        )  # fmt: skip
+
+
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+    num_rows, (_, width, hidden) = rows.token.numel(), gate_up_E2IH.shape
+    h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
+    a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
+    if num_rows:
+        plan = GemmPlan("up", x_TH, rows, width // 2)
+        weight = None
+        if plan.blocks.descriptors:
+            weight = gate_up_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth, interleaved)
+        described = weight is not None
+        extra_tensors, extra_constants = extra_operands(extra)
+        launch_kernel(
+            gemm_up_kernel, plan.grid(persistent=described),
+            (x_TH, weight if described else gate_up_E2IH, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token,
+             rows.tiles),
+            (plan.row_tiles,),
+            (hidden, width // 2, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved, *extra_constants,
+             *activation, described, *plan.tile, precision(x_TH)),
+            **plan.options,
+        )  # fmt: skip
+    return h_R2I, a_RI
