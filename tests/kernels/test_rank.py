@@ -23,17 +23,15 @@ def adapter(num_experts, rank, size_in, size_out, device):
     return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "shape, kind, rank",
+    "layout, shape, kind, rank",
     [
-        ("odd", "list", 3),
-        ("even", "list", 16),
-        ("even", "top_k", 40),
-        ("one row", "sentinels", 1),
-        ("one expert", "top_k", 8),
+        *((layout, "odd", "list", 3) for layout in LAYOUTS),
+        ("concatenated", "even", "list", 16), ("transposed_interleaved", "even", "list", 16),
+        ("transposed_concatenated", "even", "top_k", 40), ("interleaved", "even", "top_k", 40),
+        ("concatenated", "one row", "sentinels", 1), ("concatenated", "one expert", "top_k", 8),
     ],
-)
+)  # fmt: skip
 def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind, rank):
     T, H, I, E, K = SHAPES[shape]
     ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())
