@@ -11,7 +11,7 @@ import importlib
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..model_patches import FAMILIES
+from ..model_patches import NATIVE_FAMILIES
 from .layouts import NATIVE_PREFIX
 
 
@@ -35,5 +35,5 @@ class _BuiltOnDemand(dict):
 
 # what AutoConfig registers afterwards comes beside it
 CONFIG_MAPPING._extra_content = _BuiltOnDemand(
-    {**{NATIVE_PREFIX + name: None for name in FAMILIES}, **CONFIG_MAPPING._extra_content}
+    {**{NATIVE_PREFIX + name: None for name in NATIVE_FAMILIES}, **CONFIG_MAPPING._extra_content}
 )

@@ -57,7 +57,7 @@ class RouterHook:
         call, recomputing = calls.current()
         if call is None or not call.gradients or (call.policy is None and not call.state.counting):
             return None
-        logits_TE, _, index_TK = output
+        logits_TE, weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
         policy, rounded, fell_back = call.policy, None, False
@@ -67,7 +67,7 @@ class RouterHook:
                 _say_top_k(call.state, policy, num_tokens, index_TK.shape[1], num_experts)
             else:
                 rounded, fell_back = rounded_routing(
-                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T
+                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T, dtype=weights_TK.dtype
                 )
         if call.state.counting and not recomputing:
             tile = 1 if policy is None else policy.tile_rows

@@ -8,6 +8,7 @@ forward is rewritten.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..errors import UnsupportedModelError
-from ..model_patches import FAMILIES
+from ..model_patches import FAMILIES, Family
 from .calls import PatchState
 from .experts import IMPLEMENTATION
 from .fast_topk import FastTopKEntry, FastTopKExit
@@ -303,8 +304,15 @@ class _PatchedPostInit:
 _patched_classes: dict[type, _PatchedPostInit] = {}
 
 
+def _is_in_transformers(family: Family) -> bool:
+    """Whether this version has the family."""
+    folder, _, _ = family.module.rpartition(".")
+    return importlib.util.find_spec(folder) is not None
+
+
 def patch(families=None, routing=None) -> None:
-    """Patch every model of these families (default: all four) that is built from now on, by whatever builds it.
+    """Patch every model of these families (default: all of this Transformers version) that is built from now on, by
+    whatever builds it.
 
     Use it before something else (TRL, Axolotl) constructs the model. It wins over the experts_implementation given there.
 
@@ -312,7 +320,8 @@ def patch(families=None, routing=None) -> None:
         ValueError: an unknown family, or an unknown routing.
     """
     policy = as_routing_policy(routing)
-    names = list(FAMILIES) if families is None else [families] if isinstance(families, str) else list(families)
+    every = [name for name, family in FAMILIES.items() if _is_in_transformers(family)]
+    names = every if families is None else [families] if isinstance(families, str) else list(families)
     for name in names:
         check_choice("family", name, FAMILIES)
     for name in names:

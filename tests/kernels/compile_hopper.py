@@ -70,7 +70,7 @@ CASES = {
     "gradient, fp16, odd sizes": gradient(264, 200, dtype=FP16),
     "gradient, whole tiles": gradient(512, 1536),
 }
-for name in ACTIVATIONS[1:]:
+for name in sorted({*ACTIVATIONS} - {"swiglu", "clamped_swiglu"}):  # which cases above have
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
 for function in (up, product, down_backward, gradient):
