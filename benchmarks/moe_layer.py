@@ -21,7 +21,7 @@ import torch
 from contenders import BOUND, CONTENDERS, available
 from shapes import LARGE, Shape, add_shapes, chosen_shapes, floor_seconds, problem
 
-from sonicmoe_hf.kernels.triton.blocks import tile_rows
+from sonicmoe_hf.kernels.triton.config import tile_rows
 
 MODES = ("forward", "forward+backward", "frozen")
 FIELDS = (

@@ -1,4 +1,4 @@
-"""Times candidate block shapes of the Triton kernels, kernel by kernel: where the table in kernels/triton/blocks.py
+"""Times candidate block shapes of the Triton kernels, kernel by kernel: where the table in kernels/triton/config.py
 comes from.
 
     python benchmarks/sweep_triton.py --out DIR [--shape T,H,I,E,K ...] [--kernel up ...]
@@ -14,6 +14,7 @@ import csv
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import provenance
 import torch
@@ -22,9 +23,9 @@ from triton.runtime import JITFunction
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.kernels.triton import backward, blocks, gradients, products, sort_pairs
+from sonicmoe_hf.kernels.triton import config, gemm_common, gemm_dgated, gemm_wgrad
 from sonicmoe_hf.kernels.triton import launch as launching
-from sonicmoe_hf.kernels.triton.blocks import Blocks, GradientBlocks
+from sonicmoe_hf.kernels.triton.config import Blocks, GradientBlocks
 
 
 def _both(*candidates):
@@ -57,9 +58,10 @@ GRADIENTS = _both(
 
 def use(tile, candidate):
     """From now on the table answers `candidate`, and rows are cut into tiles of `tile`."""
-    for module in (backward, blocks, products, sort_pairs):
+    dispatch = import_module("sonicmoe_hf.kernels.triton.dispatch")  # the package's `dispatch` is the function
+    for module in (config, dispatch, gemm_common, gemm_dgated):
         module.tile_rows = lambda num_pairs, num_experts: tile
-    for module in (products, gradients):
+    for module in (gemm_common, gemm_wgrad):
         module.blocks_for = lambda *_: candidate
 
 

@@ -68,7 +68,7 @@ def on_triton(hidden: int, inner: int) -> list[str]:
 
 def placement(hidden: int, inner: int) -> str:
     """Which of a layer's products run on the Hopper kernels, in words; triton is installed."""
-    from .kernels.triton.blocks import FEW
+    from .kernels.triton.config import FEW
 
     refused = on_triton(hidden, inner)
     sizes = f"H={hidden}, I={inner}"

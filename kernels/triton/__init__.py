@@ -10,35 +10,35 @@ import functools
 
 import torch
 
-from .backward import down_backward as _down_backward
-from .backward import routing_gradient as _routing_gradient
-from .gradients import down_bias_gradient as _down_bias_gradient
-from .gradients import down_gradient as _down_gradient
-from .gradients import gate_up_bias_gradient as _gate_up_bias_gradient
-from .gradients import gate_up_gradient as _gate_up_gradient
+from .bias_gradient import down_bias_gradient as _down_bias_gradient
+from .bias_gradient import gate_up_bias_gradient as _gate_up_bias_gradient
+from .combine import combine as _combine
+from .dispatch import dispatch as _dispatch
+from .dispatch import tile_table_length as tile_table_length
+from .gemm_dgated import down_backward as _down_backward
+from .gemm_dgated import routing_gradient as _routing_gradient
+from .gemm_down import down as _down
+from .gemm_down import input_rows as _input_rows
+from .gemm_up import up as _up
+from .gemm_wgrad import down_gradient as _down_gradient
+from .gemm_wgrad import gate_up_gradient as _gate_up_gradient
 from .rounding import round_rows as _round_rows
 from .rounding_backward import round_rows_backward as _round_rows_backward
-from .rows import down as _down
-from .rows import input_rows as _input_rows
-from .rows import up as _up
-from .sort_pairs import dispatch as _dispatch
-from .sort_pairs import tile_table_length as tile_table_length
-from .sum_rows import combine as _combine
-from .top_scores import top_k as _top_k
+from .topk import top_k as _top_k
 
 
 def _on_its_device(function):
     """Triton launches on the current device; a model spread over several GPUs runs layers on others."""
 
     @functools.wraps(function)
-    def launch(tensor, *args, **kwargs):
+    def on_its_device(tensor, *args, **kwargs):
         device = tensor.get_device()
         if device < 0 or device == torch.cuda.current_device():
             return function(tensor, *args, **kwargs)
         with torch.cuda.device(device):
             return function(tensor, *args, **kwargs)
 
-    return launch
+    return on_its_device
 
 
 dispatch = _on_its_device(_dispatch)

@@ -17,12 +17,12 @@ def _described(tensor, shape, strides, block):
     return TensorDescriptor(tensor, shape, strides, block)
 
 
-def of_rows(tensor_RN, rows, columns):
+def row_descriptor(tensor_RN, rows, columns):
     """[rows, columns] of [R, N]."""
     return _described(tensor_RN, list(tensor_RN.shape), list(tensor_RN.stride()), [rows, columns])
 
 
-def of_weight(weight_ENK, columns, depth):
+def weight_descriptor(weight_ENK, columns, depth):
     """[1, columns, depth] of a weight's logical view [E, N, K]; of one stored as [E, K, N], [1, depth, columns]."""
     block = [1, columns, depth]
     if weight_ENK.stride(2) != 1:
@@ -30,14 +30,14 @@ def of_weight(weight_ENK, columns, depth):
     return _described(weight_ENK, list(weight_ENK.shape), list(weight_ENK.stride()), block)
 
 
-def of_gate_up(weight_E2IH, columns, depth, interleaved):
+def gate_up_descriptor(weight_E2IH, columns, depth, interleaved):
     """The gate rows and the up rows of `columns` columns of I, for `depth` of H.
 
-    Interleaved: as of_weight, 2 * columns rows. Concatenated: [1, 2, columns, depth] of the view [E, 2, I, H], so that a
-    load clips at I; stored transposed, None.
+    Interleaved: as weight_descriptor, 2 * columns rows. Concatenated: [1, 2, columns, depth] of the view [E, 2, I, H],
+    so that a load clips at I; stored transposed, None.
     """
     if interleaved:
-        return of_weight(weight_E2IH, 2 * columns, depth)
+        return weight_descriptor(weight_E2IH, 2 * columns, depth)
     num_experts, width, hidden = weight_E2IH.shape
     stride_e, stride_n, stride_k = weight_E2IH.stride()
     shape, strides = [num_experts, 2, width // 2, hidden], [stride_e, width // 2 * stride_n, stride_n, stride_k]

@@ -2,6 +2,11 @@
 
 Triton's own `kernel[grid](...)` inspects every argument and prints its options at each launch: about 20 us. Here only a
 kernel's first launch of a kind goes through it, to be compiled; the next ones hand raw pointers to the compiled kernel.
+
+That takes parts of Triton that are no public API, and nothing else in this package does: JITFunction.params,
+CompiledKernel.run, .function and .packed_metadata, the order of the launcher's arguments,
+driver.active.get_current_stream and the launch hooks of knobs.runtime. Tried with Triton 3.6 and 3.7;
+tests/kernels/test_private_apis.py names what a newer one lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
+def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
     """kernel[grid](*tensors, *numbers, *constants, **options), on the current device, which is the tensors'.
 
     Args:
@@ -36,7 +41,7 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
         numbers: ints that the kernel names in `do_not_specialize`.
         constants: its tl.constexpr parameters; options: num_warps and the like.
     Returns:
-        What to launch it by, for `Prepared`; None where only Triton can.
+        What to launch it by, for `KernelLauncher`; None where only Triton can.
     Raises:
         ValueError: Triton would compile the kernel for a number's value.
     """
@@ -78,8 +83,8 @@ def launch(kernel, grid, tensors, numbers=(), constants=(), **options):
     return found
 
 
-class Prepared:
-    """`launch` of a kernel again and again, on one device, with tensors of the same dtypes, None in the same places."""
+class KernelLauncher:
+    """`launch_kernel` again and again, on one device, with tensors of the same dtypes, None in the same places."""
 
     def __init__(self, kernel, device: int, grid, numbers=(), constants=(), **options):
         self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
@@ -93,7 +98,7 @@ class Prepared:
             bits |= pointer or 0
         hooks = knobs.runtime
         if bits % 16 or self.found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            found = launch(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
+            found = launch_kernel(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
             self.found = found or self.found
             return
         _, run, function, metadata = self.found

@@ -1,10 +1,13 @@
 """Token rounding on the device: from scores to rows sorted by expert, in three launches and without a host sync.
 
-`keys_kernel` turns the scores into keys that order as integers, expert by expert, and packs top-k's choice into words of
-32 tokens. `select_kernel`, a program for each expert, decides how many rows the expert gets and finds the last key that
-is in by bisection; it writes the expert's set as words again, with its rows before each word. From those `place_kernel`
-knows every row's place: it writes the lists of rows, of each token's rows and of tiles, and the rows' weights. Nothing is
-sorted, and only sums of integers use atomics. The definition is ../rounding.py.
+    rounding_keys_kernel     turns the scores into keys that order as integers, expert by expert, and packs top-k's choice
+                             into words of 32 tokens
+    rounding_select_kernel   one program per expert: decides how many rows the expert gets, finds the last selected key by
+                             bisection, and writes the set as words again, with the number of rows before each word
+    rounding_place_kernel    finds every row's place from those; writes the lists of rows, of each token's rows and of
+                             tiles, and the rows' weights
+
+Nothing is sorted, and only sums of integers use atomics. The definition is ../rounding.py.
 """
 
 from __future__ import annotations
@@ -14,16 +17,16 @@ import triton
 import triton.language as tl
 
 from ..interface import Rounded
-from .blocks import max_row_tiles, tile_rows
-from .common import order_key, write_tiles
-from .launch import cdiv, launch, next_power_of_2
-from .sort_pairs import dispatch, unwritten_rows
+from .config import tile_rows
+from .dispatch import dispatch, unwritten_rows, write_tiles
+from .launch import cdiv, launch_kernel, next_power_of_2
+from .topk import order_key
 
 WORD = tl.constexpr(32)  # tokens in a word
 NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every score: not to be chosen
 NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
-LEAST_HELD, MOST_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches
-MOST_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
+MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches
+MAX_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
 FILL = 1 << 10  # entries of the rows' lists that a program completes
 T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "least_pairs"]
 
@@ -52,7 +55,7 @@ def count_below(word, lane):
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def keys_kernel(
+def rounding_keys_kernel(
     scores, index, valid, keys, top_words, totals, num_tokens, num_words,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +179,7 @@ def nearest_multiple(count, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def select_kernel(
+def rounding_select_kernel(
     keys, top_words, selection, counts, totals, uniform, fell_back, num_words, top_k, least_pairs,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -266,7 +269,7 @@ def find_rows(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def place_kernel(
+def rounding_place_kernel(
     scores, selection, counts, weights, expert_of_row,
     offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
     num_tokens, num_words, num_blocks, num_pairs, num_row_tiles,
@@ -341,23 +344,23 @@ def round_rows(
     keys, top_words = new(num_experts, num_words * WORD.value), new(num_words, num_experts)
     selection, counts = new(2, num_words, num_experts), new(num_experts)
 
-    launch(
-        keys_kernel, (num_words, cdiv(num_experts, WORD.value)),
+    launch_kernel(
+        rounding_keys_kernel, (num_words, cdiv(num_experts, WORD.value)),
         (ranking_TE.contiguous(), top_k_index_TK.contiguous(), valid_T, keys, top_words, totals),
         (num_tokens, num_words), (num_experts, top_k), num_warps=4,
     )  # fmt: skip
-    held = min(max(next_power_of_2(num_tokens), LEAST_HELD), MOST_HELD)
-    launch(
-        select_kernel, (num_experts,), (keys, top_words, selection, counts, totals, uniform_E, fell_back),
+    held = min(max(next_power_of_2(num_tokens), MIN_HELD), MAX_HELD)
+    launch_kernel(
+        rounding_select_kernel, (num_experts,), (keys, top_words, selection, counts, totals, uniform_E, fell_back),
         (num_words, top_k, least_pairs),
         (num_experts, experts, held // WORD.value, num_tokens <= held, tile, rounding), num_warps=max(held // 1024, 8),
     )  # fmt: skip
-    tokens = max(min(WORD.value, MOST_PLACED // experts), 1)  # a part of a word
+    tokens = max(min(WORD.value, MAX_PLACED // experts), 1)  # a part of a word
     num_blocks = cdiv(num_tokens, tokens)
-    launch(
-        place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
+    launch_kernel(
+        rounding_place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
         (scores_TE.contiguous(), selection, counts, weight_P, expert_P, *rows),
-        (num_tokens, num_words, num_blocks, num_pairs, max_row_tiles(num_pairs, num_experts)),
+        (num_tokens, num_words, num_blocks, num_pairs, rows.tiles.shape[0] - 1),
         (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=2,
     )  # fmt: skip
     return Rounded(weight_P, expert_P, rows, fell_back)

@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch
+from .launch import cdiv, launch_kernel
 
 TOKENS, ENTRIES = 32, 16
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def weights_gradient_kernel(
+def rounding_gradient_kernel(
     dweights, scores, dscores, expert_of_row, token_offsets, token_rows, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr,
     NORMALISED: tl.constexpr, EPSILON: tl.constexpr, SCALE: tl.constexpr,
@@ -52,8 +52,8 @@ def round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting):
     num_tokens, num_experts = scores_TE.shape
     dscores_TE = torch.zeros(scores_TE.shape, dtype=scores_TE.dtype, device=scores_TE.device)
     if expert_P.numel():
-        launch(
-            weights_gradient_kernel, (cdiv(num_tokens, TOKENS),),
+        launch_kernel(
+            rounding_gradient_kernel, (cdiv(num_tokens, TOKENS),),
             (dweight_P.contiguous(), scores_TE.contiguous(), dscores_TE, expert_P, rows.token_offsets, rows.token_rows),
             (num_tokens,), (num_experts, TOKENS, ENTRIES, *weighting), num_warps=4,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A router's own top-k, faster: while it runs, torch.topk of a GPU's tensors is answered by kernels/triton/top_scores.py.
+"""A router's own top-k, faster: while it runs, torch.topk of a GPU's tensors is answered by kernels/triton/topk.py.
 
 The router computes everything else as before, so a family needs no facts for it. torch.topk leaves open which of equal
 scores it takes; here it is the expert with the lower number.

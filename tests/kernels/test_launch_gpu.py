@@ -6,14 +6,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from moe_problems import errors, layer, routing_ids, run
+from kernel_helpers import errors, same_bits
+from moe_problems import layer, routing_ids, run
 from triton import knobs
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.dispatch import dispatch
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.triton import launch as launching
-from sonicmoe_hf.kernels.triton.launch import Prepared, launch
+from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
 from sonicmoe_hf.routing import Routing
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ def specialised_kernel(to, number):
 
 
 def test_a_kernel_runs_for_every_alignment_dtype_and_option_in_any_order():
-    prepared = Prepared(add_one_kernel, torch.cuda.current_device(), (4,), (500,), (128,), num_warps=4)
+    launcher = KernelLauncher(add_one_kernel, torch.cuda.current_device(), (4,), (500,), (128,), num_warps=4)
     base = torch.arange(1000, device="cuda")
     for _ in range(2):
         for dtype in (torch.int64, torch.int32, torch.float32):
@@ -56,17 +57,17 @@ def test_a_kernel_runs_for_every_alignment_dtype_and_option_in_any_order():
                 source = base.to(dtype)[offset : offset + 500]
                 for warps in (4, 8):
                     to = torch.zeros_like(source)
-                    launch(add_one_kernel, (4,), (source, to), (500,), (128,), num_warps=warps)
+                    launch_kernel(add_one_kernel, (4,), (source, to), (500,), (128,), num_warps=warps)
                     assert torch.equal(to, source + 1), (dtype, offset, warps)
                 if dtype == torch.float32:
                     to = torch.zeros_like(source)
-                    prepared(source, to)
+                    launcher(source, to)
                     assert torch.equal(to, source + 1), offset
 
 
 def test_a_kernel_that_triton_would_compile_for_a_number_is_refused():
     with pytest.raises(ValueError, match="specialised_kernel must name its numbers in do_not_specialize"):
-        launch(specialised_kernel, (1,), (torch.zeros(1, dtype=torch.int32, device="cuda"),), (3,))
+        launch_kernel(specialised_kernel, (1,), (torch.zeros(1, dtype=torch.int32, device="cuda"),), (3,))
 
 
 @pytest.mark.parametrize("backend", ("hopper", "triton"))
@@ -79,7 +80,7 @@ def test_operands_off_the_multiples_of_16_bytes(backend):
     found = run(off, shifted(dout), (shifted(ids[0]), None), "concatenated", "swiglu", backend)
     assert {n: e for n, e in errors(found, aligned).items() if e > 5e-3} == {}
     again = run(tensors, dout, ids, "concatenated", "swiglu", backend)
-    assert all(torch.equal(again[name], aligned[name]) for name in aligned)
+    assert same_bits(again, aligned)
 
 
 @pytest.mark.parametrize("backend", ("hopper", "triton"))
@@ -135,7 +136,7 @@ def test_it_runs_on_the_current_stream(backend):
             late[name].copy_(tensor)
         found = run(late, dout, ids, "concatenated", "swiglu", backend)
     side.synchronize()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same_bits(found, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -166,7 +167,7 @@ def test_a_profiler_of_triton_sees_every_launch():
         run(tensors, dout, ids, "concatenated", "swiglu", "triton")
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
-    assert {"count_kernel", "scan_kernel", "place_kernel", "up_kernel", "weight_gradient_kernel"} <= set(seen)
+    assert {"dispatch_scan_kernel", "dispatch_place_kernel", "gemm_up_kernel", "gemm_wgrad_kernel"} <= set(seen)
     assert seen.count("combine_kernel") == 2
 
 

@@ -1,4 +1,4 @@
-"""down_backward: dh, a' and the routing weights' gradient from one read of h."""
+"""down_backward: da' = dout W2, and from one read of h: dh, a' and the gradient of the routing weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import functools
 import triton
 import triton.language as tl
 
-from .blocks import max_row_tiles, tile_rows
-from .common import activate, swizzle
-from .descriptors import of_weight
-from .launch import SIZES, Prepared, launch
-from .products import T_DEPENDENT, Launch, bias_strides, described_product, halves, pointer_product, precision
+from .activations import activate
+from .config import max_row_tiles, tile_rows
+from .descriptors import weight_descriptor
+from .gemm_common import (
+    T_DEPENDENT,
+    GemmPlan,
+    bias_strides,
+    described_product,
+    halves,
+    pointer_product,
+    precision,
+    swizzle,
+)
+from .launch import SIZES, KernelLauncher, launch_kernel
 
 
 @triton.jit
@@ -72,7 +81,7 @@ def _backward_pieces(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def down_backward_kernel(
+def gemm_dgated_kernel(
     dout, weight, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
     INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -152,20 +161,20 @@ def down_backward(
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
     parts = None
     if num_rows:
-        how = Launch("down_backward", dout_TH, rows, inner)
-        parts = weight_P.new_empty(how.column_tiles, num_rows) if want_dw else None
+        plan = GemmPlan("down_backward", dout_TH, rows, inner)
+        parts = weight_P.new_empty(plan.column_tiles, num_rows) if want_dw else None
         weight = None
-        if how.blocks.descriptors:
-            weight = of_weight(down_EHI.transpose(1, 2), how.blocks.columns, how.blocks.depth)
+        if plan.blocks.descriptors:
+            weight = weight_descriptor(down_EHI.transpose(1, 2), plan.blocks.columns, plan.blocks.depth)
         described = weight is not None
-        launch(
-            down_backward_kernel, how.grid(persistent=False),
+        launch_kernel(
+            gemm_dgated_kernel, plan.grid(persistent=False),
             (dout_TH, weight if described else down_EHI, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token, rows.pair,
              rows.tiles),
-            (how.row_tiles, num_rows),
-            (hidden, inner, *down_EHI.stride(), interleaved, *activation, described, *how.tile,
-             how.blocks.piece // 2 if interleaved else how.blocks.piece, precision(dout_TH)),
-            **how.options,
+            (plan.row_tiles, num_rows),
+            (hidden, inner, *down_EHI.stride(), interleaved, *activation, described, *plan.tile,
+             plan.blocks.piece // 2 if interleaved else plan.blocks.piece, precision(dout_TH)),
+            **plan.options,
         )  # fmt: skip
     if not want_dw:
         return dh_R2I, a_RI, None
@@ -173,8 +182,8 @@ def down_backward(
 
 
 @functools.lru_cache(maxsize=SIZES)
-def _routing_gradient(device, dtype, bias_dtype, bias_strides, hidden, num_rows, num_experts, column_tiles):
-    return Prepared(
+def _launcher(device, dtype, bias_dtype, bias_strides, hidden, num_rows, num_experts, column_tiles):
+    return KernelLauncher(
         routing_gradient_kernel, device, (max_row_tiles(num_rows, num_experts),), (num_rows,),
         (hidden, *bias_strides, column_tiles, tile_rows(num_rows, num_experts), 64), num_warps=4,
     )  # fmt: skip
@@ -184,9 +193,9 @@ def routing_gradient(parts, dout_TH, bias_EH, rows):
     """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
     column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
-    prepared = _routing_gradient(
+    launcher = _launcher(
         parts.get_device(), dout_TH.dtype, None if bias_EH is None else bias_EH.dtype, bias_strides(bias_EH),
         dout_TH.shape[1], num_rows, rows.offsets.shape[0] - 1, column_tiles,
     )  # fmt: skip
-    prepared(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
+    launcher(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
     return dw_P

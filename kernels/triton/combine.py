@@ -7,9 +7,9 @@ import functools
 import triton
 import triton.language as tl
 
-from .launch import SIZES, Prepared, cdiv, next_power_of_2
+from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 
-MOST_ROWS_AT_ONCE = 4
+MAX_ROWS_PER_STEP = 4
 COLUMNS = 512
 THREAD_BYTES = 32  # of a row, where there are COLUMNS
 
@@ -17,7 +17,7 @@ THREAD_BYTES = 32  # of a row, where there are COLUMNS
 @triton.jit
 def combine_kernel(
     y, weight, out, offsets, token_offsets, token_rows, pair,
-    H: tl.constexpr, NUM_EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+    H: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS_PER_STEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A token's programs run side by side; rows are added one by one, so that no value changes threads."""
     column_blocks: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
@@ -27,8 +27,8 @@ def combine_kernel(
     start = tl.load(token_offsets + token)
     end = tl.load(token_offsets + token + 1)
     total = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(start, end, AT_ONCE):
-        for entry in tl.static_range(AT_ONCE):
+    for first in range(start, end, ROWS_PER_STEP):
+        for entry in tl.static_range(ROWS_PER_STEP):
             row = tl.load(token_rows + first + entry, mask=first + entry < end, other=num_rows)
             is_row = row < num_rows
             value = tl.load(y + row.to(tl.int64) * H + column, mask=is_row & (column < H), other=0.0).to(tl.float32)
@@ -39,16 +39,16 @@ def combine_kernel(
 
 
 @functools.lru_cache(maxsize=SIZES)
-def _prepared(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts):
+def _launcher(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts):
     rows_of_token = cdiv(num_rows, num_tokens)
-    at_once = min(next_power_of_2(rows_of_token), MOST_ROWS_AT_ONCE)
+    rows_per_step = min(next_power_of_2(rows_of_token), MAX_ROWS_PER_STEP)
     columns = min(next_power_of_2(hidden), COLUMNS)
     warps = max(columns * dtype.itemsize // (32 * THREAD_BYTES), 1)
-    if weighted and rows_of_token <= MOST_ROWS_AT_ONCE:  # one step, too little for what finding the weights takes
+    if weighted and rows_of_token <= MAX_ROWS_PER_STEP:  # one step, too little for what finding the weights takes
         columns = min(next_power_of_2(hidden), 2 * COLUMNS)
-    return Prepared(
+    return KernelLauncher(
         combine_kernel, device, (num_tokens * cdiv(hidden, columns),),
-        constants=(hidden, num_experts, at_once, columns), num_warps=warps,
+        constants=(hidden, num_experts, rows_per_step, columns), num_warps=warps,
     )  # fmt: skip
 
 
@@ -57,8 +57,8 @@ def combine(y_RH, weight_P, rows, num_tokens):
     if not num_rows:
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
-    launch = _prepared(
+    launcher = _launcher(
         y_RH.get_device(), y_RH.dtype, weight_P is not None, num_rows, hidden, num_tokens, rows.offsets.shape[0] - 1
     )
-    launch(y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair)
+    launcher(y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair)
     return out_TH

@@ -98,7 +98,7 @@ TABLE = {
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Programs of a persistent kernel: one for every streaming multiprocessor, whose shared memory it fills."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 

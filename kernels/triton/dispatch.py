@@ -1,10 +1,15 @@
 """Dispatch on the device: a stable counting sort of the pairs by expert, in three launches and without a host sync.
 
-Pairs are cut into blocks. `count_kernel` counts the experts of each block, `scan_kernel` turns an expert's counts into
-the places of its blocks (its last program the experts' totals into offsets), `place_kernel` ranks the pairs of a block
-and writes them, and the tile table. Pairs without an expert are counted as expert E, so that they come last. A general
-list of pairs is also grouped by token (integer atomics claim places, `order_kernel` then puts each token's few rows in
-order, so the result is deterministic).
+Pairs are cut into blocks.
+
+    dispatch_count_kernel   counts the pairs of each expert in each block
+    dispatch_scan_kernel    turns an expert's counts into the first row of each block; its last program turns the experts'
+                            totals into offsets
+    dispatch_place_kernel   ranks the pairs of a block, writes their rows, and writes the tile table
+    dispatch_order_kernel   only for a general list of pairs: sorts each token's few rows
+
+Pairs without an expert are counted as expert E, so that they come last. A general list of pairs is also grouped by token:
+integer atomics assign the places, and the sort by `dispatch_order_kernel` makes the result deterministic.
 """
 
 from __future__ import annotations
@@ -17,9 +22,8 @@ import triton
 import triton.language as tl
 
 from ..interface import Rows
-from .blocks import SMALLEST_TILE, max_row_tiles, tile_rows
-from .common import write_tiles
-from .launch import SIZES, Prepared, cdiv, next_power_of_2
+from .config import SMALLEST_TILE, tile_rows
+from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
@@ -28,19 +32,44 @@ T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"
 
 
 @triton.jit
-def pieces(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def write_tiles(
+    tiles, first_row, end_row, which, num_row_tiles,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind them the
+    state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
+    bins = tl.arange(0, BINS)
+    num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
+    if which < NUM_EXPERTS:
+        tile = tl.sum(tl.where(bins < which, num_tiles, 0))
+        end = tl.sum(tl.where(bins == which, end_row, 0))
+        for row in range(tl.sum(tl.where(bins == which, first_row, 0)), end, TILE_ROWS):
+            tl.store(tiles + tile * 3, which)
+            tl.store(tiles + tile * 3 + 1, row)
+            tl.store(tiles + tile * 3 + 2, tl.minimum(row + TILE_ROWS, end))
+            tile += 1
+    else:
+        used = tl.sum(num_tiles)
+        for start in range(used, num_row_tiles, BINS):
+            tl.store(tiles + (start + bins) * 3, -1, mask=start + bins < num_row_tiles)
+        tl.store(tiles + num_row_tiles * 3, 0)
+        tl.store(tiles + num_row_tiles * 3 + 1, used)
+
+
+@triton.jit
+def scratch_parts(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one buffer."""
     counts = scratch + num_blocks * BLOCK
     return scratch, counts, counts + (NUM_EXPERTS + 1) * num_blocks
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def count_kernel(
+def dispatch_count_kernel(
     expert, token, scratch, token_counts, num_pairs, num_blocks, num_tokens,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """keys: expert * BLOCK + place in the block, the expert being E for a pair that is dropped; -1 past the pairs."""
-    keys, counts, totals = pieces(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    keys, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     pair = block * BLOCK + place
@@ -60,13 +89,13 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def scan_kernel(
+def dispatch_scan_kernel(
     scratch, offsets, token_counts, token_offsets, cursors, num_blocks, num_tokens,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, WIDE: tl.constexpr,
     CHECKED: tl.constexpr,
 ):  # fmt: skip
     """Exclusive sums in place along each expert's blocks; further programs do the same along the tokens."""
-    _, counts, totals = pieces(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    _, counts, totals = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     which = tl.program_id(0)
     running = 0
     if which <= NUM_EXPERTS:
@@ -98,13 +127,13 @@ def scan_kernel(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def place_kernel(
+def dispatch_place_kernel(
     scratch, token, cursors, row_of_slot,
     offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
     num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    keys, counts, _ = pieces(scratch, num_blocks, NUM_EXPERTS, BLOCK)
+    keys, counts, _ = scratch_parts(scratch, num_blocks, NUM_EXPERTS, BLOCK)
     block = tl.program_id(0)
     if block < num_blocks:
         place = tl.arange(0, BLOCK)
@@ -142,7 +171,9 @@ def place_kernel(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def order_kernel(row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+def dispatch_order_kernel(
+    row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Puts each token's rows into the order of their pairs."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     start = tl.load(token_offsets + token, mask=token < num_tokens, other=0)[:, None]
@@ -162,7 +193,7 @@ def order_kernel(row_of_slot, token_offsets, token_rows, num_tokens, TOKENS: tl.
 
 
 def tile_table_length(num_pairs, num_experts):
-    # for the smallest tile, and the row behind the last: a length without a branch, so that a symbolic number of pairs
+    # for the smallest tile, and the scheduler's state: a length without a branch, so that a symbolic number of pairs
     # brings no guard
     return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
 
@@ -171,10 +202,10 @@ class Steps(NamedTuple):
     """Dispatch's launches for one size, and the elements of its scratch buffer; without tokens, `order` is None."""
 
     scratch: int
-    count: Prepared
-    scan: Prepared
-    place: Prepared
-    order: Prepared | None
+    count: KernelLauncher
+    scan: KernelLauncher
+    place: KernelLauncher
+    order: KernelLauncher | None
 
 
 @functools.lru_cache(maxsize=SIZES)
@@ -184,22 +215,24 @@ def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, senti
     top_k = max(num_pairs // max(num_tokens, 1), 1)
     return Steps(
         num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
-        Prepared(
-            count_kernel, device, (num_blocks,), (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
+        KernelLauncher(
+            dispatch_count_kernel, device, (num_blocks,), (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
             num_warps=4,
         ),
         # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
-        Prepared(
-            scan_kernel, device, (num_experts + 1 + token_blocks,), (num_blocks, num_tokens),
+        KernelLauncher(
+            dispatch_scan_kernel, device, (num_experts + 1 + token_blocks,), (num_blocks, num_tokens),
             (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),
             num_warps=8, debug=not sentinels, sanitize_overflow=False,
         ),
-        Prepared(
-            place_kernel, device, (num_blocks + num_experts + 1,),
-            (num_pairs, num_blocks, num_tokens, max_row_tiles(num_pairs, num_experts), top_k),
+        KernelLauncher(
+            dispatch_place_kernel, device, (num_blocks + num_experts + 1,),
+            (num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k),
             (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
         ),
-        token_dtype and Prepared(order_kernel, device, (cdiv(num_tokens, 16),), (num_tokens,), (16, 16), num_warps=4),
+        token_dtype and KernelLauncher(
+            dispatch_order_kernel, device, (cdiv(num_tokens, 16),), (num_tokens,), (16, 16), num_warps=4
+        ),
     )  # fmt: skip
 
 

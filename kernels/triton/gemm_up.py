@@ -1,27 +1,24 @@
-"""Grouped GEMMs whose rows are sorted by expert: up, down, input_rows.
-
-With tensor descriptors these kernels are persistent: as many programs as the GPU has processors, each taking one tile
-after the other.
-"""
+"""up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .common import activate, swizzle
-from .descriptors import of_gate_up, of_rows, of_weight
-from .launch import launch
-from .products import (
+from .activations import activate
+from .descriptors import gate_up_descriptor
+from .gemm_common import (
     T_DEPENDENT,
-    Launch,
+    GemmPlan,
     bias_strides,
     described_product,
     halves,
     pointer_product,
     precision,
     real_row_tiles,
+    swizzle,
 )
+from .launch import launch_kernel
 
 
 @triton.jit
@@ -91,7 +88,7 @@ def _up_tile(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def up_kernel(
+def gemm_up_kernel(
     x, weight, bias, h, a, token, tiles, num_row_tiles,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -119,113 +116,22 @@ def up_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _rows_tile(
-    tile, column_tile, source, weight, bias, out, tiles,
-    N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    expert = tl.load(tiles + tile * 3)
-    first = tl.load(tiles + tile * 3 + 1)
-    end = tl.load(tiles + tile * 3 + 2)
-    row = first + tl.arange(0, ROWS)
-    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    if DESCRIBED:
-        product = described_product(
-            source, first, weight, expert, column_tile * COLUMNS, False, False, STRIDE_K == 1,
-            ROWS, COLUMNS, K, DEPTH, PRECISION,
-        )  # fmt: skip
-    else:
-        depth = tl.arange(0, DEPTH)
-        product = pointer_product(
-            source + tl.minimum(row, end - 1).to(tl.int64)[:, None] * K + depth[None, :],
-            weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
-            + depth[:, None] * STRIDE_K,
-            column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
-        )  # fmt: skip
-    if bias is not None:
-        bias_column = bias + expert.to(tl.int64) * BIAS_STRIDE_E + column * BIAS_STRIDE_N
-        product += tl.load(bias_column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out + row.to(tl.int64)[:, None] * N + column[None, :],
-        product.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < N)[None, :],
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=T_DEPENDENT)
-def rows_kernel(
-    source, weight, bias, out, tiles, num_row_tiles,
-    N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[r] = source[r] @ weight[e]^T (+ bias[e]), weight [E, N, K]."""
-    if DESCRIBED:
-        num_row_tiles = real_row_tiles(tiles, num_row_tiles)
-        num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
-        # flattened, the next tile's loads are under way while this one is stored
-        for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=True):
-            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
-            _rows_tile(
-                tile, column_tile, source, weight, bias, out, tiles,
-                N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
-                DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
-            )  # fmt: skip
-    else:
-        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
-        if tl.load(tiles + tile * 3) < 0:
-            return
-        _rows_tile(
-            tile, column_tile, source, weight, bias, out, tiles,
-            N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
-            DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
-        )  # fmt: skip
-
-
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
     num_rows, (_, width, hidden) = rows.token.numel(), gate_up_E2IH.shape
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
     if num_rows:
-        how = Launch("up", x_TH, rows, width // 2)
+        plan = GemmPlan("up", x_TH, rows, width // 2)
         weight = None
-        if how.blocks.descriptors:
-            weight = of_gate_up(gate_up_E2IH, how.blocks.columns, how.blocks.depth, interleaved)
+        if plan.blocks.descriptors:
+            weight = gate_up_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth, interleaved)
         described = weight is not None
-        launch(
-            up_kernel, how.grid(persistent=described),
+        launch_kernel(
+            gemm_up_kernel, plan.grid(persistent=described),
             (x_TH, weight if described else gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, rows.tiles),
-            (how.row_tiles,),
+            (plan.row_tiles,),
             (hidden, width // 2, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved, *activation, described,
-             *how.tile, precision(x_TH)),
-            **how.options,
+             *plan.tile, precision(x_TH)),
+            **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI
-
-
-def _rows_product(kernel, source_RK, weight_ENK, bias_EN, rows):
-    num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
-    out_RN = source_RK.new_empty(num_rows, columns)
-    if num_rows:
-        how = Launch(kernel, source_RK, rows, columns)
-        operands = None, None
-        if how.blocks.descriptors:
-            tile_columns, depth = how.blocks.columns, how.blocks.depth
-            operands = of_rows(source_RK, how.rows, depth), of_weight(weight_ENK, tile_columns, depth)
-        described = None not in operands
-        launch(
-            rows_kernel, how.grid(persistent=described),
-            (*(operands if described else (source_RK, weight_ENK)), bias_EN, out_RN, rows.tiles), (how.row_tiles,),
-            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *how.tile, precision(source_RK)),
-            **how.options,
-        )  # fmt: skip
-    return out_RN
-
-
-def down(a_RI, down_EHI, bias_EH, rows):
-    return _rows_product("down", a_RI, down_EHI, bias_EH, rows)
-
-
-def input_rows(dh_R2I, gate_up_E2IH, rows):
-    return _rows_product("input_rows", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows)

@@ -9,10 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import blocks_for, max_row_tiles, processors, tile_rows
+from .config import blocks_for, max_row_tiles, num_sms, tile_rows
 from .launch import cdiv
 
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
+
+
+@triton.jit
+def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program: GROUP row tiles pass over all columns together, so that both operands of
+    the tiles in flight stay in L2."""
+    in_group = GROUP * NUM_COLUMN_TILES
+    first = program // in_group * GROUP
+    size = tl.minimum(num_row_tiles - first, GROUP)
+    place = program % in_group
+    return first + place % size, place // size
 
 
 @triton.jit
@@ -83,7 +94,7 @@ def precision(tensor):
     return "tf32x3" if tensor.element_size() == 4 else "tf32"
 
 
-class Launch:
+class GemmPlan:
     """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take."""
 
     def __init__(self, kernel, tensor, rows, num_columns):
@@ -95,10 +106,10 @@ class Launch:
         self.rows = tile_rows(num_pairs, num_experts)
         self.tile = (self.rows, blocks.columns, blocks.depth, blocks.group)
         self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        self.processors = processors(tensor.device)
+        self.num_sms = num_sms(tensor.device)
 
     def grid(self, persistent):
-        return (min(self.programs, self.processors) if persistent else self.programs,)
+        return (min(self.programs, self.num_sms) if persistent else self.programs,)
 
 
 def bias_strides(bias):

@@ -11,10 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import order_key
-from .launch import cdiv, launch, next_power_of_2
+from .launch import cdiv, launch_kernel, next_power_of_2
 
 ELEMENTS = 2048  # scores that a program looks at
+
+
+@triton.jit
+def order_key(score):
+    """fp32 scores as int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their sign."""
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((bits & 0x7FFFFFFF) == 0, 0, key)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -48,7 +55,7 @@ def top_k(scores_NE, k):
     experts = next_power_of_2(num_experts)
     tokens = ELEMENTS // experts
     if index.numel():
-        launch(
+        launch_kernel(
             top_k_kernel, (cdiv(num_rows, tokens),), (scores_NE, index), (num_rows,),
             (num_experts, experts, k, tokens), num_warps=4,
         )  # fmt: skip

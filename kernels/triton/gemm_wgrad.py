@@ -1,4 +1,4 @@
-"""Gradients of weights and biases: sums over an expert's rows. An expert without rows gets zeros."""
+"""Weight gradients: sums over an expert's rows of an outer product. An expert without rows gets zeros."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import blocks_for
-from .common import swizzle
-from .descriptors import of_rows
-from .launch import cdiv, launch, next_power_of_2
-from .products import precision
-
-PROGRAMS_WANTED = 1024  # enough small programs to fill any GPU several times over
+from .config import blocks_for
+from .descriptors import row_descriptor
+from .gemm_common import precision, swizzle
+from .launch import cdiv, launch_kernel
 
 
 @triton.jit
@@ -47,7 +44,7 @@ def _add_described_rows(
 
 
 @triton.jit
-def weight_gradient_kernel(
+def gemm_wgrad_kernel(
     direct, described, gathered, out, token, offsets,
     M: tl.constexpr, N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr, STRIDE_N: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PEEL: tl.constexpr,
@@ -82,46 +79,19 @@ def weight_gradient_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def bias_gradient_kernel(
-    source, routing_weight, sums, token, pair, offsets,
-    N: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """sums[s, e] = the s-th share of expert e's rows, summed; with weights the rows are gathered by token."""
-    expert = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    start = tl.load(offsets + expert)
-    end = tl.load(offsets + expert + 1)
-    share = tl.cdiv(end - start, SPLITS)
-    start += share * tl.program_id(2)
-    end = tl.minimum(end, start + share)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(start, end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        is_read = (row < end)[:, None] & (column < N)[None, :]
-        if routing_weight is None:
-            value = tl.load(source + row.to(tl.int64)[:, None] * N + column[None, :], mask=is_read, other=0.0)
-            total += value.to(tl.float32)
-        else:
-            gathered = tl.load(token + row, mask=row < end, other=0).to(tl.int64)[:, None]
-            routed = tl.load(routing_weight + tl.load(pair + row, mask=row < end, other=0), mask=row < end, other=0.0)
-            value = tl.load(source + gathered * N + column[None, :], mask=is_read, other=0.0)
-            total += routed[:, None] * value.to(tl.float32)
-    place = (tl.program_id(2) * tl.num_programs(0) + expert).to(tl.int64) * N + column
-    tl.store(sums + place, tl.sum(total, axis=0), mask=column < N)
-
-
 def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
     """sum over rows of direct^T gathered[token], in the strides of `like_ENM`.
 
-    The gathered side takes the lesser side of a tile: what is gathered costs threads, the rest nothing.
+    The gathered side is the shorter side of a tile: threads spend instructions on what is gathered, and none on the rest.
     """
     gradient = torch.empty_like(like_ENM)
     num_experts, width, height = like_ENM.shape
     blocks = blocks_for("gradient", direct_RN, rows.token.numel(), num_experts)
-    described = of_rows(direct_RN, blocks.depth, blocks.width) if blocks.descriptors and rows.token.numel() else None
-    launch(
-        weight_gradient_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
+    described = (
+        row_descriptor(direct_RN, blocks.depth, blocks.width) if blocks.descriptors and rows.token.numel() else None
+    )
+    launch_kernel(
+        gemm_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
         (direct_RN, described, gathered_TM, gradient, rows.token, rows.offsets), (),
         (height, width, *gradient.transpose(1, 2).stride(), blocks.height, blocks.width, blocks.depth, blocks.group,
          blocks.peel, precision(direct_RN)),
@@ -136,23 +106,3 @@ def gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH):
 
 def down_gradient(dout_TH, a_RI, rows, like_EHI):
     return _weight_gradient(a_RI, dout_TH, rows, like_EHI.transpose(1, 2)).transpose(1, 2)
-
-
-def _bias_gradient(source, weight_P, rows, like_EN):
-    num_experts, columns = like_EN.shape
-    column_tiles = cdiv(columns, 128)
-    splits = min(next_power_of_2(cdiv(PROGRAMS_WANTED, max(num_experts * column_tiles, 1))), 64)
-    sums = torch.empty(splits, num_experts, columns, dtype=torch.float32, device=source.device)
-    launch(
-        bias_gradient_kernel, (num_experts, column_tiles, splits),
-        (source, weight_P, sums, rows.token, rows.pair, rows.offsets), (), (columns, splits, 16, 128), num_warps=4,
-    )  # fmt: skip
-    return torch.empty_like(like_EN).copy_(sums.sum(0))
-
-
-def gate_up_bias_gradient(dh_R2I, rows, like_E2I):
-    return _bias_gradient(dh_R2I, None, rows, like_E2I)
-
-
-def down_bias_gradient(dout_TH, weight_P, rows, like_EH):
-    return _bias_gradient(dout_TH, weight_P, rows, like_EH)

@@ -1,0 +1,40 @@
+"""Gated activations and their slopes on fp32 tiles; the formulas of kernels/eager.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """a and, of its gradient `da`, those of gate and up, in fp32; names and formulas as in interface.Activation. Where a
+    clamp or relu is flat they are 0 whatever `da` is. NaN goes through all of them."""
+    if NAME == "clamped_swiglu" or NAME == "clamped_silu":
+        alpha: tl.constexpr = ALPHA if NAME == "clamped_swiglu" else 1.0
+        shift: tl.constexpr = 1.0 if NAME == "clamped_swiglu" else 0.0
+        gate_clamped = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up_clamped = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up_clamped = tl.minimum(up_clamped, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        sigmoid = tl.sigmoid(alpha * gate_clamped)
+        glu = gate_clamped * sigmoid
+        slope = (up_clamped + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
+        dgate = tl.where(gate <= LIMIT, da * slope, 0.0)
+        return (up_clamped + shift) * glu, dgate, tl.where(tl.abs(up) <= LIMIT, da * glu, 0.0)
+    if NAME == "reglu":
+        value = tl.where(gate <= 0, 0.0, gate)
+        return value * up, tl.where(gate <= 0, 0.0, da * up), da * value
+    if NAME == "swiglu":
+        sigmoid = tl.sigmoid(gate)
+        value = gate * sigmoid
+        slope = sigmoid + value * (1 - sigmoid)
+    elif NAME == "geglu":
+        cdf = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        value = gate * cdf
+        slope = cdf + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    else:  # geglu_tanh
+        square = gate * gate
+        cdf = tl.sigmoid(1.5957691216057308 * gate * (1 + 0.044715 * square))  # 0.5 * (1 + tanh(z)) = sigmoid(2 z)
+        value = gate * cdf
+        slope = cdf + value * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * square)
+    return value * up, da * slope * up, da * value

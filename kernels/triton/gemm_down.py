@@ -1,0 +1,110 @@
+"""down and input_rows: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .descriptors import row_descriptor, weight_descriptor
+from .gemm_common import (
+    T_DEPENDENT,
+    GemmPlan,
+    bias_strides,
+    described_product,
+    pointer_product,
+    precision,
+    real_row_tiles,
+    swizzle,
+)
+from .launch import launch_kernel
+
+
+@triton.jit
+def _down_tile(
+    tile, column_tile, source, weight, bias, out, tiles,
+    N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    end = tl.load(tiles + tile * 3 + 2)
+    row = first + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    if DESCRIBED:
+        product = described_product(
+            source, first, weight, expert, column_tile * COLUMNS, False, False, STRIDE_K == 1,
+            ROWS, COLUMNS, K, DEPTH, PRECISION,
+        )  # fmt: skip
+    else:
+        depth = tl.arange(0, DEPTH)
+        product = pointer_product(
+            source + tl.minimum(row, end - 1).to(tl.int64)[:, None] * K + depth[None, :],
+            weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
+            + depth[:, None] * STRIDE_K,
+            column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
+        )  # fmt: skip
+    if bias is not None:
+        bias_column = bias + expert.to(tl.int64) * BIAS_STRIDE_E + column * BIAS_STRIDE_N
+        product += tl.load(bias_column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + row.to(tl.int64)[:, None] * N + column[None, :],
+        product.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < N)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def gemm_down_kernel(
+    source, weight, bias, out, tiles, num_row_tiles,
+    N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[r] = source[r] @ weight[e]^T (+ bias[e]), weight [E, N, K]."""
+    if DESCRIBED:
+        num_row_tiles = real_row_tiles(tiles, num_row_tiles)
+        num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
+        # flattened, the next tile's loads are under way while this one is stored
+        for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=True):
+            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
+            _down_tile(
+                tile, column_tile, source, weight, bias, out, tiles,
+                N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
+                DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+            )  # fmt: skip
+    else:
+        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
+        if tl.load(tiles + tile * 3) < 0:
+            return
+        _down_tile(
+            tile, column_tile, source, weight, bias, out, tiles,
+            N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
+            DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+        )  # fmt: skip
+
+
+def _product(kernel, source_RK, weight_ENK, bias_EN, rows):
+    num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
+    out_RN = source_RK.new_empty(num_rows, columns)
+    if num_rows:
+        plan = GemmPlan(kernel, source_RK, rows, columns)
+        operands = None, None
+        if plan.blocks.descriptors:
+            tile_columns, depth = plan.blocks.columns, plan.blocks.depth
+            operands = row_descriptor(source_RK, plan.rows, depth), weight_descriptor(weight_ENK, tile_columns, depth)
+        described = None not in operands
+        launch_kernel(
+            gemm_down_kernel, plan.grid(persistent=described),
+            (*(operands if described else (source_RK, weight_ENK)), bias_EN, out_RN, rows.tiles), (plan.row_tiles,),
+            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *plan.tile, precision(source_RK)),
+            **plan.options,
+        )  # fmt: skip
+    return out_RN
+
+
+def down(a_RI, down_EHI, bias_EH, rows):
+    return _product("down", a_RI, down_EHI, bias_EH, rows)
+
+
+def input_rows(dh_R2I, gate_up_E2IH, rows):
+    return _product("input_rows", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows)
