@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from .patching.support import LayerSupport, supports
+    from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
 _MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
@@ -46,6 +47,7 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.support": ("LayerSupport", "supports"),
+    "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -54,6 +56,7 @@ __all__ = [
     "CheckpointError",
     "ExpertLoadCallback",
     "LayerSupport",
+    "LoadBalancing",
     "PatchReport",
     "SonicMoEExperts",
     "TokenRounding",

@@ -32,7 +32,7 @@ import sonicmoe_hf
 from ..config import TokenRounding
 from ..doctor import versions
 from . import corpus, plots
-from .model import NUM_EXPERTS, TOP_K, VOCAB_SIZE, small_config
+from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
 
 SEQUENCE_LENGTH = 128
 BATCH_SIZE = 16  # 2048 tokens a step
@@ -174,7 +174,8 @@ def train(demo: Demo) -> None:
     routing = "top-k" if policy is None else f"token rounding ({policy.rounding}, tiles of {policy.tile_rows} rows)"
     demo.console.print(f"training: {settings.steps} steps of {BATCH_SIZE * SEQUENCE_LENGTH} tokens, {routing}")
     sonicmoe_hf.patch_model(demo.model)
-    callbacks = [demo.load, _PrintProgress(demo.console)]
+    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    callbacks = [balancing, demo.load, _PrintProgress(demo.console)]
     if policy is not None:
         callbacks.insert(0, sonicmoe_hf.TokenRoundingCallback(rounding=policy.rounding, tile=policy.tile))
     trainer = Trainer(

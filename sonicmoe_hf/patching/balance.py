@@ -65,7 +65,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weights, loss, call):
-        ctx.call = call
+        ctx.call, ctx.device = call, loss.device
         return weights.view_as(weights)
 
     @staticmethod
@@ -73,7 +73,8 @@ class _WithLoss(torch.autograd.Function):
         outermost = ctx.call.outermost
         if outermost.loss_gradient is None:
             raise RuntimeError(NO_SCALE)
-        return gradient, outermost.loss_gradient.float() * outermost.share, None
+        scale = outermost.loss_gradient.float() * outermost.share
+        return gradient, scale.to(ctx.device), None
 
 
 def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) -> torch.Tensor:

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import TokenRounding
 
+if TYPE_CHECKING:
+    from .balance import Balancing
+
 
 class PatchState:
     """The settings that all hooks of one model share.
 
-    policy: token rounding, or None for top-k. counting: whether routers count their loads. said_top_k: whether it was
-    said that calls are too small for token rounding.
+    policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
+    balance, or None. said_top_k: whether it was said that calls are too small for token rounding. last: the outermost
+    call that ended last, while `balancing` wants its scale.
     """
 
     def __init__(self):
         self.policy: TokenRounding | None = None
         self.counting = False
+        self.balancing: Balancing | None = None
+        self.last: ModelCall | None = None
         self.said_top_k = False
 
 
@@ -32,7 +39,9 @@ class ModelCall:
 
     state: its model's settings; policy: theirs when it began. name: of the module called inside that model, "" for the
     whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None.
-    outer: the call of a model that this call is part of.
+    outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
+    share: what part of the optimiser step's tokens the outermost call has, as far as its loss says; loss_gradient: the
+    gradient of that loss, once backward began. Both are for balancing.
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
@@ -43,6 +52,9 @@ class ModelCall:
         self.attention_mask = attention_mask
         self.gradients = outer.gradients if part_of_model else torch.is_grad_enabled()
         self.outer = outer
+        self.outermost: ModelCall = outer.outermost if part_of_model else self
+        self.share: torch.Tensor | float = 1.0
+        self.loss_gradient: torch.Tensor | None = None
 
 
 class _Latest:

@@ -19,6 +19,7 @@ from ..config import TokenRounding
 from ..model_patches import FAMILIES
 from ..routing import MISPLACED, rounded_routing
 from . import calls
+from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .experts import IMPLEMENTATION, was_reached
@@ -41,21 +42,26 @@ def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | Non
 
 
 class RouterHook:
-    """Forward hook of a router: returns a Routing in place of the indices while token rounding is active.
+    """Forward hook of a router: returns a Routing in place of the indices while token rounding is active, counts its
+    tokens, and has the balancing loss follow its weights.
 
-    That is: a policy is set, the router is in training mode, and the outermost model call had gradients enabled.
+    All of it in training: the router is in training mode, and the outermost model call had gradients enabled.
     """
 
     def __init__(self, family_name: str, layer_name: str):
         self.family_name = family_name
         self.layer_name = layer_name
         self.load = ExpertLoad()
+        self.balance = TokenCounts()
 
     def __call__(self, router: nn.Module, args, output):
         if not router.training:
             return None
         call, recomputing = calls.current()
-        if call is None or not call.gradients or (call.policy is None and not call.state.counting):
+        if call is None or not call.gradients:
+            return None
+        balancing = call.state.balancing
+        if call.policy is None and balancing is None and not call.state.counting:
             return None
         logits_TE, weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
@@ -74,8 +80,26 @@ class RouterHook:
             rows_E = None if rounded is None else rounded.rows.offsets.diff()
             with torch.no_grad():
                 self.load.record(index_TK, num_experts, rows_E=rows_E, fell_back=fell_back, tile=tile, valid_T=valid_T)
+        if balancing is not None:
+            if balancing.counting and not recomputing:
+                self.balance.record(index_TK, num_experts, valid_T)
+            if balancing.loss_weight and torch.is_grad_enabled():
+                weights = weights_TK if rounded is None else rounded.weights
+                weights = self._with_layer_loss(router, output, weights, valid_T, call)
+                if rounded is None:
+                    return logits_TE, weights, index_TK
+                rounded = rounded.weighted_by(weights)
         # the weights beside it too: DeepSpeed gathers the router's own for backward where a tensor of a tuple asks for it
         return None if rounded is None else (logits_TE, rounded.weights, rounded)
+
+    def _with_layer_loss(self, router: nn.Module, output, weights: torch.Tensor, valid_T, call: ModelCall):
+        """The weights, whose backward adds this layer's balancing loss; it counts top-k, before rounding."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("LoadBalancing(per_layer_loss=...) does not work in a compiled model")
+        logits_TE, _, index_TK = output
+        scores_TE, _ = FAMILIES[self.family_name].scores(router, logits_TE)
+        weight = call.state.balancing.loss_weight
+        return with_layer_loss(weights, weight * layer_loss(scores_TE, index_TK, valid_T), call)
 
 
 def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k: int, num_experts: int):
@@ -153,6 +177,9 @@ class ModelEntryHook:
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             mask = None
         calls.begin(self.state, self.name, mask)
+        call = calls.in_progress()
+        if self.state.balancing is not None and call is call.outermost:
+            call.share = share_of_batch(kwargs)
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
@@ -206,6 +233,9 @@ class ModelExitHook:
         if torch.compiler.is_compiling():
             calls.expect_backward(call)
             return
+        if self.state.balancing is not None and call is call.outermost:
+            hook_loss(call, output)
+            self.state.last = call
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(_Announcement(call))

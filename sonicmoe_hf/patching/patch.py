@@ -118,16 +118,16 @@ def _use_our_experts(root: PreTrainedModel, save: str) -> None:
         experts.config._experts_implementation_internal = IMPLEMENTATION
 
 
-def _routers(root: nn.Module) -> Iterator[tuple[Layer, nn.Module]]:
+def routers(model: nn.Module) -> Iterator[tuple[Layer, nn.Module]]:
     """Every router of our families with its layer, also those that PEFT's modules_to_save keeps and does not call now."""
-    for layer in find_layers(root, copies=True):
+    for layer in find_layers(_root(model), copies=True):
         if layer.router is not None:
             for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
                 yield layer, router
 
 
 def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
-    for layer, router in _routers(root):
+    for layer, router in routers(root):
         hook = find_hook(router._forward_hooks, RouterHook)
         if hook is None:
             router.register_forward_hook(RouterHook(layer.family.name, layer.name))
@@ -244,7 +244,7 @@ def start_counting(model: nn.Module) -> None:
         UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
     """
     check_routers_live(model)
-    for _, router in _routers(_root(model)):
+    for _, router in routers(model):
         find_hook(router._forward_hooks, RouterHook).load.start(router.num_experts, router.weight.device)
     patch_state(model).counting = True
 
