@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     moe.add_argument("--start", type=moment, default=0.0, help="of token rounding: step, or fraction of training")
     moe.add_argument("--end", type=moment, default=1.0)
     moe.add_argument("--per-layer-loss", type=float,
-                     help=f"weight of the balancing loss; default: {PER_LAYER_LOSS} for the small model, else none")  # fmt: skip
+                     help=f"balancing loss; default: {PER_LAYER_LOSS} for the small model, else none")  # fmt: skip
     moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
     moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
     moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         unpatch,
         unpatch_model,
     )
+    from .patching.recorded import RecordedRouting
+    from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
@@ -46,6 +48,8 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
+    "patching.recorded": ("RecordedRouting",),
+    "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
@@ -58,6 +62,7 @@ __all__ = [
     "LayerSupport",
     "LoadBalancing",
     "PatchReport",
+    "RecordedRouting",
     "SonicMoEExperts",
     "TokenRounding",
     "TokenRoundingCallback",
@@ -74,6 +79,8 @@ __all__ = [
     "moe_experts",
     "patch",
     "patch_model",
+    "record_routing",
+    "replay_routing",
     "routing",
     "set_routing",
     "supports",

@@ -1,7 +1,7 @@
 """Balancing the experts of each layer: the loss of a router's call, and the update of a correction bias.
 
-Letters: T tokens, E experts, K experts per token. The loss follows Switch Transformers (arXiv 2101.03961, section 2.2), of
-each layer by itself; the bias update follows auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1).
+Letters: T tokens, E experts, K experts per token. The loss follows Switch Transformers (arXiv 2101.03961, section 2.2),
+of each layer by itself; the bias update follows auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from ..config import TokenRounding
 
 if TYPE_CHECKING:
     from .balance import Balancing
+    from .recorded import RecordedRouting, Replay
 
 
 class PatchState:
@@ -23,7 +24,8 @@ class PatchState:
 
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
     balance, or None. said_top_k: whether it was said that calls are too small for token rounding. last: the outermost
-    call that ended last, while `balancing` wants its scale.
+    call that ended last, while `balancing` wants its scale. recording, replaying: where calls note which experts they
+    use, and take them from, if they do.
     """
 
     def __init__(self):
@@ -31,6 +33,8 @@ class PatchState:
         self.counting = False
         self.balancing: Balancing | None = None
         self.last: ModelCall | None = None
+        self.recording: RecordedRouting | None = None
+        self.replaying: Replay | None = None
         self.said_top_k = False
 
 
@@ -41,7 +45,8 @@ class ModelCall:
     whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None.
     outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
     share: what part of the optimiser step's tokens the outermost call has, as far as its loss says; loss_gradient: the
-    gradient of that loss, once backward began. Both are for balancing.
+    gradient of that loss, once backward began. Both are for balancing. recorded, replayed: {layer: indices [T, K]} that
+    the outermost call notes, or takes in place of the routers' own.
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
@@ -55,6 +60,8 @@ class ModelCall:
         self.outermost: ModelCall = outer.outermost if part_of_model else self
         self.share: torch.Tensor | float = 1.0
         self.loss_gradient: torch.Tensor | None = None
+        self.recorded: dict[str, torch.Tensor] | None = None
+        self.replayed: dict[str, torch.Tensor] | None = None
 
 
 class _Latest:

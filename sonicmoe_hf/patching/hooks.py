@@ -24,6 +24,7 @@ from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .experts import IMPLEMENTATION, was_reached
 from .forwards import why_not_reached
+from .recorded import replayed
 from .support import Layer, find_layers, make_ready, ways_to_experts
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,11 @@ def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | Non
 
 
 class RouterHook:
-    """Forward hook of a router: returns a Routing in place of the indices while token rounding is active, counts its
-    tokens, and has the balancing loss follow its weights.
+    """Forward hook of a router: replays and records its experts, where a context asks for it. In training it returns a
+    Routing in place of the indices while token rounding is active, counts its tokens, and has the balancing loss follow
+    its weights.
 
-    All of it in training: the router is in training mode, and the outermost model call had gradients enabled.
+    Training is: the router is in training mode, and the outermost model call had gradients enabled.
     """
 
     def __init__(self, family_name: str, layer_name: str):
@@ -55,14 +57,25 @@ class RouterHook:
         self.balance = TokenCounts()
 
     def __call__(self, router: nn.Module, args, output):
-        if not router.training:
-            return None
         call, recomputing = calls.current()
-        if call is None or not call.gradients:
+        if call is None:
             return None
+        changed = None
+        if call.outermost.replayed is not None:
+            given_TK = call.outermost.replayed[self.layer_name]
+            output = changed = replayed(FAMILIES[self.family_name], router, output, given_TK)
+        if call.outermost.recorded is not None and not recomputing:
+            call.outermost.recorded[self.layer_name] = output[2].to(torch.int32)
+        if not router.training or not call.gradients:
+            return changed
+        if call.policy is None and call.state.balancing is None and not call.state.counting:
+            return changed
+        trained = self._in_training(router, output, call, recomputing)
+        return changed if trained is None else trained
+
+    def _in_training(self, router: nn.Module, output, call: ModelCall, recomputing: bool):
+        """What the router's output becomes by rounding and balancing, None where it stays as it is."""
         balancing = call.state.balancing
-        if call.policy is None and balancing is None and not call.state.counting:
-            return None
         logits_TE, weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
@@ -178,8 +191,26 @@ class ModelEntryHook:
             mask = None
         calls.begin(self.state, self.name, mask)
         call = calls.in_progress()
-        if self.state.balancing is not None and call is call.outermost:
+        if call is call.outermost:
+            self._prepare(call, kwargs)
+
+    def _prepare(self, call: ModelCall, kwargs: dict) -> None:
+        """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
+        state = self.state
+        if state.balancing is not None:
             call.share = share_of_batch(kwargs)
+        if state.recording is None and state.replaying is None:
+            return
+        if torch.compiler.is_compiling() or state.policy is not None:
+            raise RuntimeError(
+                "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
+                'set_routing(model, "top_k")'
+            )
+        if state.replaying is not None:
+            call.replayed = state.replaying.next_call()
+        if state.recording is not None:
+            call.recorded = {}
+            state.recording.calls.append(call.recorded)
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy

@@ -153,6 +153,6 @@ def _check_saved(model: nn.Module, layers: list[Layer]) -> None:
     has_adapters = any(hasattr(module, "peft_config") for module in model.modules())
     if has_adapters and any(layer.router not in saved for layer in layers):
         raise ValueError(
-            "LoadBalancing(bias_update=...) changes the routers' biases, which an adapter's checkpoint leaves out; put the "
-            "routers into modules_to_save of the PEFT config, or use per_layer_loss"
+            "LoadBalancing(bias_update=...) changes the routers' biases, which an adapter's checkpoint leaves out; put "
+            "the routers into modules_to_save of the PEFT config, or use per_layer_loss"
         )
