@@ -372,4 +372,5 @@ def _numbers(demo: Demo) -> list[tuple[str, str]]:
                                        f"{total['rows_dropped']:,} ({total['rows_dropped'] / rows:.1%})"),
         ("padded rows avoided", f"{avoided:,} ({avoided / rows:.1%})"),
         ("busiest expert / mean", f"{history[-1]['moe/load_max_over_mean']:.1f} at the end"),
+        ("experts without rows", f"{history[-1]['moe/dead_experts']} at the end"),
     ]  # fmt: skip

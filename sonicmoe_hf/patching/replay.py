@@ -41,8 +41,8 @@ def _calls_of(routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor], 
     for index_LTK in [routing] if isinstance(routing, torch.Tensor) else routing:
         if index_LTK.dim() != 3 or len(index_LTK) != len(layers) or index_LTK.dtype.is_floating_point:
             raise ValueError(
-                f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, experts "
-                f"per token], of {len(layers)} layers"
+                f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
+                f"experts per token], of {len(layers)} layers"
             )
         for (name, num_experts), index_TK in zip(layers.items(), index_LTK):
             if index_TK.numel() and index_TK.max() >= num_experts:
