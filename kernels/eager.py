@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .interface import Activation, Rounded, Rows, accumulation_dtype
+from .interface import Activation, Extra, Rounded, Rows, accumulation_dtype
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
 
 
@@ -134,12 +134,16 @@ def _activate(gate, up, activation: Activation, da=1.0):
     return value * up, da * slope * up, da * value
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
+def _add_extra(product, extra: Extra | None, expert, span):
+    return product if extra is None else product + extra.rows_PJ[span] @ extra.factor_ENJ[expert].T
+
+
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     num_rows, width = rows.token.numel(), gate_up_E2IH.shape[1]
     h_R2I = x_TH.new_empty(num_rows, width)
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
     for e, span in _spans(rows):
-        h = x_TH[rows.token[span]] @ gate_up_E2IH[e].T
+        h = _add_extra(x_TH[rows.token[span]] @ gate_up_E2IH[e].T, extra, e, span)
         h_R2I[span] = h if bias_E2I is None else h + bias_E2I[e]
         if want_a:
             gate, up = _split(h_R2I[span].to(accumulation_dtype(x_TH.dtype)), interleaved)
@@ -147,10 +151,10 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     return h_R2I if want_h else None, a_RI
 
 
-def down(a_RI, down_EHI, bias_EH, rows):
+def down(a_RI, down_EHI, bias_EH, rows, extra=None):
     y_RH = a_RI.new_empty(a_RI.shape[0], down_EHI.shape[1])
     for e, span in _spans(rows):
-        y = a_RI[span] @ down_EHI[e].T
+        y = _add_extra(a_RI[span] @ down_EHI[e].T, extra, e, span)
         y_RH[span] = y if bias_EH is None else y + bias_EH[e]
     return y_RH
 
@@ -168,7 +172,7 @@ def combine(y_RH, weight_P, rows, num_tokens):
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
     dtype = accumulation_dtype(dout_TH.dtype)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
@@ -177,7 +181,7 @@ def down_backward(
     for e, span in _spans(rows):
         dout = dout_TH[rows.token[span]]
         weight = weight_P[rows.pair[span], None]
-        da = (dout @ down_EHI[e]).to(dtype) if want_dh or want_dw else 1.0
+        da = _add_extra(dout @ down_EHI[e], extra, e, span).to(dtype) if want_dh or want_dw else 1.0
         a, dgate, dup = _activate(*_split(h_R2I[span].to(dtype), interleaved), activation, weight * da)
         if want_dh:
             dh_R2I[span] = _join(dgate, dup, interleaved).to(dh_R2I.dtype)
@@ -191,10 +195,10 @@ def down_backward(
     return dh_R2I, a_RI, dw_P
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows):
+def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
     dx_RH = dh_R2I.new_empty(dh_R2I.shape[0], gate_up_E2IH.shape[2])
     for e, span in _spans(rows):
-        dx_RH[span] = dh_R2I[span] @ gate_up_E2IH[e]
+        dx_RH[span] = _add_extra(dh_R2I[span] @ gate_up_E2IH[e], extra, e, span)
     return dx_RH
 
 
@@ -224,4 +228,39 @@ def down_bias_gradient(dout_TH, weight_P, rows, like_EH):
     for e, span in _spans(rows):
         weight = weight_P[rows.pair[span], None]
         gradient[e] = (weight * dout_TH[rows.token[span]].to(weight.dtype)).sum(0)
+    return gradient
+
+
+def _source_rows(source, rows, span, gathered):
+    return source[rows.token[span]] if gathered else source[span]
+
+
+def rank_rows(source, a_EJK, rows, scale, gathered):
+    out_PJ = source.new_empty(rows.token.numel(), a_EJK.shape[1])
+    for e, span in _spans(rows):
+        product = _source_rows(source, rows, span, gathered) @ a_EJK[e].T
+        out_PJ[span] = (product.to(accumulation_dtype(source.dtype)) * scale).to(source.dtype)
+    return out_PJ
+
+
+def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
+    drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+    if like_ENj is None:
+        return drank_PJ, None
+    if weight_P is not None:
+        # rows past R name no pair
+        weight_R1 = F.pad(weight_P, (0, 1))[rows.pair][:, None]
+        rank_PJ = (weight_R1 * rank_PJ).to(rank_PJ.dtype)
+    return drank_PJ, _factor_gradient(source, rank_PJ, rows, gathered, like_ENj)
+
+
+def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
+    return _factor_gradient(source, rank_PJ, rows, gathered, like_EjK.transpose(1, 2)).transpose(1, 2)
+
+
+def _factor_gradient(source, rank_PJ, rows, gathered, like_ENj):
+    gradient, dtype = torch.zeros_like(like_ENj), accumulation_dtype(source.dtype)
+    for e, span in _spans(rows):
+        wide = _source_rows(source, rows, span, gathered).to(dtype)
+        gradient[e] = wide.T @ rank_PJ[span, : like_ENj.shape[2]].to(dtype)
     return gradient

@@ -3,23 +3,8 @@
 Letters: T tokens, H hidden size, I expert intermediate size, E experts, K experts per token, P routed pairs
 (token, expert) as the routing lists them, R <= P rows that survive dispatch, sorted by expert.
 
-A backend is a module with these functions (`kernels/eager.py` is the plainest one):
-
-    dispatch(expert_P, token_P, num_tokens, num_experts, sentinels) -> Rows
-    tile_table_length(num_pairs, num_experts) -> length of Rows.tiles
-    round_rows(scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs,
-               weighting, dtype) -> Rounded
-    round_rows_backward(dweight_P, scores_TE, expert_P, rows, weighting) -> dscores_TE
-    up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a) -> h_R2I, a_RI
-    down(a_RI, down_EHI, bias_EH, rows) -> y_RH
-    combine(y_RH, weight_P, rows, num_tokens) -> out_TH
-    down_backward(dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved,
-                  want_dh, want_a, want_dw) -> dh_R2I, a_RI, dw_P
-    input_rows(dh_R2I, gate_up_E2IH, rows) -> dx_RH
-    gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH) -> E2IH
-    down_gradient(dout_TH, a_RI, rows, like_EHI) -> EHI
-    gate_up_bias_gradient(dh_R2I, rows, like_E2I) -> E2I
-    down_bias_gradient(dout_TH, weight_P, rows, like_EH) -> EH
+A backend is a module with the functions of `Backend` (`kernels/eager.py` is the plainest one). J is an adapter's rank,
+padded to a multiple of 8 with zeros.
 
 Row buffers have P rows; those past `rows.offsets[E]` are never written nor read. Weights come as logical views [E, 2I, H]
 and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says whether the 2I dimension holds
@@ -29,7 +14,7 @@ and [E, H, I]: their strides say whether they are stored transposed. `interleave
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -95,3 +80,88 @@ class Rounded(NamedTuple):
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums, routing weights and activations are computed in: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Extra(NamedTuple):
+    """An adapter's part of a product with a weight [E, N, K]: rows_PJ @ factor_ENJ[e]^T, added to the product in fp32
+    before bias and activation. Depth beyond K: [rows_RK | rows_PJ] @ [weight | factor]^T.
+
+    rows_PJ: contiguous, in the dtype and the order of the rows; what `rank_rows` or `rank_backward` gave.
+    factor_ENJ: in the weight's dtype, without gaps, and in the weight's order: J is contiguous where K is, else N.
+    """
+
+    rows_PJ: torch.Tensor
+    factor_ENJ: torch.Tensor
+
+
+class Backend(Protocol):
+    """The functions of a backend. Adapters: h = x W1^T + u B1^T and y = a W2^T + v B2^T with u = scale x A1^T and
+    v = scale a A2^T, expert by expert; A [E, J, in] and B [E, out, J]."""
+
+    def tile_table_length(self, num_pairs: int, num_experts: int) -> int:
+        """The length of Rows.tiles."""
+
+    def dispatch(self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool) -> Rows:
+        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
+
+    def round_rows(
+        self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, least_pairs: int,
+        num_pairs: int, weighting: Weighting, dtype: torch.dtype,
+    ) -> Rounded:  # fmt: skip
+        """Token rounding."""
+
+    def round_rows_backward(self, dweight_P, scores_TE, expert_P, rows: Rows, weighting: Weighting) -> torch.Tensor:
+        """dscores_TE."""
+
+    def up(
+        self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
+        want_a: bool, extra: Extra | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """h_R2I and a_RI. extra: (u, B1)."""
+
+    def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: Extra | None = None) -> torch.Tensor:
+        """y_RH. extra: (v, B2)."""
+
+    def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
+        """out_TH: every token's rows, times their weights unless those are None, summed."""
+
+    def down_backward(
+        self, dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows: Rows, activation: Activation, interleaved: bool,
+        want_dh: bool, want_a: bool, want_dw: bool, extra: Extra | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """dh_R2I, a' = w a [R, I] and dw_P. extra: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
+
+    def input_rows(self, dh_R2I, gate_up_E2IH, rows: Rows, extra: Extra | None = None) -> torch.Tensor:
+        """dx_RH, the gradient of gathered x. extra: (du, A1 as [E, H, J])."""
+
+    def gate_up_gradient(self, dh_R2I, x_TH, rows: Rows, like_E2IH) -> torch.Tensor:
+        """dh^T x, in the dtype and strides of `like_E2IH`."""
+
+    def down_gradient(self, dout_TH, a_RI, rows: Rows, like_EHI) -> torch.Tensor:
+        """dout^T a', in the dtype and strides of `like_EHI`."""
+
+    def gate_up_bias_gradient(self, dh_R2I, rows: Rows, like_E2I) -> torch.Tensor:
+        """dh summed."""
+
+    def down_bias_gradient(self, dout_TH, weight_P, rows: Rows, like_EH) -> torch.Tensor:
+        """w dout summed."""
+
+    def rank_rows(self, source, a_EJK, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
+        """scale * source @ A[e]^T [P, J], in source's dtype, scaled before it is rounded.
+
+        `gathered`: source is [T, K] and a row reads that of its token (u, of x); else it is [P, K] (v, of a).
+        """
+
+    def rank_backward(
+        self, source, b_ENJ, rank_PJ, weight_P, rows: Rows, scale: float, gathered: bool, want_rank: bool, like_ENj
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What both read a product's gradient: scale * source @ B[e] [P, J], and dB = source^T rank in the dtype,
+        shape and strides of `like_ENj`, whose rank j <= J is not padded (None: no dB). Sums in fp32.
+
+        (dv, dB2): source dout_TH, gathered; rank v, times weight_P. (du, dB1): source dh_R2I; rank u; weight_P is None.
+        rank_PJ may be None where no dB is wanted.
+        """
+
+    def factor_gradient(self, rank_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
+        """dA = rank^T source, summed in fp32, in the dtype, shape and strides of `like_EjK`: of du and gathered x_TH, or
+        of dv and a'_RI."""

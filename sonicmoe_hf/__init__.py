@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .native.adapter import convert_adapter
     from .native.convert import convert_checkpoint
     from .native.inspect import inspect_checkpoint
+    from .native.merge import merge_adapter
     from .native.modeling import SonicMoEExperts
     from .patching.patch import (
         PatchReport,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .patching.recorded import RecordedRouting
     from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
+    from .peft_config import lora_config
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
@@ -45,12 +47,14 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.adapter": ("convert_adapter",),
     "native.convert": ("convert_checkpoint",),
     "native.inspect": ("inspect_checkpoint",),
+    "native.merge": ("merge_adapter",),
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.recorded": ("RecordedRouting",),
     "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
+    "peft_config": ("lora_config",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
@@ -76,6 +80,8 @@ __all__ = [
     "functional",
     "inspect_checkpoint",
     "is_patched",
+    "lora_config",
+    "merge_adapter",
     "moe_experts",
     "patch",
     "patch_model",

@@ -31,7 +31,7 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
     return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
-_DISPATCH = custom_op.define(_dispatch, _fake_dispatch)
+_DISPATCH = custom_op.Op(_dispatch, _fake_dispatch)
 _functional = custom_op.for_torch_func(_DISPATCH, "dispatch")
 
 

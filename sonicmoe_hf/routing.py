@@ -5,6 +5,8 @@ Letters: T tokens, E experts, K experts per token, P routed pairs, M the tile.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import backends, custom_op
@@ -134,78 +136,72 @@ def _uniform(rounding: str, num_experts: int, device: torch.device):
     return torch.rand(num_experts, device=device) if rounding == "stochastic" else None
 
 
+class _Rounding(NamedTuple):
+    """How `Backend.round_rows` is to round: its arguments that are no tensors, but for the weighting."""
+
+    rounding: str
+    tile: int
+    least_pairs: int
+    num_pairs: int
+    dtype: torch.dtype
+    backend: str
+
+
 def _round_rows(
     scores: torch.Tensor,
     ranking: torch.Tensor,
     top_k_index: torch.Tensor,
     valid: torch.Tensor | None,
     uniform: torch.Tensor | None,
-    rounding: str,
-    tile: int,
-    least_pairs: int,
-    num_pairs: int,
-    normalised: bool,
-    epsilon: float,
-    scale: float,
-    dtype: torch.dtype,
-    backend: str,
+    weighting: Weighting,
+    how: _Rounding,
 ) -> list[torch.Tensor]:
     """[weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
-    result = backends.load(backend).round_rows(
-        scores, ranking, top_k_index, valid, uniform, rounding, tile, least_pairs, num_pairs,
-        Weighting(normalised, epsilon, scale), dtype,
+    result = backends.load(how.backend).round_rows(
+        scores, ranking, top_k_index, valid, uniform, how.rounding, how.tile, how.least_pairs, how.num_pairs,
+        weighting, how.dtype,
     )  # fmt: skip
-    found = [result.weight_P, result.expert_P, *result.rows]
-    return found if valid is None else [*found, result.fell_back]
+    tensors = [result.weight_P, result.expert_P, *result.rows]
+    return tensors if valid is None else [*tensors, result.fell_back]
 
 
-def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, rounding, tile, least_pairs, num_pairs, *options):
-    *_, dtype, backend = options
-    expert = scores.new_empty(num_pairs, dtype=torch.int32)
-    rows = fake_rows(expert, *scores.shape, backend)
-    found = [scores.new_empty(num_pairs, dtype=dtype), expert, *rows]
-    return found if valid is None else [*found, scores.new_empty((), dtype=torch.bool)]
+def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, how):
+    expert = scores.new_empty(how.num_pairs, dtype=torch.int32)
+    rows = fake_rows(expert, *scores.shape, how.backend)
+    tensors = [scores.new_empty(how.num_pairs, dtype=how.dtype), expert, *rows]
+    return tensors if valid is None else [*tensors, scores.new_empty((), dtype=torch.bool)]
 
 
 def _round_rows_backward(
-    dweight: torch.Tensor,
-    scores: torch.Tensor,
-    expert: torch.Tensor,
-    rows: list[torch.Tensor],
-    normalised: bool,
-    epsilon: float,
-    scale: float,
-    backend: str,
+    dweight: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, rows: Rows, weighting: Weighting, backend: str
 ) -> list[torch.Tensor]:
-    weighting = Weighting(normalised, epsilon, scale)
-    return [backends.load(backend).round_rows_backward(dweight, scores, expert, Rows(*rows), weighting)]
+    return [backends.load(backend).round_rows_backward(dweight, scores, expert, rows, weighting)]
 
 
-_FORWARD = custom_op.define(_round_rows, _fake_round_rows)
-_BACKWARD = custom_op.define(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
+_FORWARD = custom_op.Op(_round_rows, _fake_round_rows)
+_BACKWARD = custom_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx, arguments, output):
+    scores, *_, ctx.weighting, how = arguments
     ctx.set_materialize_grads(False)
-    *ctx.weighting, _, ctx.backend = inputs[9:]
-    ctx.save_for_backward(inputs[0], *output[1 : 2 + len(Rows._fields)])
+    ctx.backend = how.backend
+    ctx.save_for_backward(scores, *output[1 : 2 + len(Rows._fields)])
 
 
-def _backward(ctx, gradients):
-    """The gradient of `scores`, and None for what else the op takes."""
-    dweight = gradients[0]
+def _backward(ctx, dweight):
+    """The gradient of `scores`."""
     if dweight is None:
-        return (None,) * 14
+        return ()
     scores, expert, *rows = ctx.saved_tensors
     plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
     run = custom_op.choose(_functional_backward, _BACKWARD, plain, dweight)
-    (dscores,) = run(dweight, scores, expert, rows, *ctx.weighting, ctx.backend)
-    return dscores, *(None,) * 13
+    return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 
-custom_op.differentiate(_FORWARD, _backward, _setup_context)
+custom_op.differentiate(_FORWARD, _setup_context, _backward)
 _functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "token rounding")
-_differentiable = custom_op.without_dispatcher(_round_rows, "token rounding", _setup_context, _backward)
+_differentiable = custom_op.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
 _functional = custom_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
 
 
@@ -230,11 +226,14 @@ def rounded_routing(
     backend = backends.choose(device, torch.float32).name
     plain = _differentiable if scores_TE.requires_grad or custom_op.forward_mode() else _round_rows
     run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
+    how = _Rounding(
+        policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
+        policy.max_rows(num_tokens, top_k, num_experts),
+        logits_TE.dtype if dtype is None else dtype, backend,
+    )  # fmt: skip
     weight_P, expert_P, *rows = run(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),
-        policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
-        policy.max_rows(num_tokens, top_k, num_experts), *family.weighting(router),
-        logits_TE.dtype if dtype is None else dtype, backend,
+        family.weighting(router), how,
     )  # fmt: skip
     fell_back = False if valid_T is None else rows.pop()
     rows = Rows(*rows)

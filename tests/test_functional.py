@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe_hf import functional
 from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.experts_op import Inputs, Options
 from sonicmoe_hf.functional import Activation, moe_experts
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Weighting
@@ -244,7 +245,7 @@ def test_frozen_experts_keep_no_input_and_compute_no_weight_gradients(monkeypatc
     out, saved = saved_tensors(lambda: run(inputs, index))
     assert not any(t.data_ptr() == inputs["x"].data_ptr() for t in saved)
     out.sum().backward()
-    assert asked == [{"want_dh": True, "want_a": False, "want_dw": True}]
+    assert asked == [{"want_dh": True, "want_a": False, "want_dw": True, "extra": None}]
     assert inputs["x"].grad is not None and inputs["weights"].grad is not None and inputs["gate_up"].grad is None
 
 
@@ -362,15 +363,22 @@ def test_second_derivatives_are_refused_not_left_out(needed):
 def test_the_custom_ops_pass_torchs_own_checks(layout):
     inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
     rows = functional.dispatch(index, 5, 4)
-    args = (inputs["x"], inputs["gate_up"], inputs["down"], inputs["weights"].detach().reshape(-1).requires_grad_(),
-            inputs["gate_up_bias"], inputs["down_bias"], list(rows), "swiglu", 1.702, 7.0, *LAYOUTS[layout], "eager")  # fmt: skip
-    torch.library.opcheck(torch.ops.sonicmoe_hf.experts_forward.default, (*args, True, "preactivation"))
-    torch.library.opcheck(torch.ops.sonicmoe_hf.experts_forward.default, (*args, False, "input"))
+    factors = {
+        "gate_up_a": torch.randn(4, 3, 6), "gate_up_b": torch.randn(10, 3, 4).permute(2, 0, 1),
+        "down_a": torch.randn(4, 2, 5), "down_b": torch.randn(6, 2, 4).permute(2, 0, 1),
+    }  # fmt: skip
+    weight = inputs.pop("weights").detach().reshape(-1).requires_grad_()
+    tensors = Inputs(**inputs, weight=weight, **{name: factor.requires_grad_() for name, factor in factors.items()})
+    plain = tensors._replace(**dict.fromkeys(factors))
+    options = Options(*Activation(), *LAYOUTS[layout], 0.5, 2.0, "eager")
+    forward, backward = torch.ops.sonicmoe_hf.experts_forward.default, torch.ops.sonicmoe_hf.experts_backward.default
+    torch.library.opcheck(forward, (*tensors, *rows, *options, True, True, True))
+    torch.library.opcheck(forward, (*plain, *rows, *options, False, False, False))
     torch.library.opcheck(torch.ops.sonicmoe_hf.dispatch.default, (index, None, 5, 4, False, "eager"))
-    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
-    out, h = torch.ops.sonicmoe_hf.experts_forward(*detached, True, "preactivation")
-    backward = (torch.ones_like(out), detached[0], h, *detached[1:], [True] * 6)
-    torch.library.opcheck(torch.ops.sonicmoe_hf.experts_backward.default, backward)
+    detached = [tensor.detach() for tensor in tensors]
+    out, *kept = forward(*detached, *rows, *options, True, True, True)
+    assert [tensor.shape[1] for tensor in kept] == [10, 8, 8], "ranks are padded to multiples of 8"
+    torch.library.opcheck(backward, (torch.ones_like(out), *kept, *detached, *rows, *options, [True] * 10))
 
 
 @pytest.mark.parametrize("combination", itertools.product(("concatenated", "transposed_interleaved"), (False, True)))

@@ -13,12 +13,15 @@ from .. import triton as portable
 from ..triton import combine as combine
 from ..triton import dispatch as dispatch
 from ..triton import down_bias_gradient as down_bias_gradient
+from ..triton import factor_gradient as factor_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
+from ..triton import rank_backward as rank_backward
+from ..triton import rank_rows as rank_rows
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.config import TILE, num_sms, tile_rows
-from .config import gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, takes, tile
+from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, takes, tile
 from .variants import of_step
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -56,6 +59,26 @@ def _dense(weight) -> bool:
     return weight.stride() in strides or weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
 
 
+def _extra_fits(extra, weight) -> bool:
+    """Whether the Hopper kernels take an interface.Extra, or None, beside this weight [E, N, K]."""
+    if extra is None:
+        return True
+    rows, factor = extra
+    same_order = (factor.stride(2) == 1) == (weight.stride(2) == 1)
+    aligned = rows.shape[1] % ALIGNMENT == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in extra)
+    same_dtype = rows.dtype == factor.dtype == weight.dtype
+    return same_dtype and aligned and rows.is_contiguous() and same_order and _dense(factor)
+
+
+def _operands(extra):
+    """An adapter's rows and factor, None without one."""
+    return (None, None) if extra is None else tuple(extra)
+
+
+def _rank(extra) -> int:
+    return 0 if extra is None else extra.rows_PJ.shape[1]
+
+
 def _schedule(rows, tensor):
     """Rows.tiles, the row of it that is the scheduler's state, and the number of blocks: one for every SM."""
     return rows.tiles, rows.tiles.shape[0] - 1, num_sms(tensor.device)
@@ -86,66 +109,74 @@ def _run_on_its_device(kernel, tensor, *arguments):
             kernel(tensor, *arguments)
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     _, width, hidden = gate_up_E2IH.shape
     sizes = (hidden, width // 2)
-    if _has_few(rows) or not _fits(rows, sizes, x_TH, gate_up_E2IH) or not _dense(gate_up_E2IH):
-        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a)
+    taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _extra_fits(extra, gate_up_E2IH)
+    if _has_few(rows) or not taken:
+        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
     kernel = _first(
         _compiled().gemm_up, x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
-        want_a, activation, interleaved, tile("gemm_up", width),
+        want_a, activation, interleaved, _rank(extra), tile("gemm_up", width),
     )  # fmt: skip
-    _run_on_its_device(kernel, x_TH, gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, *_schedule(rows, x_TH))
+    _run_on_its_device(
+        kernel, x_TH, gate_up_E2IH, bias_E2I, *_operands(extra), h_R2I, a_RI, rows.token, *_schedule(rows, x_TH)
+    )
     return h_R2I, a_RI
 
 
-def _product(fallback, source_RK, weight_ENK, bias_EN, rows):
-    if not _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK) or not _dense(weight_ENK):
+def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
+    taken = _fits(rows, weight_ENK.shape[1:], None, source_RK, weight_ENK) and _dense(weight_ENK)
+    if not taken or not _extra_fits(extra, weight_ENK):
         return fallback()
     (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     kernels = _for_tiles(
         _compiled().gemm_down, gemm_down_tiles(columns, depth), source_RK.dtype, columns, depth,
-        weight_ENK.stride(2) == 1, bias_EN is not None,
+        weight_ENK.stride(2) == 1, bias_EN is not None, _rank(extra),
     )  # fmt: skip
     kernel = kernels[row_bucket(num_rows, num_experts)]
-    _run_on_its_device(kernel, source_RK, weight_ENK, bias_EN, out_RN, rows.token, *_schedule(rows, source_RK))
+    _run_on_its_device(
+        kernel, source_RK, weight_ENK, bias_EN, *_operands(extra), out_RN, rows.token, *_schedule(rows, source_RK)
+    )
     return out_RN
 
 
-def down(a_RI, down_EHI, bias_EH, rows):
-    return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows), a_RI, down_EHI, bias_EH, rows)
+def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+    return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows, extra), a_RI, down_EHI, bias_EH, rows, extra)
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows):
+def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
     return _product(
-        lambda: portable.input_rows(dh_R2I, gate_up_E2IH, rows), dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows
-    )
+        lambda: portable.input_rows(dh_R2I, gate_up_E2IH, rows, extra),
+        dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra,
+    )  # fmt: skip
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
     num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     chosen = tile("gemm_dgated", inner)
     num_parts = -(-inner // chosen.columns)
     taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_parts * num_pairs < MAX_ELEMENTS
-    if _has_few(rows) or not taken or not _dense(down_EHI):
+    weight_EIH = down_EHI.transpose(1, 2)
+    if _has_few(rows) or not taken or not _dense(down_EHI) or not _extra_fits(extra, weight_EIH):
         return portable.down_backward(
-            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+            dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     parts = weight_P.new_empty(num_parts, num_pairs) if want_dw else None
     kernel = _compiled().gemm_dgated(
         dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
-        interleaved, chosen,
+        interleaved, _rank(extra), chosen,
     )  # fmt: skip
     _run_on_its_device(
-        kernel, dout_TH, down_EHI.transpose(1, 2), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
+        kernel, dout_TH, weight_EIH, *_operands(extra), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
         *_schedule(rows, dout_TH),
     )  # fmt: skip
     return dh_R2I, a_RI, portable.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None

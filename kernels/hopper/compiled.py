@@ -32,6 +32,13 @@ def _weight(dtype, rows, depth, depth_contiguous):
     return _tensor(dtype, (cute.sym_int(), rows, depth), (2, 1, 0) if depth_contiguous else (2, 0, 1))
 
 
+def _extra(dtype, pairs, rows_of_weight, rank, depth_contiguous):
+    """The rows and the factor of an adapter of this rank, which is 0 without one."""
+    if not rank:
+        return None, None
+    return _tensor(dtype, (pairs, rank)), _weight(dtype, rows_of_weight, rank, depth_contiguous)
+
+
 def _tiles():
     """Rows.tiles, the row of it that is the scheduler's state, the number of blocks."""
     return _indices(cute.sym_int(), 3), Int32(1), Int32(1)
@@ -42,7 +49,7 @@ def _stream():
 
 
 @cached
-def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, tile: Tile):
+def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, rank: int, tile: Tile):
     """PingpongGemmDownKernel, or for wider tiles CooperativeGemmDownKernel: source [R, depth], weight [E,
     rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
@@ -52,6 +59,7 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
+        *_extra(kind, pairs, rows_of_weight, rank, depth_contiguous),
         _tensor(kind, (pairs, rows_of_weight)),
         _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
@@ -59,7 +67,7 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
 
 @cached
 def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
-       interleaved: bool, tile: Tile):  # fmt: skip
+       interleaved: bool, rank: int, tile: Tile):  # fmt: skip
     """GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
@@ -67,6 +75,7 @@ def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool,
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, 2 * inner, hidden, hidden_contiguous),
         _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
+        *_extra(kind, pairs, 2 * inner, rank, hidden_contiguous),
         _tensor(kind, (pairs, 2 * inner)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
@@ -75,13 +84,14 @@ def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool,
 
 @cached
 def gemm_dgated(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
-                  activation, interleaved: bool, tile: Tile):  # fmt: skip
+                  activation, interleaved: bool, rank: int, tile: Tile):  # fmt: skip
     """GemmDgatedKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
         GemmDgatedKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, inner, hidden, hidden_contiguous),
+        *_extra(kind, pairs, inner, rank, hidden_contiguous),
         _tensor(kind, (pairs, 2 * inner)),
         _tensor(cutlass.Float32, (pairs,), align=4),
         _tensor(kind, (pairs, 2 * inner)) if want_dh else None,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 TILE_M = 128  # rows of a tile
 TILE_K = 64  # columns of both operands in a pipeline stage: 128 bytes of a 16-bit dtype
+K_BLOCK = 16  # of them in one wgmma
 WARPGROUP_M = 64  # rows of one wgmma, and of an epi tile
 EPI_TILE_N = 64  # columns of an epi tile: what the epilogue stores at a time
 VECTOR = 8  # elements that one thread copies at a time: 16 bytes

@@ -27,7 +27,7 @@ from .gemm_common import (
 from .mainloop import consumer_fragments, multiply_tile, narrow_fragment
 from .residual import RESIDUAL_BYTES, Residual
 from .varlen import varlen_epi_tiles
-from .varlen_m import VarlenMKernel, add_bias
+from .varlen_m import VarlenMKernel, add_bias, extra_atoms
 
 WARP_ROWS = 32 * VECTOR // EPI_TILE_N  # rows of an epi tile that a warp reads at a time
 EPI_TILE_BYTES = WARPGROUP_M * EPI_TILE_N * 2
@@ -76,8 +76,9 @@ class EpilogueWarpsKernel(VarlenMKernel):
 
     @cute.jit
     def run_warps(
-        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32,
-        tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, epilogue_arguments: cutlass.Constexpr,
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, extra: cutlass.Constexpr, token: cute.Tensor,
+        table: cute.Tensor, last: Int32, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue,
+        epilogue_arguments: cutlass.Constexpr,
     ):  # fmt: skip
         """Every warp's role; `epilogue_arguments`: what `run_epilogue_warp` takes beside `shared` and the warp."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -85,12 +86,13 @@ class EpilogueWarpsKernel(VarlenMKernel):
         tiles, counter = tiles_and_counter(table, last)
         shared = set_up_shared(
             self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(),
-            self.extra_arrivals, (atom_w,), counter, self.num_work_tiles(tiles), 4 + CONSUMER_WARPS, static=self.static,
+            self.extra_arrivals, (atom_w, *extra_atoms(extra)), counter, self.num_work_tiles(tiles),
+            4 + CONSUMER_WARPS, static=self.static,
         )  # fmt: skip
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < self.gather_warps:
-                self.produce(atom_a, source, atom_w, tensor_w, shared, token, tiles)
+                self.produce(atom_a, source, atom_w, tensor_w, extra, shared, token, tiles)
             else:
                 self.run_epilogue_warp(shared, warp - self.gather_warps, *epilogue_arguments)
         else:
@@ -110,12 +112,11 @@ class EpilogueWarpsKernel(VarlenMKernel):
         expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
         tile_count = Int32(1)
         while expert >= 0:
-            # nothing to multiply where the half has no rows
-            k_tiles = Int32(first + WARPGROUP_M * half < end) * self.k_tiles
+            k_tiles, unused, tail_k_blocks = self.mainloop_lengths(Int32(first + WARPGROUP_M * half < end))
             stage, phase = multiply_tile(
                 tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
                 column_tile == self.column_tiles - 1,
-                (shared.pipeline, stage, phase, k_tiles, self.k_tiles - k_tiles),
+                (shared.pipeline, stage, phase, k_tiles, unused, None, 1, tail_k_blocks),
             )  # fmt: skip
             if const_expr(bias is not None):
                 width, limit = self.columns // self.halves, bias.shape[1] // self.halves

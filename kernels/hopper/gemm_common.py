@@ -12,8 +12,9 @@ how the consumers share the work, and in who runs the epilogue:
     PingpongGemmDownKernel      TMA, TMA      pingpong      the consumers                    24, 240
     GemmWgradKernel             TMA, gather   cooperative   the consumers                    40, 232
 
-registers: a thread's in warpgroup 0, and in the consumers. Cooperative: each consumer computes 64 (GemmWgradKernel: 128)
-rows of every tile. Pingpong: each computes all rows of every other tile, and stores them while the other one computes.
+registers: a thread's in warpgroup 0, and in the consumers (pingpong with an adapter: 40, 232). Cooperative: each
+consumer computes 64 (GemmWgradKernel: 128) rows of every tile. Pingpong: each computes all rows of every other tile,
+and stores them while the other one computes.
 
     warp role         waits for                                signals (arrive count)
     producer warp 0   empty[s]; scheduler.empty                full[s] (1, and the bytes of TMA); scheduler.full (1)
@@ -25,6 +26,10 @@ full[s] and empty[s] are the barriers of the `stages` of the mainloop pipeline (
 tile_empty are those of the tile in shared memory, where there are epilogue warps (epilogue.py). Pingpong consumers
 have an order barrier each (gemm_down.py). Every warp but producer warp 0 also arrives at scheduler.empty
 (tile_scheduler.py).
+
+Adapters (interface.Extra) are extra depth: [A | rows] [B | factor]^T. After the stages of A and B the producer fills one
+more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last of
+these stages as far as there are k blocks of 16. Nothing else differs, and without an adapter nothing does.
 """
 
 from dataclasses import dataclass

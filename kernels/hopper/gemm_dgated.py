@@ -12,6 +12,7 @@ from .activations import activate
 from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
 from .gemm_common import global_vector
+from .varlen_m import extra_depth
 
 
 class GemmDgatedKernel(EpilogueWarpsKernel):
@@ -30,26 +31,30 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def __call__(
-        self, dout: cute.Tensor, weight: cute.Tensor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
-        pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+        self, dout: cute.Tensor, weight: cute.Tensor, rank_rows, factor, h: cute.Tensor, routing_weight: cute.Tensor,
+        dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         _, tensor_dout, atom_w, tensor_w = self.set_up_operands(dout, weight)
+        extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue(computed_with=True)
         self.kernel(
-            tensor_dout, atom_w, tensor_w, h, routing_weight, dh, a, parts, pair, token, table, last,
+            tensor_dout, atom_w, tensor_w, *extra, h, routing_weight, dh, a, parts, pair, token, table, last,
             self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, h: cute.Tensor,
-        routing_weight: cute.Tensor, dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor,
-        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
-        layout_epilogue: cute.ComposedLayout,
+        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_rank_rows,
+        tensor_rank_rows, atom_factor, tensor_factor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a,
+        parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
+        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
     ):  # fmt: skip
         self.run_warps(
-            None, tensor_dout, atom_w, tensor_w, token, table, last, tiled_mma, narrow_mma, None, layout_a, layout_b,
-            layout_epilogue, (h, routing_weight, dh, a, parts, pair),
+            None, tensor_dout, atom_w, tensor_w,
+            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
+            tiled_mma, narrow_mma, None, layout_a, layout_b, layout_epilogue,
+            (h, routing_weight, dh, a, parts, pair),
         )  # fmt: skip
 
     @cute.jit

@@ -18,7 +18,7 @@ from .gemm_common import (
 )
 from .mainloop import advance_by, consumer_fragments, multiply, multiply_tile, narrow_fragment
 from .varlen import varlen_epi_tiles, varlen_rows
-from .varlen_m import VarlenMKernel, add_bias
+from .varlen_m import VarlenMKernel, add_bias, extra_atoms, extra_depth
 
 
 class CooperativeGemmDownKernel(EpilogueWarpsKernel):
@@ -38,28 +38,30 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def __call__(
-        self, source: cute.Tensor, weight: cute.Tensor, bias, out: cute.Tensor, token: cute.Tensor,
+        self, source: cute.Tensor, weight: cute.Tensor, bias, rank_rows, factor, out: cute.Tensor, token: cute.Tensor,
         table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         atom_a, tensor_a, atom_b, tensor_b = self.set_up_operands(source, weight)
+        extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
         box = WARPGROUP_M, EPI_TILE_N
         atom_out, tensor_out = store_atom(varlen_rows(out), one_stage(self.layout_epilogue), box)
         self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
+            atom_a, tensor_a, atom_b, tensor_b, *extra, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
             self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
         ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
-        atom_out: cute.CopyAtom, tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor,
-        last: Int32, tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout,
-        layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
+        atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor, atom_out: cute.CopyAtom,
+        tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
+        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
     ):  # fmt: skip
         self.run_warps(
-            atom_a, tensor_a, atom_b, tensor_b, token, table, last, tiled_mma, narrow_mma, bias, layout_a, layout_b,
-            layout_epilogue, (atom_out, tensor_out, None),
+            atom_a, tensor_a, atom_b, tensor_b,
+            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
+            tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, (atom_out, tensor_out, None),
         )  # fmt: skip
 
 
@@ -91,14 +93,20 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         if tile.static and self.rows > TILE_M:
             raise ValueError(f"tiles of {tile.rows} rows merge row tiles, which needs the dynamic scheduler")
 
+    def set_up_extra(self, rows, factor):
+        if rows is not None:
+            self.registers = 40, 232  # the producer loads from two pairs of tensors; with 24 it spills
+        return super().set_up_extra(rows, factor)
+
     def set_up_epilogue(self):
         self.layout_epilogue = epilogue_layout(self.dtype, 2 * self.epi_stages)
         self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout_epilogue, self.stages, 2)
 
     @cute.jit
     def run_warps(
-        self, atom_a, source: cute.Tensor, atom_w, tensor_w, token: cute.Tensor, table: cute.Tensor, last: Int32,
-        tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, epilogue_arguments: cutlass.Constexpr,
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, extra: cutlass.Constexpr, token: cute.Tensor,
+        table: cute.Tensor, last: Int32, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue,
+        epilogue_arguments: cutlass.Constexpr,
     ):  # fmt: skip
         """Every warp's role."""
         atom_out, tensor_out, _ = epilogue_arguments
@@ -108,13 +116,13 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         tiles, counter = tiles_and_counter(table, last)
         shared = set_up_shared(
             self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(), (warps, warps),
-            (atom_w, atom_out), counter, self.num_work_tiles(tiles), 1 + CONSUMER_WARPS,
+            (atom_w, atom_out, *extra_atoms(extra)), counter, self.num_work_tiles(tiles), 1 + CONSUMER_WARPS,
             consumer_warps=warps if self.rows == TILE_M else CONSUMER_WARPS, static=self.static,
         )  # fmt: skip
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atom_a, source, atom_w, tensor_w, shared, token, tiles)
+                self.produce(atom_a, source, atom_w, tensor_w, extra, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.run_pingpong_consumer(tiled_mma, narrow_mma, shared, warpgroup - 1, atom_out, tensor_out, bias)
@@ -141,7 +149,8 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                 arrivals = 1
                 if const_expr(self.rows > TILE_M):
                     arrivals = 2 - Int32(first + TILE_M < end)  # for the other consumer too
-                mainloop = shared.pipeline, stage, phase, Int32(self.k_tiles), None, other_order, arrivals
+                k_tiles, unused, tail_k_blocks = self.mainloop_lengths()
+                mainloop = shared.pipeline, stage, phase, k_tiles, unused, other_order, arrivals, tail_k_blocks
                 if first + WARPGROUP_M < end:
                     stage, phase = multiply_tile(
                         tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
@@ -162,19 +171,20 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                     )  # fmt: skip
             else:
                 if const_expr(third_a is None):
-                    stage, phase = advance_by(stage, phase, self.k_tiles, self.stages)
+                    stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
                 else:
                     if first + TILE_M < end:
+                        k_tiles, _, tail_k_blocks = self.mainloop_lengths()
                         stage, phase = multiply(
                             tiled_mma, (top,), (third_a,), fragment_b, shared.pipeline, stage, phase,
-                            Int32(self.k_tiles),
+                            k_tiles, tail_k_blocks=tail_k_blocks,
                         )  # fmt: skip
                         self.store_rows(
                             store, top, coordinates, shared, atom_out, tensor_out, bias, expert, first + TILE_M, end,
                             column_tile,
                         )  # fmt: skip
                     else:
-                        stage, phase = advance_by(stage, phase, self.k_tiles, self.stages)
+                        stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
         cute.arch.cp_async_bulk_wait_group(0)

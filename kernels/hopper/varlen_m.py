@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from .config import EPI_TILE_N, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
+from .config import EPI_TILE_N, K_BLOCK, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
 from .gemm_common import (
     advance,
     epilogue_store,
@@ -57,6 +57,28 @@ class Gather:
         return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
 
 
+@dataclass(frozen=True)
+class ExtraDepth:
+    """An adapter's operands, by TMA: rows [P, J] in the order of the rows, factor [E, N, J] in the weight's order.
+
+    They are more depth: [source | rows] @ [weight | factor]^T. Their stages follow those of source and weight.
+    """
+
+    atom_rows: cute.CopyAtom
+    rows: cute.Tensor
+    atom_factor: cute.CopyAtom
+    factor: cute.Tensor
+
+
+def extra_depth(atom_rows, rows, atom_factor, factor) -> ExtraDepth | None:
+    """A kernel's arguments as one, or None without an adapter."""
+    return None if rows is None else ExtraDepth(atom_rows, rows, atom_factor, factor)
+
+
+def extra_atoms(extra: ExtraDepth | None):
+    return () if extra is None else (extra.atom_rows, extra.atom_factor)
+
+
 class VarlenMKernel:
     """Shared by the kernels over sorted rows.
 
@@ -76,34 +98,62 @@ class VarlenMKernel:
 
     def set_up_operands(self, source, weight):
         """Layouts and TMA atoms of the operands; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
-        experts, rows, depth = weight.shape
-        stride_e, stride_n, stride_k = weight.stride
-        k_major = stride_k == 1
-        per_half = rows // self.halves
+        k_major = weight.stride[2] == 1
+        per_half = weight.shape[1] // self.halves
         self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
-        self.k_tiles = math.ceil(depth / TILE_K)
-        view = cute.make_tensor(
-            weight.iterator,
-            cute.make_layout(
-                (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
-            ),
-        )
+        self.k_tiles = self.whole_k_tiles = math.ceil(weight.shape[2] / TILE_K)
+        self.extra_k_tiles = self.tail_k_blocks = 0
         self.layout_a = operand_layout(self.dtype, self.rows, True, self.stages)
         self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
-        half_b = operand_layout(self.dtype, self.columns // self.halves, k_major, self.stages)
         self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
         narrow = self.halves == 1 and self.rows == TILE_M  # else what it saves is not worth the registers
         self.last_columns = columns_of_last_tile(per_half, self.columns) if const_expr(narrow) else 0
         self.narrow_mma = None
         if const_expr(self.last_columns):
             self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
-        if const_expr(self.gather):
-            atom_a, tensor_a = None, source
-        else:
-            half_a = operand_layout(self.dtype, WARPGROUP_M, True, self.stages)
-            atom_a, tensor_a = load_atom(source, one_stage(half_a), (WARPGROUP_M, TILE_K))
-        atom_b, tensor_b = load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
-        return atom_a, tensor_a, atom_b, tensor_b
+        atom_a, tensor_a = (None, source) if const_expr(self.gather) else self.row_atom(source)
+        return atom_a, tensor_a, *self.weight_atom(weight)
+
+    def set_up_extra(self, rows, factor):
+        """What ExtraDepth holds, or four times None without an adapter: rows [P, J], factor [E, N, J] in the order of the
+        weight. The last stage's k blocks are computed as far as there are any of the J columns."""
+        if rows is None:
+            return None, None, None, None
+        rank = rows.shape[1]
+        self.extra_k_tiles = math.ceil(rank / TILE_K)
+        self.whole_k_tiles = self.k_tiles + rank // TILE_K
+        self.tail_k_blocks = math.ceil(rank % TILE_K / K_BLOCK)
+        return *self.row_atom(rows), *self.weight_atom(factor)
+
+    def row_atom(self, rows):
+        """TMA loads of 64 rows of a stage."""
+        half_a = operand_layout(self.dtype, WARPGROUP_M, True, self.stages)
+        return load_atom(rows, one_stage(half_a), (WARPGROUP_M, TILE_K))
+
+    def weight_atom(self, weight):
+        """TMA loads of a stage of a weight [E, N, K], for gated kernels of half a stage."""
+        experts, rows, depth = weight.shape
+        stride_e, stride_n, stride_k = weight.stride
+        per_half = rows // self.halves
+        view = cute.make_tensor(
+            weight.iterator,
+            cute.make_layout(
+                (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
+            ),
+        )
+        half_b = operand_layout(self.dtype, self.columns // self.halves, stride_k == 1, self.stages)
+        return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
+
+    def mainloop_lengths(self, has_rows=None):
+        """(whole k tiles, stages released unread, tail k blocks or None) of a tile, for `multiply`; of half a tile all
+        stages are released unread unless it `has_rows`."""
+        if has_rows is None:
+            return Int32(self.whole_k_tiles), None, Int32(self.tail_k_blocks) if self.tail_k_blocks else None
+        k_tiles = has_rows * self.whole_k_tiles
+        unused = self.k_tiles - k_tiles
+        if self.extra_k_tiles:
+            unused = (1 - has_rows) * (self.k_tiles + self.extra_k_tiles)
+        return k_tiles, unused, has_rows * self.tail_k_blocks if self.tail_k_blocks else None
 
     def whole_work_tiles(self, tiles):
         """(how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are gathered,
@@ -153,8 +203,9 @@ class VarlenMKernel:
 
     @cute.jit
     def produce(
-        self, atom_a, tensor_a, atom_b, tensor_b, shared: cutlass.Constexpr, token: cute.Tensor, tiles: cute.Tensor
-    ):
+        self, atom_a, tensor_a, atom_b, tensor_b, extra: cutlass.Constexpr, shared: cutlass.Constexpr,
+        token: cute.Tensor, tiles: cute.Tensor,
+    ):  # fmt: skip
         """The producer warps' role: fill the pipeline for every work tile of this block.
 
         The next work tile is found, and its tokens are looked up, while stages of this one are waited for. What is loaded
@@ -206,7 +257,32 @@ class VarlenMKernel:
                 else:
                     self.load_a(atom_a, halves, full + stage, first, end, k_tile, stage)
                 stage, phase = advance(stage, phase, self.stages)
+            if const_expr(extra is not None):
+                stage, phase = self.produce_extra(
+                    extra, shared, warp, expert, first, end, column_tile, has_bottom, stage, phase
+                )
             expert, first, end, column_tile = next_expert, next_first, next_end, next_column_tile
+
+    @cute.jit
+    def produce_extra(
+        self, extra: cutlass.Constexpr, shared: cutlass.Constexpr, warp, expert: Int32, first: Int32, end: Int32,
+        column_tile: Int32, has_bottom, stage: Int32, phase: Int32,
+    ):  # fmt: skip
+        """Fill the stages of the extra depth, which is loaded by TMA also where the source is gathered: the gathering
+        threads only arrive. Returns the pipeline's next stage and phase."""
+        full, empty = shared.pipeline.full, shared.pipeline.empty
+        halves, tma_bytes = self.partition_a(extra.atom_rows, extra.rows, shared, first, end, has_bottom)
+        for k_tile in cutlass.range(self.extra_k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            if warp == 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tma_bytes)
+                self.load_b(extra.atom_factor, extra.factor, shared, expert, column_tile, k_tile, stage)
+                self.load_a(extra.atom_rows, halves, full + stage, first, end, k_tile, stage)
+            if const_expr(self.gather):
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
 
     def set_up_gather(self, shared, warp) -> Gather:
         """What a producer thread copies; meaningless where rows are not gathered."""

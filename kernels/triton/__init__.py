@@ -19,6 +19,9 @@ from .gemm_dgated import down_backward as _down_backward
 from .gemm_dgated import routing_gradient as _routing_gradient
 from .gemm_down import down as _down
 from .gemm_down import input_rows as _input_rows
+from .gemm_rank import factor_gradient as _factor_gradient
+from .gemm_rank import rank_backward as _rank_backward
+from .gemm_rank import rank_rows as _rank_rows
 from .gemm_up import up as _up
 from .gemm_wgrad import down_gradient as _down_gradient
 from .gemm_wgrad import gate_up_gradient as _gate_up_gradient
@@ -55,3 +58,6 @@ gate_up_gradient = _on_its_device(_gate_up_gradient)
 down_gradient = _on_its_device(_down_gradient)
 gate_up_bias_gradient = _on_its_device(_gate_up_bias_gradient)
 down_bias_gradient = _on_its_device(_down_bias_gradient)
+rank_rows = _on_its_device(_rank_rows)
+rank_backward = _on_its_device(_rank_backward)
+factor_gradient = _on_its_device(_factor_gradient)

@@ -24,8 +24,9 @@ SMALLEST_TILE, TILE = 64, 128
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are not
-    gathered come as tensor descriptors where the copy engine takes them.
+    `columns` of rank_rows: the most of a rank that a tile takes. `piece`: columns that the epilogue of down_backward
+    holds in registers at a time. `descriptors`: operands that are not gathered come as tensor descriptors where the
+    copy engine takes them.
     """
 
     columns: int
@@ -41,8 +42,8 @@ class GradientBlocks(NamedTuple):
     """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
     gathered side that pass over the other together.
 
-    `peel` computes full depths without masks, and the rest apart: faster unless an expert has few of them, or one side
-    is described. `descriptors` as above.
+    `width` of rank_gradient: the most of a rank that a tile takes. `peel` computes full depths without masks, and the
+    rest apart: faster unless an expert has few of them, or one side is described. `descriptors` as above.
     """
 
     height: int
@@ -55,10 +56,13 @@ class GradientBlocks(NamedTuple):
     descriptors: bool = False
 
 
-def _everywhere(columns, depth, warps, stages, gradient):
+def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradient):
     rows = {"many": Blocks(columns, depth, warps, stages, descriptors=gradient.descriptors)}
     up = {"many": Blocks(columns // 2, depth, warps, stages, descriptors=gradient.descriptors)}
-    return {"up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient}}
+    return {
+        "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
+        "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
+    }  # fmt: skip
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
@@ -89,11 +93,27 @@ TABLE = {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
         },
+        "rank_rows": {"many": Blocks(64, 128, 4, 4)},
+        "rank_gradient": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
-    ("ampere", 2): _everywhere(128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4)),
-    ("small", 2): _everywhere(128, 32, 8, 3, GradientBlocks(128, 128, 32, 8, 3)),
-    ("any", 4): _everywhere(64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2)),
-    ("interpreter", 0): _everywhere(32, 32, 1, 1, GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True)),
+    ("ampere", 2): _everywhere(
+        128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4), Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4)
+    ),
+    ("small", 2): _everywhere(
+        128, 32, 8, 3, GradientBlocks(128, 128, 32, 8, 3), Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3)
+    ),
+    ("any", 4): _everywhere(
+        64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
+    ),
+    ("interpreter", 0): _everywhere(
+        32,
+        32,
+        1,
+        1,
+        GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
+        Blocks(32, 32, 1, 1),
+        GradientBlocks(32, 32, 16, 1, 1),
+    ),
 }
 
 

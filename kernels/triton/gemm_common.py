@@ -27,6 +27,28 @@ def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
+def add_extra(
+    product, rank, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr, STRIDE_J: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """product + rank[row] @ factor[expert]^T, rank [P, J], factor [E, N, J]; product itself without an adapter.
+
+    After the main loop, whose shared memory is free again then.
+    """
+    if rank is not None:
+        DEPTH: tl.constexpr = 16 if J <= 16 else 32
+        rank_row = rank + tl.minimum(row, end - 1).to(tl.int64)[:, None] * J
+        factor_column = factor + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
+        for start in tl.range(0, J, DEPTH, num_stages=1):
+            j = start + tl.arange(0, DEPTH)
+            left = tl.load(rank_row + j[None, :], mask=(j < J)[None, :], other=0.0)
+            is_read = (j < J)[:, None] & is_column[None, :]
+            right = tl.load(factor_column + j[:, None] * STRIDE_J, mask=is_read, other=0.0)
+            product = tl.dot(left, right, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def pointer_product(
     a_pointers, b_pointers, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -114,3 +136,10 @@ class GemmPlan:
 
 def bias_strides(bias):
     return (0, 0) if bias is None else bias.stride()
+
+
+def extra_operands(extra):
+    """The tensors and the constants of `add_extra`, of an interface.Extra or None."""
+    if extra is None:
+        return (None, None), (0, 0, 0, 0)
+    return tuple(extra), (extra.rows_PJ.shape[1], *extra.factor_ENJ.stride())

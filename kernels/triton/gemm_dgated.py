@@ -1,4 +1,4 @@
-"""down_backward: da' = dout W2, and from one read of h: dh, a' and the gradient of the routing weights."""
+"""down_backward: da' = dout W2 (+ dv A2), and from one read of h: dh, a' and the gradient of the routing weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from .descriptors import weight_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
+    add_extra,
     bias_strides,
     described_product,
+    extra_operands,
     halves,
     pointer_product,
     precision,
@@ -82,8 +84,9 @@ def _backward_pieces(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_dgated_kernel(
-    dout, weight, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
+    dout, weight, rank, factor, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,6 +116,10 @@ def gemm_dgated_kernel(
                 + depth[:, None] * STRIDE_H,
                 column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
             )  # fmt: skip
+        da = add_extra(
+            da, rank, factor, expert, row, end, column, column < I,
+            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+        )  # fmt: skip
     else:
         da = tl.zeros((ROWS, COLUMNS), tl.float32)
 
@@ -154,7 +161,7 @@ def routing_gradient_kernel(
 
 
 def down_backward(
-    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+    dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
     num_rows, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
     dh_R2I = dout_TH.new_empty(num_rows, 2 * inner) if want_dh else None
@@ -167,12 +174,13 @@ def down_backward(
         if plan.blocks.descriptors:
             weight = weight_descriptor(down_EHI.transpose(1, 2), plan.blocks.columns, plan.blocks.depth)
         described = weight is not None
+        extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_dgated_kernel, plan.grid(persistent=False),
-            (dout_TH, weight if described else down_EHI, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token, rows.pair,
-             rows.tiles),
+            (dout_TH, weight if described else down_EHI, *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
+             rows.token, rows.pair, rows.tiles),
             (plan.row_tiles, num_rows),
-            (hidden, inner, *down_EHI.stride(), interleaved, *activation, described, *plan.tile,
+            (hidden, inner, *down_EHI.stride(), *extra_constants, interleaved, *activation, described, *plan.tile,
              plan.blocks.piece // 2 if interleaved else plan.blocks.piece, precision(dout_TH)),
             **plan.options,
         )  # fmt: skip

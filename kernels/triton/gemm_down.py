@@ -9,8 +9,10 @@ from .descriptors import row_descriptor, weight_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
+    add_extra,
     bias_strides,
     described_product,
+    extra_operands,
     pointer_product,
     precision,
     real_row_tiles,
@@ -21,9 +23,10 @@ from .launch import launch_kernel
 
 @triton.jit
 def _down_tile(
-    tile, column_tile, source, weight, bias, out, tiles,
+    tile, column_tile, source, weight, bias, rank, factor, out, tiles,
     N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(tiles + tile * 3)
@@ -44,6 +47,10 @@ def _down_tile(
             + depth[:, None] * STRIDE_K,
             column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
         )  # fmt: skip
+    product = add_extra(
+        product, rank, factor, expert, row, end, column, column < N,
+        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+    )  # fmt: skip
     if bias is not None:
         bias_column = bias + expert.to(tl.int64) * BIAS_STRIDE_E + column * BIAS_STRIDE_N
         product += tl.load(bias_column, mask=column < N, other=0.0).to(tl.float32)[None, :]
@@ -55,12 +62,13 @@ def _down_tile(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_kernel(
-    source, weight, bias, out, tiles, num_row_tiles,
+    source, weight, bias, rank, factor, out, tiles, num_row_tiles,
     N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[r] @ weight[e]^T (+ bias[e]), weight [E, N, K]."""
+    """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]."""
     if DESCRIBED:
         num_row_tiles = real_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
@@ -68,22 +76,22 @@ def gemm_down_kernel(
         for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=True):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
             _down_tile(
-                tile, column_tile, source, weight, bias, out, tiles,
+                tile, column_tile, source, weight, bias, rank, factor, out, tiles,
                 N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
-                DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+                DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
             )  # fmt: skip
     else:
         tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
         if tl.load(tiles + tile * 3) < 0:
             return
         _down_tile(
-            tile, column_tile, source, weight, bias, out, tiles,
+            tile, column_tile, source, weight, bias, rank, factor, out, tiles,
             N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
-            DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+            DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
         )  # fmt: skip
 
 
-def _product(kernel, source_RK, weight_ENK, bias_EN, rows):
+def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra):
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     if num_rows:
@@ -93,18 +101,21 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows):
             tile_columns, depth = plan.blocks.columns, plan.blocks.depth
             operands = row_descriptor(source_RK, plan.rows, depth), weight_descriptor(weight_ENK, tile_columns, depth)
         described = None not in operands
+        extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_down_kernel, plan.grid(persistent=described),
-            (*(operands if described else (source_RK, weight_ENK)), bias_EN, out_RN, rows.tiles), (plan.row_tiles,),
-            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *plan.tile, precision(source_RK)),
+            (*(operands if described else (source_RK, weight_ENK)), bias_EN, *extra_tensors, out_RN, rows.tiles),
+            (plan.row_tiles,),
+            (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *extra_constants, *plan.tile,
+             precision(source_RK)),
             **plan.options,
         )  # fmt: skip
     return out_RN
 
 
-def down(a_RI, down_EHI, bias_EH, rows):
-    return _product("down", a_RI, down_EHI, bias_EH, rows)
+def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+    return _product("down", a_RI, down_EHI, bias_EH, rows, extra)
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows):
-    return _product("input_rows", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows)
+def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
+    return _product("input_rows", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra)

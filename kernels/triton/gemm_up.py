@@ -10,8 +10,10 @@ from .descriptors import gate_up_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
+    add_extra,
     bias_strides,
     described_product,
+    extra_operands,
     halves,
     pointer_product,
     precision,
@@ -23,9 +25,10 @@ from .launch import launch_kernel
 
 @triton.jit
 def _up_tile(
-    tile, column_tile, x, weight, bias, h, a, token, tiles,
+    tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -62,6 +65,10 @@ def _up_tile(
             + depth[:, None] * STRIDE_K,
             is_weight_row, 1, STRIDE_K, ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
+    h_tile = add_extra(
+        h_tile, rank, factor, expert, row, end, weight_row, is_weight_row,
+        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+    )  # fmt: skip
     if bias is not None:
         bias_row = bias + expert.to(tl.int64) * BIAS_STRIDE_E + weight_row * BIAS_STRIDE_N
         h_tile += tl.load(bias_row, mask=is_weight_row, other=0.0).to(tl.float32)[None, :]
@@ -89,9 +96,10 @@ def _up_tile(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_up_kernel(
-    x, weight, bias, h, a, token, tiles, num_row_tiles,
+    x, weight, bias, rank, factor, h, a, token, tiles, num_row_tiles,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,8 +109,9 @@ def gemm_up_kernel(
         for program in range(tl.program_id(0), num_programs, tl.num_programs(0)):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
             _up_tile(
-                tile, column_tile, x, weight, bias, h, a, token, tiles,
+                tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
                 H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
+                J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
                 NAME, ALPHA, LIMIT, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
             )  # fmt: skip
     else:
@@ -110,13 +119,14 @@ def gemm_up_kernel(
         if tl.load(tiles + tile * 3) < 0:
             return
         _up_tile(
-            tile, column_tile, x, weight, bias, h, a, token, tiles,
+            tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
             H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
+            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
             NAME, ALPHA, LIMIT, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
         )  # fmt: skip
 
 
-def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a):
+def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     num_rows, (_, width, hidden) = rows.token.numel(), gate_up_E2IH.shape
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
@@ -126,12 +136,14 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
         if plan.blocks.descriptors:
             weight = gate_up_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth, interleaved)
         described = weight is not None
+        extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_up_kernel, plan.grid(persistent=described),
-            (x_TH, weight if described else gate_up_E2IH, bias_E2I, h_R2I, a_RI, rows.token, rows.tiles),
+            (x_TH, weight if described else gate_up_E2IH, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token,
+             rows.tiles),
             (plan.row_tiles,),
-            (hidden, width // 2, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved, *activation, described,
-             *plan.tile, precision(x_TH)),
+            (hidden, width // 2, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved, *extra_constants,
+             *activation, described, *plan.tile, precision(x_TH)),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI

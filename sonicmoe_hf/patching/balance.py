@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from .calls import ModelCall
 
@@ -52,12 +51,11 @@ def layer_loss(scores_TE: torch.Tensor, top_k_index_TK: torch.Tensor, valid_T: t
     num_tokens, num_experts = scores_TE.shape
     probabilities_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
     f_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, scores_TE.dtype)
-    if valid_T is None:
-        count, sum_E = max(num_tokens, 1), probabilities_TE.sum(0)
-    else:
+    count: int | torch.Tensor = max(num_tokens, 1)
+    if valid_T is not None:
         count = valid_T.sum().clamp(min=1)
-        sum_E = torch.where(valid_T.unsqueeze(1), probabilities_TE, 0.0).sum(0)
-    return num_experts * (f_E / count * (sum_E / count)).sum()
+        probabilities_TE = torch.where(valid_T.unsqueeze(1), probabilities_TE, 0.0)
+    return num_experts * (f_E / count * (probabilities_TE.sum(0) / count)).sum()
 
 
 class _WithLoss(torch.autograd.Function):
@@ -115,25 +113,26 @@ def hook_loss(call: ModelCall, output) -> None:
 class TokenCounts:
     """Tokens per expert of one layer since the last bias update, int64 on the router's device."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.counted_E: torch.Tensor | None = None
 
-    def start(self, num_experts: int, device: torch.device) -> None:
-        """Count from zero."""
+    def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
+        """Count from zero; the counter."""
         self.counted_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        return self.counted_E
 
     @torch.no_grad()
     def record(self, top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None) -> None:
         """Count one forward."""
         now_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, torch.int64)
-        if self.counted_E is None or self.counted_E.device != now_E.device:
-            self.start(num_experts, now_E.device)
-        self.counted_E.add_(now_E)
+        counted_E = self.counted_E
+        if counted_E is None or counted_E.device != now_E.device:
+            counted_E = self.start(num_experts, now_E.device)
+        counted_E.add_(now_E)
 
 
 @torch.no_grad()
-def update_bias(router: nn.Module, counted_E: torch.Tensor, rate: float) -> None:
-    """Raise the correction bias of experts with fewer tokens than the mean by `rate`, lower that of the others."""
+def update_bias(bias_E: torch.Tensor, counted_E: torch.Tensor, rate: float) -> None:
+    """Raise a router's correction bias by `rate` where experts had fewer tokens than the mean, lower it elsewhere."""
     counted_E = counted_E.float()
-    bias_E = router.e_score_correction_bias
     bias_E.add_((counted_E.mean() - counted_E).sign().to(bias_E), alpha=rate)

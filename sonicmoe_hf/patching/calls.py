@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import TokenRounding
+from ..private.torch import current_graph_task_id
 
 if TYPE_CHECKING:
     from .balance import Balancing
@@ -28,7 +29,7 @@ class PatchState:
     use, and take them from, if they do.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.policy: TokenRounding | None = None
         self.counting = False
         self.balancing: Balancing | None = None
@@ -50,14 +51,14 @@ class ModelCall:
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
-        part_of_model = outer is not None and outer.state is state
-        self.state = state
+        self.state: PatchState = state
         self.name = name
         self.policy = state.policy
         self.attention_mask = attention_mask
-        self.gradients = outer.gradients if part_of_model else torch.is_grad_enabled()
-        self.outer = outer
-        self.outermost: ModelCall = outer.outermost if part_of_model else self
+        self.outer: ModelCall | None = outer
+        part_of = outer if outer is not None and outer.state is state else None
+        self.gradients: bool = torch.is_grad_enabled() if part_of is None else part_of.gradients
+        self.outermost: ModelCall = self if part_of is None else part_of.outermost
         self.share: torch.Tensor | float = 1.0
         self.loss_gradient: torch.Tensor | None = None
         self.recorded: dict[str, torch.Tensor] | None = None
@@ -68,14 +69,13 @@ class _Latest:
     """For compiled code, which asks autograd nothing: the last call whose backward began; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.call: ModelCall | None = None
         self.made_compiled = False
 
 
-_thread = (
-    threading.local()
-)  # call: the innermost one in progress; graph_task: the last one that recomputed layers here
+# call: the innermost one in progress; graph_task: the last one that recomputed layers here
+_thread = threading.local()
 _latest = _Latest()
 _of_graph_task: weakref.WeakValueDictionary[int, ModelCall] = weakref.WeakValueDictionary()
 
@@ -85,14 +85,15 @@ def in_progress() -> ModelCall | None:
     return getattr(_thread, "call", None)  # not a class default: torch.compile would not notice its change
 
 
-def begin(state: PatchState, name: str, attention_mask: torch.Tensor | None) -> None:
-    """A model's forward begins. What an interrupted call of the same module left behind ends here."""
+def begin(state: PatchState, name: str, attention_mask: torch.Tensor | None) -> ModelCall:
+    """A model's forward begins: its call. What an interrupted call of the same module left behind ends here."""
     outer = left = in_progress()
     while left is not None:
         if left.state is state and left.name == name:
             outer = left.outer
         left = left.outer
-    _thread.call = ModelCall(state, name, attention_mask, outer)
+    _thread.call = call = ModelCall(state, name, attention_mask, outer)
+    return call
 
 
 def end(state: PatchState, name: str) -> ModelCall | None:
@@ -115,14 +116,14 @@ def begin_backward(call: ModelCall) -> None:
 
     The entry lives as long as the call's graph, whose hooks hold the call.
     """
-    _of_graph_task[torch._C._current_graph_task_id()] = call
+    _of_graph_task[current_graph_task_id()] = call
     _latest.call, _latest.made_compiled = call, False
 
 
 def _recomputed() -> ModelCall | None:
     """The call whose layers this thread recomputes. Reentrant checkpointing inside reentrant checkpointing runs a graph
     task of its own, in the thread of the outer one."""
-    graph_task = torch._C._current_graph_task_id()
+    graph_task = current_graph_task_id()
     call = _of_graph_task.get(graph_task)
     if call is not None:
         _thread.graph_task = graph_task
@@ -136,6 +137,6 @@ def current() -> tuple[ModelCall | None, bool]:
     if torch.compiler.is_compiling():  # autograd cannot be asked, but what is recomputed then runs outside any call
         call = in_progress()
         return (_latest.call, True) if call is None else (call, False)
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return in_progress(), False
     return _recomputed(), True

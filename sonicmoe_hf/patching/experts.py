@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -17,14 +17,17 @@ from transformers.activations import (
     NewGELUActivation,
     SiLUActivation,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedExpertsError
 from ..functional import Activation, moe_experts
+from ..private.transformers import default_apply_gate
 from ..routing import MISPLACED, Routing
+from .adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
 IMPLEMENTATION = "sonicmoe_hf"
+DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
     SiLUActivation: "swiglu",
@@ -70,19 +73,21 @@ class ExpertsFacts(NamedTuple):
     has_bias: bool
 
 
-def _refuse(experts: nn.Module, reason: str, remedy: str = 'load the model with experts_implementation="grouped_mm"'):
+def _refuse(
+    experts: nn.Module, reason: str, remedy: str = 'load the model with experts_implementation="grouped_mm"'
+) -> NoReturn:
     raise UnsupportedExpertsError(f"{type(experts).__name__}: {reason}; {remedy}")
 
 
-def _gate(experts: nn.Module) -> tuple[Activation, bool]:
+def _gate(experts: Any) -> tuple[Activation, bool]:
     """(activation, interleaved) of the experts' own `_apply_gate`."""
     gate = type(experts)._apply_gate
-    if gate is not _default_apply_gate:
+    if gate is not DEFAULT_GATE:
         owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
         name = f"{owner.__module__}.{owner.__name__}"
         if name in CLAMPED_GATES:
-            interleaved, alpha, limit = CLAMPED_GATES[name]
-            alpha, limit = float(getattr(experts, alpha)), float(getattr(experts, limit))
+            interleaved, *where = CLAMPED_GATES[name]
+            alpha, limit = (float(getattr(experts, attribute)) for attribute in where)
             return Activation("clamped_swiglu", alpha, limit), interleaved
         if name in CLAMPED_SILU_GATES:
             return _clamped_silu(experts, float(getattr(experts, CLAMPED_SILU_GATES[name]))), False
@@ -99,17 +104,17 @@ def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
     return Activation("clamped_silu", limit=limit)
 
 
-def _activation_name(experts: nn.Module) -> str:
+def _activation_name(experts: Any) -> str:
     """Our name of the gated activation with the experts' own act_fn."""
     act_fn = experts.act_fn
     kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
-    name = ACTIVATIONS.get(kind)
+    activation = ACTIVATIONS.get(kind)
     if kind is nn.GELU:
-        name = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
-    if name is None:
+        activation = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
+    if activation is None:
         known = sorted(set(ACTIVATIONS.values()))
         _refuse(experts, f"its activation {getattr(kind, '__name__', kind)} is not one of those behind {known}")
-    return name
+    return activation
 
 
 def experts_facts(experts: nn.Module) -> ExpertsFacts:
@@ -143,9 +148,14 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
     return getattr(weight, "ds_shape", weight.shape)
 
 
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """The names of the experts' weights, of the first product and of the second."""
+    return getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+
+
 def check_weights(experts: nn.Module) -> None:
     """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
-    for name in getattr(experts, "weight_names", ("gate_up_proj", "down_proj")):
+    for name in weight_names(experts):
         weight = getattr(experts, name, None)
         is_shard = getattr(weight, "_fsdp_flattened", False)  # FSDP1's: flat, and nothing tells its shape
         if weight is None or (len(whole_shape(weight)) != 3 and not is_shard):
@@ -154,7 +164,7 @@ def check_weights(experts: nn.Module) -> None:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantised", "load the model unquantised")
 
 
-def is_expert_parallel(experts: nn.Module) -> bool:
+def is_expert_parallel(experts: Any) -> bool:
     """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
     if getattr(experts, "_is_expert_parallel", False):
         return True
@@ -202,7 +212,7 @@ def was_reached(experts: nn.Module) -> bool:
 
 
 def sonicmoe_hf_experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts' output for `hidden_states` [T, H]: [T, H].
 
@@ -218,6 +228,8 @@ def sonicmoe_hf_experts_forward(
         as_routing(self, top_k_index, top_k_weights),
         gate_up_bias=self.gate_up_proj_bias if facts.has_bias else None,
         down_bias=self.down_proj_bias if facts.has_bias else None,
+        gate_up_adapter=adapters_of(self, "gate_up_proj"),
+        down_adapter=adapters_of(self, "down_proj"),
         activation=facts.activation,
         layout=facts.layout,
         save=getattr(self, "_sonicmoe_hf_save", "preactivation"),

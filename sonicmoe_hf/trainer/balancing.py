@@ -12,6 +12,7 @@ from ..patching.experts import is_expert_parallel
 from ..patching.hooks import RouterHook, find_hook
 from ..patching.patch import check_routers_live, patch_state, routers
 from ..patching.support import Layer, find_layers
+from ..private.torch import forward_hooks
 from .callbacks import _ExpertsInCheckpoints
 
 DEFAULTS = {"per_layer_loss": 0.01, "bias_update": 1e-3}
@@ -77,10 +78,10 @@ class LoadBalancing(_ExpertsInCheckpoints):
             self._check(layer)
         if self.bias_update is not None:
             _check_saved(model, layers)
-            for _, router in routers(model):
+            for *_, router in routers(model):
                 bias = router.e_score_correction_bias
                 bias.data = bias.data.float()  # 1e-3 vanishes in bf16
-                hook = find_hook(router._forward_hooks, RouterHook)
+                hook = find_hook(forward_hooks(router), RouterHook)
                 hook.balance.start(bias.numel(), bias.device)
         weight = 0.0 if self.per_layer_loss is None else self.per_layer_loss / len(layers)
         patch_state(model).balancing = Balancing(weight, self.bias_update is not None)
@@ -90,12 +91,12 @@ class LoadBalancing(_ExpertsInCheckpoints):
         if self.bias_update is None:
             return
         live = [layer.router for layer in find_layers(model)]
-        counts = [find_hook(router._forward_hooks, RouterHook).balance.counted_E for router in live]
+        counts = [find_hook(forward_hooks(router), RouterHook).balance.counted_E for router in live]
         flat = torch.cat([count_E.to(counts[0].device) for count_E in counts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
         for router, count_E, total_E in zip(live, counts, flat.split([len(count_E) for count_E in counts])):
-            update_bias(router, total_E.to(count_E.device), self.bias_update)
+            update_bias(router.e_score_correction_bias, total_E.to(count_E.device), self.bias_update)
             count_E.zero_()
 
     def stop(self, model: nn.Module) -> None:

@@ -26,18 +26,29 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SWIGLU = Activation()
 
 
-def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SWIGLU, interleaved=False, dtype=BF16):
-    return "gemm_up", (dtype, H, I, not transposed, bias, *want, act, interleaved, tile("gemm_up", 2 * I))
+def up(
+    H=2048,
+    I=768,
+    *,
+    transposed=False,
+    bias=False,
+    want=(True, True),
+    act=SWIGLU,
+    interleaved=False,
+    dtype=BF16,
+    rank=0,
+):
+    return "gemm_up", (dtype, H, I, not transposed, bias, *want, act, interleaved, rank, tile("gemm_up", 2 * I))
 
 
-def down(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None):
-    return "gemm_down", (dtype, N, K, contiguous, bias, chosen or gemm_down_tiles(N, K)[0])
+def down(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None, rank=0):
+    return "gemm_down", (dtype, N, K, contiguous, bias, rank, chosen or gemm_down_tiles(N, K)[0])
 
 
 def down_backward(
-    H=2048, I=768, *, transposed=False, want=(True, True, True), act=SWIGLU, interleaved=False, dtype=BF16
+    H=2048, I=768, *, transposed=False, want=(True, True, True), act=SWIGLU, interleaved=False, dtype=BF16, rank=0
 ):
-    return "gemm_dgated", (dtype, H, I, transposed, *want, act, interleaved, tile("gemm_dgated", I))
+    return "gemm_dgated", (dtype, H, I, transposed, *want, act, interleaved, rank, tile("gemm_dgated", I))
 
 
 def wgrad(M=768, N=2048, *, contiguous=True, dtype=BF16):
@@ -74,6 +85,19 @@ CASES = {
     "wgrad, fp16, odd sizes": wgrad(264, 200, dtype=FP16),
     "wgrad, whole tiles": wgrad(512, 1536),
 }
+for rank in (8, 16, 64, 104, 256):
+    CASES |= {
+        f"down, rank {rank}": down(rank=rank),
+        f"down, transposed weight, rank {rank}": down(K=1536, contiguous=False, rank=rank),
+        f"wide down, rank {rank}": down(K=1536, rank=rank, chosen=WIDE),
+        f"tall down, transposed weight, rank {rank}": down(264, 656, contiguous=False, rank=rank, chosen=TALL),
+        f"up, rank {rank}": up(rank=rank),
+        f"up, interleaved, bias, transposed, rank {rank}": up(
+            2880, 2880, transposed=True, bias=True, act=Activation("clamped_swiglu"), interleaved=True, rank=rank
+        ),
+        f"down_backward, rank {rank}": down_backward(rank=rank),
+        f"down_backward, transposed, rank {rank}": down_backward(2880, 2880, transposed=True, rank=rank),
+    }
 for name in sorted({*ACTIVATIONS} - {"swiglu", "clamped_swiglu"}):  # which cases above have
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
@@ -86,7 +110,8 @@ REPRESENTATIVE = (
     "tall down, transposed weight, fp16", "up, bias, transposed", "up, fp16, odd sizes", "up, without a",
     "up, interleaved, bias, transposed", "down_backward, transposed", "down_backward, fp16, odd sizes",
     "down_backward, interleaved", "down_backward, geglu", "wgrad, stored across, many rows of tiles",
-    "wgrad, fp16, odd sizes", "gemm_wgrad, 128x4",
+    "wgrad, fp16, odd sizes", "gemm_wgrad, 128x4", "down, rank 16", "tall down, transposed weight, rank 104",
+    "up, rank 16", "down_backward, transposed, rank 104",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, Weighting
 from sonicmoe_hf.kernels.triton import config
+from sonicmoe_hf.low_rank import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 NAMES = {
@@ -43,6 +44,7 @@ class Variant(NamedTuple):
     transposed: bool = False
     bias: bool = False
     aligned: bool = True  # to 16 bytes: else nothing is read through tensor descriptors
+    rank: int = 0  # of adapters; 0: none
 
 
 VARIANTS = {
@@ -52,11 +54,16 @@ VARIANTS = {
     "fp16, interleaved": Variant(torch.float16, interleaved=True),
     "bf16, transposed, interleaved, bias": Variant(interleaved=True, transposed=True, bias=True),
     "fp32": Variant(torch.float32),
+    "bf16, rank 16": Variant(rank=16),
+    "bf16, few rows, transposed, interleaved, rank 256": Variant(
+        few_rows=True, transposed=True, interleaved=True, rank=256
+    ),
+    "fp32, rank 64": Variant(torch.float32, rank=64),
 }
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
     86: ("bf16, transposed, interleaved, bias",),
-    90: ("bf16", "bf16, few rows", "fp16, interleaved"),
+    90: ("bf16", "bf16, few rows", "fp16, interleaved", "bf16, rank 16"),
     100: ("bf16",),
     120: ("bf16, through pointers",),
 }
@@ -83,10 +90,28 @@ def products(variant: Variant):
     )
     gate_up_bias, down_bias = (new(num_experts, n) if variant.bias else None for n in (2 * INNER, HIDDEN))
     x, routed, gated = new(num_pairs, HIDDEN), torch.empty(num_pairs), (Activation(), variant.interleaved)
-    yield "up", lambda: kernels.up(x, gate_up, gate_up_bias, rows, *gated, True, True)
-    yield "down", lambda: kernels.down(a, down, down_bias, rows)
-    yield "input_rows", lambda: kernels.input_rows(h, gate_up, rows)
-    yield "down_backward", lambda: kernels.down_backward(x, down, down_bias, h, routed, rows, *gated, True, True, True)
+    extra = {"up": None, "down": None, "down_backward": None, "input_rows": None}
+    if variant.rank:
+        rank, u = variant.rank, new(num_pairs, variant.rank)
+        a1, b1, a2, b2 = new(2, rank, HIDDEN), new(2, 2 * INNER, rank), new(2, rank, INNER), new(2, HIDDEN, rank)
+        first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
+        extra = {
+            "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
+            "input_rows": first.extra_backward(u),
+        }  # fmt: skip
+        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EJK, rows, 1.0, True)
+        yield "rank_backward", lambda: kernels.rank_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
+        yield "rank_backward", lambda: kernels.rank_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
+        yield "factor_gradient", lambda: kernels.factor_gradient(u, a, rows, False, a2)
+    yield "up", lambda: kernels.up(x, gate_up, gate_up_bias, rows, *gated, True, True, extra["up"])
+    yield "down", lambda: kernels.down(a, down, down_bias, rows, extra["down"])
+    yield "input_rows", lambda: kernels.input_rows(h, gate_up, rows, extra["input_rows"])
+    yield (
+        "down_backward",
+        lambda: kernels.down_backward(
+            x, down, down_bias, h, routed, rows, *gated, True, True, True, extra["down_backward"]
+        ),
+    )
     yield "gate_up_gradient", lambda: kernels.gate_up_gradient(h, x, rows, gate_up)
     yield "down_gradient", lambda: kernels.down_gradient(x, a, rows, down)
 

@@ -9,12 +9,14 @@ SCRIPT = Path(__file__).with_name("compile_triton.py")
 # bytes a block can have (CUDA programming guide, "Technical Specifications per Compute Capability")
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MATRIX_KERNELS = {"up", "down", "input_rows", "down_backward", "gate_up_gradient", "down_gradient"}
+RANK_KERNELS = {"rank_rows", "rank_backward", "factor_gradient"}
 
 
 def check_compiled(*targets):
     lines = script_output(SCRIPT, *targets)
     assert {(target, name) for target, name, *_ in lines} >= {
-        (str(target), name) for target in targets or SHARED_MEMORY for name in MATRIX_KERNELS
+        *((str(target), name) for target in targets or SHARED_MEMORY for name in MATRIX_KERNELS),
+        *((str(target), name) for target in targets or (90,) for name in RANK_KERNELS),
     }
     for target, name, label, *fields in lines:
         target, figures = int(target), {key: int(value) for key, value in (field.split() for field in fields)}
@@ -24,7 +26,7 @@ def check_compiled(*targets):
         on_100 = 600 if "pointers" in label else 300
         stack = on_100 if target == 100 else 160 if "nearest_score" in name else 32
         assert figures["stack"] <= stack, (target, name, label)
-        if name in MATRIX_KERNELS:
+        if name in MATRIX_KERNELS | RANK_KERNELS:
             assert figures["matrix"] > 0, (target, name, label)
 
 

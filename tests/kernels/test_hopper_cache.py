@@ -16,6 +16,7 @@ from sonicmoe_hf import doctor, warmup
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels.interface import Activation, Rows
+from sonicmoe_hf.low_rank import pack
 from sonicmoe_hf.native import config_only
 
 pytest.importorskip("cutlass")
@@ -83,7 +84,7 @@ def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp
     assert len(list(tmp_path.glob("hopper/*"))) == 2, "one kernel and its checksum"
 
 
-def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
+def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     """The kernels that the backend's functions ask for, on a CPU with nothing compiled nor launched."""
     found = []
 
@@ -106,14 +107,26 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I):
 
     gate_up, down, h, a, x = weight(2 * I, H), weight(H, I), of(T * K, 2 * I), of(T * K, I), of(T, H)
     gate_up_bias, down_bias = (of(E, 2 * I), of(E, H)) if bias else (None, None)
+    on_gate_up, on_down = (
+        pack(of(E, rank, w.shape[2]), of(E, w.shape[1], rank), 1.0, w) if rank else None for w in (gate_up, down)
+    )
+    extra, rank_rows = dict.fromkeys(("up", "down", "down_backward", "input_rows")), of(T * K, rank)
+    if rank:
+        extra |= {"up": on_gate_up.extra_forward(rank_rows), "down": on_down.extra_forward(rank_rows)}
+        extra |= {
+            "input_rows": on_gate_up.extra_backward(rank_rows),
+            "down_backward": on_down.extra_backward(rank_rows),
+        }
     index = torch.zeros(T * K, dtype=torch.int32)
     rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
     for want in ((True, True), (False, True), (True, False)):
-        hopper.up(x, gate_up, gate_up_bias, rows, activation, interleaved, *want)
-    hopper.down(a, down, down_bias, rows)
-    hopper.input_rows(h, gate_up, rows)
+        hopper.up(x, gate_up, gate_up_bias, rows, activation, interleaved, *want, extra["up"])
+    hopper.down(a, down, down_bias, rows, extra["down"])
+    hopper.input_rows(h, gate_up, rows, extra["input_rows"])
     for want in ((True, True, True), (True, False, True), (True, True, False), (True, False, False)):
-        hopper.down_backward(x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want)
+        hopper.down_backward(
+            x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want, extra["down_backward"]
+        )
     hopper.gate_up_gradient(h, x, rows, gate_up)
     hopper.down_gradient(x, a, rows, down)
     return found, [call.args[0] for call in ahead.call_args_list]
@@ -132,6 +145,20 @@ def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layo
     seldom = [kernel for kernel in found if kernel[0] == "gemm_up"]
     seldom += [kernel for kernel in found if kernel[0] == "gemm_dgated" and not all(kernel[1][4:7])]
     assert {repr(kernel) for kernel in of_training} == {repr(kernel) for kernel in found if kernel not in seldom}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_with_adapters_asks_for_kernels_of_their_rank(monkeypatch, layout):
+    """And compiles ahead what a step with frozen experts asks for."""
+    act = Activation("swiglu")
+    found, (of_training, of_inference, _) = asked_for(
+        monkeypatch, layout, act, True, torch.bfloat16, 256, 192, rank=16
+    )
+    expected = variants(256, 192, torch.bfloat16, act, *LAYOUTS[layout], True, rank=16)
+    assert {repr(kernel) for kernel in found} == {repr(kernel) for kernel in expected}
+    assert all(parameters[-2] == 16 for name, parameters in found if name != "gemm_wgrad")
+    assert of_inference == [] and {name for name, _ in of_training} == {"gemm_down", "gemm_dgated"}
+    assert {repr(kernel) for kernel in of_training} <= {repr(kernel) for kernel in found}
 
 
 def small_gradients():

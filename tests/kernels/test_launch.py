@@ -5,6 +5,7 @@ from moe_problems import layer, routing_ids, run
 
 from sonicmoe_hf.dispatch import dispatch
 from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton.launch import cdiv, next_power_of_2
 from sonicmoe_hf.routing import Routing
 
@@ -24,12 +25,14 @@ def test_the_ops_keep_their_contracts(device):
     utilities = ("test_schema", "test_faketensor")
     for ids in ((expert, token, T, E, True, "triton"), (expert[: T * K].view(T, K), None, T, E, True, "triton")):
         torch.library.opcheck(OURS.dispatch.default, ids, test_utils=utilities)
-    rows = list(dispatch(expert, T, E, token, sentinels=True, backend="triton"))
+    rows = dispatch(expert, T, E, token, sentinels=True, backend="triton")
     inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
-    options = "swiglu", 1.702, 7.0, False, False, "triton"
-    torch.library.opcheck(OURS.experts_forward.default, (*inputs, rows, *options, True, "input"), test_utils=utilities)
-    _, h = OURS.experts_forward(*inputs, rows, *options, True, "input")
-    backward = (dout, inputs[0], h, *inputs[1:], rows, *options, [True] * 6)
+    inputs += [None] * 4  # no adapters
+    options = *Activation(), False, False, 1.0, 1.0, "triton"
+    forward = (*inputs, *rows, *options, True, False, False)
+    torch.library.opcheck(OURS.experts_forward.default, forward, test_utils=utilities)
+    _, h = OURS.experts_forward(*forward)
+    backward = (dout, h, None, None, *inputs, *rows, *options, [tensor is not None for tensor in inputs])
     torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
 
 

@@ -13,6 +13,7 @@ from triton import knobs
 from sonicmoe_hf import backends
 from sonicmoe_hf.dispatch import dispatch
 from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
 from sonicmoe_hf.routing import Routing
@@ -111,13 +112,15 @@ def test_the_ops_keep_their_contracts(backend):
     tensors, dout, (expert, _) = problem(T=700)
     utilities = ("test_schema", "test_faketensor")
     torch.library.opcheck(OURS.dispatch.default, (expert, None, 700, 16, False, backend), test_utils=utilities)
-    rows = list(dispatch(expert, 700, 16, backend=backend))
+    rows = dispatch(expert, 700, 16, backend=backend)
     inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
     inputs[3] = inputs[3].view(expert.shape)
-    options = "swiglu", 1.702, 7.0, False, False, backend
-    torch.library.opcheck(OURS.experts_forward.default, (*inputs, rows, *options, True, "input"), test_utils=utilities)
-    _, h = OURS.experts_forward(*inputs, rows, *options, True, "input")
-    backward = (dout, inputs[0], h, *inputs[1:], rows, *options, [True] * 6)
+    inputs += [None] * 4  # no adapters
+    options = *Activation(), False, False, 1.0, 1.0, backend
+    forward = (*inputs, *rows, *options, True, False, False)
+    torch.library.opcheck(OURS.experts_forward.default, forward, test_utils=utilities)
+    _, h = OURS.experts_forward(*forward)
+    backward = (dout, h, None, None, *inputs, *rows, *options, [tensor is not None for tensor in inputs])
     torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
 
 

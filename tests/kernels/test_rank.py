@@ -1,0 +1,93 @@
+"""Products with low-rank adapters in Triton, interpreted on a CPU (or run, where there is a GPU), against the eager backend.
+Tolerances as in test_triton.py."""
+
+import pytest
+import torch
+from kernel_helpers import errors
+from moe_problems import layer, poisoned, routing_ids
+from test_triton import SHAPES, TOLERANCE, logical_view
+
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.kernels.interface import Activation
+from sonicmoe_hf.low_rank import pack
+
+SCALE = 0.7
+
+
+def adapter(num_experts, rank, size_in, size_out, device):
+    """Factors as PEFT stores them: A with the expert slowest, B with the expert fastest."""
+    a = torch.randn(rank * num_experts, size_in, device=device) * size_in**-0.5
+    b = torch.randn(size_out, rank * num_experts, device=device) * rank**-0.5
+    return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "shape, kind, rank",
+    [("odd", "list", 3), ("even", "list", 16), ("even", "top_k", 40), ("one row", "sentinels", 1)],
+)
+def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind, rank):
+    T, H, I, E, K = SHAPES[shape]
+    ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())
+    tensors, dout = layer(T, H, I, E, ids[0].numel(), torch.float32, device)
+    x, weight, bias, down_bias = (tensors[n] for n in ("x", "weight", "gate_up_bias", "down_bias"))
+    gate_up, down = logical_view(tensors["gate_up"], layout), logical_view(tensors["down"], layout)
+    interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
+    a1, b1 = adapter(E, rank, H, 2 * I, device)
+    a2, b2 = adapter(E, rank, I, H, device)
+    first, second = pack(a1, b1, SCALE, gate_up), pack(a2, b2, SCALE, down)
+
+    def everything(kernels, rows, at=None):
+        """Every product; `at` are another backend's operands, so that errors do not pile up."""
+        found = {}
+
+        def result(name, tensor):
+            found[name] = tensor
+            return tensor if at is None else at[name]
+
+        u = result("u", kernels.rank_rows(x, first.a_EJK, rows, SCALE, True))
+        h, a = kernels.up(x, gate_up, bias, rows, act, interleaved, True, True, extra=first.extra_forward(u))
+        h, a = result("h", h), result("a", a)
+        v = result("v", kernels.rank_rows(a, second.a_EJK, rows, SCALE, False))
+        result("y", kernels.down(a, down, down_bias, rows, extra=second.extra_forward(v)))
+        dv, db2 = kernels.rank_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
+        dv, _ = result("dv", dv), result("db2", db2)
+        dh, weighted_a, dw = kernels.down_backward(
+            dout, down, down_bias, h, weight, rows, act, interleaved, True, True, True, extra=second.extra_backward(dv)
+        )
+        dh, weighted_a, _ = result("dh", dh), result("weighted_a", weighted_a), result("dw", dw)
+        result("da2", kernels.factor_gradient(dv, weighted_a, rows, False, a2))
+        du, db1 = kernels.rank_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
+        du, _ = result("du", du), result("db1", db1)
+        result("da1", kernels.factor_gradient(du, x, rows, True, a1))
+        result("dx", kernels.input_rows(dh, gate_up, rows, extra=first.extra_backward(du)))
+        return found
+
+    rows = eager.dispatch(*ids, T, E, True)
+    expected = everything(eager, rows)
+    with poisoned():
+        found = everything(kernels, kernels.dispatch(*ids, T, E, True), expected)
+    for name, factor in (("da1", a1), ("db1", b1), ("da2", a2), ("db2", b2)):
+        assert found[name].stride() == factor.stride() and found[name].shape == factor.shape
+        assert kind != "list" or (found[name][1] == 0).all(), "an expert without rows"
+    num_rows = rows.offsets[-1].item()
+    per_row = ("u", "h", "a", "v", "y", "dv", "dh", "weighted_a", "du", "dx")
+    found, expected = (
+        {name: t[:num_rows] if name in per_row else t for name, t in results.items()} for results in (found, expected)
+    )
+    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
+    assert all((found[name][:, rank:] == 0).all() for name in ("u", "v", "dv", "du")), "the padding of the rank"
+
+
+def test_no_rows_give_zero_gradients_of_factors(device):
+    rows = kernels.dispatch(torch.empty(0, 2, dtype=torch.long, device=device), None, 0, 3, False)
+    a, b = adapter(3, 5, 16, 24, device)
+    packed = pack(a, b, SCALE, torch.empty(3, 24, 16, device=device))
+    empty = torch.empty(0, 16, device=device)
+    u = kernels.rank_rows(empty, packed.a_EJK, rows, SCALE, True)
+    with poisoned():
+        da = kernels.factor_gradient(u, empty, rows, True, a)
+        du, db = kernels.rank_backward(empty.new_empty(0, 24), packed.b_ENJ, u, None, rows, SCALE, False, True, b)
+    assert u.shape == du.shape == (0, 8) and (da == 0).all() and (db == 0).all()
