@@ -235,6 +235,12 @@ def _source_rows(source, rows, span, gathered):
     return source[rows.token[span]] if gathered else source[span]
 
 
+def reorder(source_ENj, out_ENJ):
+    rank = source_ENj.shape[2]
+    out_ENJ[:, :, :rank] = source_ENj
+    out_ENJ[:, :, rank:] = 0
+
+
 def rank_rows(source, a_EJK, rows, scale, gathered):
     out_PJ = source.new_empty(rows.token.numel(), a_EJK.shape[1])
     for e, span in _spans(rows):
