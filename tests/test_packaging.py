@@ -83,7 +83,7 @@ def with_kernels(tmp_path_factory):
 def test_the_wheel_holds_the_packages_the_licence_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "sonicmoe_hf/kernels/eager.py" in names
-    assert "sonicmoe_hf/model_patches/qwen3_moe.py" in names
+    assert "sonicmoe_hf/model_patches/olmoe.py" in names
     assert any(re.fullmatch(r"sonicmoe_hf-[\d.]+\.dist-info/licenses/LICENSE", name) for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"sonicmoe_hf"}
 
