@@ -120,9 +120,7 @@ class VarlenMKernel:
         if rows is None:
             return None, None, None, None
         rank = rows.shape[1]
-        if (
-            self.last_columns > 128
-        ):  # that is, 192 of 256: for want of registers ptxas would serialise the wgmmas of both
+        if self.last_columns > 128:  # 192 of 256, where ptxas runs out of registers and serialises the wgmmas
             self.last_columns, self.narrow_mma = 0, None
         self.extra_k_tiles = math.ceil(rank / TILE_K)
         self.whole_k_tiles = self.k_tiles + rank // TILE_K
