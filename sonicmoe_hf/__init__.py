@@ -31,8 +31,11 @@ if TYPE_CHECKING:
         unpatch,
         unpatch_model,
     )
+    from .patching.recorded import RecordedRouting
+    from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
     from .peft_config import lora_config
+    from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
 _MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
@@ -48,8 +51,11 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
+    "patching.recorded": ("RecordedRouting",),
+    "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
     "peft_config": ("lora_config",),
+    "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -58,7 +64,9 @@ __all__ = [
     "CheckpointError",
     "ExpertLoadCallback",
     "LayerSupport",
+    "LoadBalancing",
     "PatchReport",
+    "RecordedRouting",
     "SonicMoEExperts",
     "TokenRounding",
     "TokenRoundingCallback",
@@ -77,6 +85,8 @@ __all__ = [
     "moe_experts",
     "patch",
     "patch_model",
+    "record_routing",
+    "replay_routing",
     "routing",
     "set_routing",
     "supports",

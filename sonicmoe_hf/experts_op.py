@@ -80,8 +80,10 @@ class _Layer:
         self.gate_up, self.down = inputs.gate_up, inputs.down
         if options.transposed:
             self.gate_up, self.down = self.gate_up.transpose(1, 2), self.down.transpose(1, 2)
-        self.gate_up_adapter = pack(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, self.gate_up)
-        self.down_adapter = pack(inputs.down_a, inputs.down_b, options.down_scale, self.down)
+        self.gate_up_adapter = pack(
+            inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, self.gate_up, self.kernels
+        )
+        self.down_adapter = pack(inputs.down_a, inputs.down_b, options.down_scale, self.down, self.kernels)
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """u, computed unless it is given (None without an adapter), h and a."""

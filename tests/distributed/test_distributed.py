@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.patching.experts import is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
 
@@ -340,3 +340,38 @@ def load_under_expert_parallelism(rank, folder):
 def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     assert ranks.run(load_under_expert_parallelism, str(tmp_path)) == [{}, {}]
+
+
+# balancing
+
+
+def balanced_step(rank, family, sharded):
+    model = build(family)
+    sonicmoe_hf.patch_model(model)
+    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        prepared = model
+    else:
+        prepared = Accelerator(cpu=True).prepare(model)
+    balancing.start(model)
+    prepared(**batch(**OWN_BATCH[rank])).loss.backward()
+    balancing.step(model)
+    return gradients(prepared), [layer.router.e_score_correction_bias for layer in find_layers(model)
+                                 if balancing.bias_update]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
+def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
+    model = build(family)
+    sonicmoe_hf.patch_model(model)
+    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
+    balancing.start(model)
+    _, expected = mean_of_ranks(model)
+    balancing.step(model)
+    for actual, biases in ranks.run(balanced_step, family, sharded):
+        assert_all_close(actual, expected, 1e-5, SUMMATION)
+        for bias, layer in zip(biases, find_layers(model)):
+            assert torch.equal(bias, layer.router.e_score_correction_bias)
