@@ -120,6 +120,8 @@ class VarlenMKernel:
         if rows is None:
             return None, None, None, None
         rank = rows.shape[1]
+        if self.last_columns > 128:  # 192 of 256, where ptxas runs out of registers and serialises the wgmmas
+            self.last_columns, self.narrow_mma = 0, None
         self.extra_k_tiles = math.ceil(rank / TILE_K)
         self.whole_k_tiles = self.k_tiles + rank // TILE_K
         self.tail_k_blocks = math.ceil(rank % TILE_K / K_BLOCK)

@@ -98,6 +98,7 @@ for rank in (8, 16, 64, 104, 256):
         f"down_backward, rank {rank}": down_backward(rank=rank),
         f"down_backward, transposed, rank {rank}": down_backward(2880, 2880, transposed=True, rank=rank),
     }
+CASES["up, interleaved, bias, odd sizes, rank 16"] = up(264, 200, bias=True, interleaved=True, rank=16)
 for name in sorted({*ACTIVATIONS} - {"swiglu", "clamped_swiglu"}):  # which cases above have
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
