@@ -126,17 +126,12 @@ def gemm_rank_wgrad_kernel(
     M: tl.constexpr, J: tl.constexpr, R: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr,
     STRIDE_R: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dA: `_wgrad_tile` of every expert. All experts pass over a gathered source's columns together: these stay in L2
-    until the last of a token's experts has read them."""
+    """dA: `_wgrad_tile` of every expert."""
     TILES: tl.constexpr = (M + HEIGHT - 1) // HEIGHT * ((R + WIDTH - 1) // WIDTH)
-    if token is None:
-        expert, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    else:
-        num_experts = tl.num_programs(0) // TILES
-        expert, tile = tl.program_id(0) % num_experts, tl.program_id(0) // num_experts
+    expert = tl.program_id(0) // TILES
     _wgrad_tile(
         wide, rank, out, routing_weight, token, pair, expert, tl.load(offsets + expert), tl.load(offsets + expert + 1),
-        tile, M, J, R, STRIDE_E, STRIDE_M, STRIDE_R, HEIGHT, WIDTH, DEPTH, PRECISION,
+        tl.program_id(0) % TILES, M, J, R, STRIDE_E, STRIDE_M, STRIDE_R, HEIGHT, WIDTH, DEPTH, PRECISION,
     )  # fmt: skip
 
 
