@@ -181,10 +181,13 @@ class ModelEntryHook:
         outer = calls.in_progress()
         if not torch.compiler.is_compiling() and (outer is None or outer.state is not self.state):
             self._check(model)
-        if (self.state.policy is not None or self.state.counting) and getattr(model, "_is_replica", False):
+        state = self.state
+        asked = state.policy is not None or state.balancing is not None or state.counting
+        if asked and getattr(model, "_is_replica", False):
             raise RuntimeError(
-                "token rounding and load counting do not work under nn.DataParallel, whose replicas share hooks: launch "
-                "one process per GPU (torchrun, accelerate launch), or show it a single GPU (CUDA_VISIBLE_DEVICES=0)"
+                "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
+                "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "
+                "(CUDA_VISIBLE_DEVICES=0)"
             )
         mask = kwargs.get("attention_mask")
         if mask is None and self.mask_position is not None and len(args) > self.mask_position:
