@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import logging
 import os
 
@@ -8,6 +9,13 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 torch.set_num_threads(1)
+
+# Triton decides when it and the kernels are imported whether kernels run interpreted. Whatever else imports it comes later.
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+    import sonicmoe_hf.kernels.triton  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 
 def pytest_collection_finish():

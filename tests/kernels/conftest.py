@@ -1,18 +1,9 @@
-"""Triton kernels run interpreted where there is no GPU. Triton looks at the variable when it and the kernels are imported,
-so both are imported here with it set; it is not left set for other tests."""
-
-import os
+"""Triton kernels run interpreted where there is no GPU; ../conftest.py imports them so."""
 
 import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available()
-
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
-    import sonicmoe_hf.kernels.triton  # noqa: F401
-
-    del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(autouse=True)
