@@ -58,14 +58,14 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
 
 
 def round_rows(
-    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs, weighting, dtype
+    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, min_pairs, num_pairs, weighting, dtype
 ):
     num_tokens, num_experts = scores_TE.shape
     top_k_TE = top_k_mask(scores_TE, top_k_index_TK)
     mask_TE = rounded_mask(ranking_TE, top_k_TE, valid_T, uniform_E, rounding, tile)
     fell_back = None
     if valid_T is not None:
-        fell_back = valid_T.sum() * top_k_index_TK.shape[1] < least_pairs
+        fell_back = valid_T.sum() * top_k_index_TK.shape[1] < min_pairs
         mask_TE = torch.where(fell_back, top_k_TE, mask_TE)
     expert_P, token_P = pairs_of_mask(mask_TE, num_pairs)
     weights_TE = set_weights(scores_TE, mask_TE, *weighting).to(dtype)

@@ -64,7 +64,7 @@ class Rounded(NamedTuple):
     """Token rounding's rows, with P = `num_pairs` at least their number: what `round_rows` gives.
 
     It takes S, what to rank by (fp32), top-k's choice, which tokens are no padding (bool, or None) and, for stochastic
-    rounding, a number from [0, 1) for every expert; with padding and fewer than `least_pairs` pairs left, top-k stands.
+    rounding, a number from [0, 1) for every expert; with padding and fewer than `min_pairs` pairs left, top-k stands.
     Rows and pairs are one: expert by expert, by rising token.
 
     weight_P: in `dtype`; 0 past R. expert_P: int32; E past R. fell_back: bool, no dimensions: whether top-k stands; None
@@ -105,7 +105,7 @@ class Backend(Protocol):
         """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
 
     def round_rows(
-        self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, least_pairs: int,
+        self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, min_pairs: int,
         num_pairs: int, weighting: Weighting, dtype: torch.dtype,
     ) -> Rounded:  # fmt: skip
         """Token rounding."""

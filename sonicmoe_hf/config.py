@@ -64,13 +64,13 @@ class TokenRounding:
         extra = {"nearest": num_experts * (tile // 2), "balanced": tile // 2, "down": 0}
         return min(rows + extra.get(self.rounding, num_experts * (tile - 1)), num_tokens * num_experts)
 
-    def least_pairs(self, num_experts: int) -> int:
+    def min_pairs(self, num_experts: int) -> int:
         """The fewest pairs (token, expert) that give every expert `min_tiles_per_expert` tiles on average."""
         return math.ceil(self.min_tiles_per_expert * self.tile_rows * num_experts)
 
     def applies(self, num_tokens: int, top_k: int, num_experts: int) -> bool:
         """Whether this many tokens give every expert `min_tiles_per_expert` tiles on average."""
-        return num_tokens * top_k >= self.least_pairs(num_experts)
+        return num_tokens * top_k >= self.min_pairs(num_experts)
 
 
 def as_routing_policy(routing) -> TokenRounding | None:

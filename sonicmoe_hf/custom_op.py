@@ -98,7 +98,7 @@ def _padded(gradients, size: int):
 
 
 def refuse_second_derivatives(op: Op, what: str):
-    """Make differentiating `op`, the gradient formula of `what`, an error in words. Returns `op` for torch.func."""
+    """Make differentiating `op`, the gradient formula of `what`, an error that says so. Returns `op` for torch.func."""
 
     def refuse(ctx, gradients):
         raise RuntimeError(f"{what} has no second derivatives: its gradients cannot be differentiated again")

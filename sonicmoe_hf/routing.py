@@ -141,7 +141,7 @@ class _Rounding(NamedTuple):
 
     rounding: str
     tile: int
-    least_pairs: int
+    min_pairs: int
     num_pairs: int
     dtype: torch.dtype
     backend: str
@@ -158,7 +158,7 @@ def _round_rows(
 ) -> list[torch.Tensor]:
     """[weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
     result = backends.load(how.backend).round_rows(
-        scores, ranking, top_k_index, valid, uniform, how.rounding, how.tile, how.least_pairs, how.num_pairs,
+        scores, ranking, top_k_index, valid, uniform, how.rounding, how.tile, how.min_pairs, how.num_pairs,
         weighting, how.dtype,
     )  # fmt: skip
     tensors = [result.weight_P, result.expert_P, *result.rows]
@@ -227,7 +227,7 @@ def rounded_routing(
     plain = _differentiable if scores_TE.requires_grad or custom_op.forward_mode() else _round_rows
     run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
     how = _Rounding(
-        policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
+        policy.rounding, policy.tile_rows, policy.min_pairs(num_experts),
         policy.max_rows(num_tokens, top_k, num_experts),
         logits_TE.dtype if dtype is None else dtype, backend,
     )  # fmt: skip

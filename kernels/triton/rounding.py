@@ -28,7 +28,7 @@ NO_LIMIT = tl.constexpr((1 << 31) - 1)  # above them
 MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in registers while it searches
 MAX_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
 FILL = 1 << 10  # entries of the rows' lists that a program completes
-T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "least_pairs"]
+T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "min_pairs"]
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def nearest_multiple(count, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def rounding_select_kernel(
-    keys, top_words, selection, counts, totals, uniform, fell_back, num_words, top_k, least_pairs,
+    keys, top_words, selection, counts, totals, uniform, fell_back, num_words, top_k, min_pairs,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, WORDS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
     ROUNDING: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +224,7 @@ def rounding_select_kernel(
         has = tl.where(go_up, below + TILE, below)
     has = tl.where(has - had > others, below, has)
     if fell_back is not None:  # padding left too few tokens: top-k stands, for padding too
-        keep_all = tl.load(totals + NUM_EXPERTS).to(tl.int64) * top_k < least_pairs
+        keep_all = tl.load(totals + NUM_EXPERTS).to(tl.int64) * top_k < min_pairs
         has = tl.where(keep_all, had, has)
         if expert == 0:
             tl.store(fell_back, keep_all)
@@ -324,7 +324,7 @@ def rounding_place_kernel(
 
 
 def round_rows(
-    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, least_pairs, num_pairs, weighting, dtype
+    scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding, tile, min_pairs, num_pairs, weighting, dtype
 ):
     (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
 
@@ -352,7 +352,7 @@ def round_rows(
     held = min(max(next_power_of_2(num_tokens), MIN_HELD), MAX_HELD)
     launch_kernel(
         rounding_select_kernel, (num_experts,), (keys, top_words, selection, counts, totals, uniform_E, fell_back),
-        (num_words, top_k, least_pairs),
+        (num_words, top_k, min_pairs),
         (num_experts, experts, held // WORD.value, num_tokens <= held, tile, rounding), num_warps=max(held // 1024, 8),
     )  # fmt: skip
     tokens = max(min(WORD.value, MAX_PLACED // experts), 1)  # a part of a word

@@ -10,7 +10,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import Weighting
 
 KINDS = ("probabilities", "few levels", "all equal", "signed zeros", "wide", "forbidden", "few others", "one expert")
-EVERYTHING_COUNTS = 0  # of `least_pairs`: padding never makes it fall back
+EVERYTHING_COUNTS = 0  # of `min_pairs`: padding never makes it fall back
 
 
 def matrix(kind, num_tokens, num_experts, top_k):
@@ -49,14 +49,14 @@ def gradient_terms(dweight, scores, expert_P, rows, weighting):
     return weighting.scale * (dweight + (product / divisor)[token]) / divisor[token]
 
 
-def check_against_definition(kernels, device, problem, rounding, tile, valid_T=None, least_pairs=EVERYTHING_COUNTS):
+def check_against_definition(kernels, device, problem, rounding, tile, valid_T=None, min_pairs=EVERYTHING_COUNTS):
     """round_rows and its backward equal the eager backend's on the CPU, poisoned buffers notwithstanding."""
     scores, ranking, index = problem
     (num_tokens, num_experts), top_k = scores.shape, index.shape[1]
     num_pairs = TokenRounding(rounding=rounding, tile=tile).max_rows(num_tokens, top_k, num_experts)
     weighting = Weighting(True, 1e-20, 2.5)
     given = scores, ranking, index, valid_T, torch.rand(num_experts)
-    options = rounding, tile, least_pairs, num_pairs, weighting, torch.float32
+    options = rounding, tile, min_pairs, num_pairs, weighting, torch.float32
     expected = eager.round_rows(*given, *options)
     on_device = [tensor if tensor is None else tensor.to(device) for tensor in given]
     with poisoned():

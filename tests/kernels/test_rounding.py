@@ -33,8 +33,8 @@ def test_ties_and_forbidden_tokens_are_no_matter(device, kind):
 def test_padding_that_leaves_too_few_tokens_keeps_top_k(device):
     valid = torch.arange(60) < 20
     problem = matrix("probabilities", 60, 4, 2)
-    assert check_against_definition(kernels, device, problem, "nearest", 8, valid, least_pairs=41).fell_back
-    assert not check_against_definition(kernels, device, problem, "nearest", 8, valid, least_pairs=40).fell_back
+    assert check_against_definition(kernels, device, problem, "nearest", 8, valid, min_pairs=41).fell_back
+    assert not check_against_definition(kernels, device, problem, "nearest", 8, valid, min_pairs=40).fell_back
 
 
 def test_more_tokens_than_registers_hold(device, monkeypatch):

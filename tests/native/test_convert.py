@@ -1,4 +1,4 @@
-"""Conversion between the layouts: bit-exact both ways, from every kind of source, or refused in words."""
+"""Conversion between the layouts: bit-exact both ways, from every kind of source, or an error that names what does not fit."""
 
 import json
 import random
