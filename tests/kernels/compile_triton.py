@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sonicmoe_hf.config import ROUNDINGS
+from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels.triton import (
     bias_gradient,
     config,
@@ -31,7 +32,9 @@ from sonicmoe_hf.kernels.triton import (
 )
 
 # the package's attributes of these names are the backend's functions
-combine, dispatch = (import_module(f"sonicmoe_hf.kernels.triton.{name}") for name in ("combine", "dispatch"))
+combine, dispatch, dequantize = (
+    import_module(f"sonicmoe_hf.kernels.triton.{name}") for name in ("combine", "dispatch", "dequantize")
+)
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
@@ -173,6 +176,17 @@ def other_cases():
     yield "order", dispatch.dispatch_order_kernel, {**pairs, "BLOCK": 16}, 4, 3
     scores = named("num_tokens", "i32") | {"scores": "*fp32", "index": "*i64", "NUM_EXPERTS": EXPERTS, "EXPERTS": 128}
     yield "top_k", topk.top_k_kernel, {**scores, "TOP_K": 8, "TOKENS": topk.ELEMENTS // 128}, 4, 3
+    packed = {
+        **named("codes scales", "*u8"), "state": "*fp32", "out": "*bf16", "offsets": "*i32",
+        "VALUE_MAP": quantized.VALUE_MAP.start, "SCALE_OFFSET": quantized.SCALE_OFFSET,
+        "SCALE_SCALES": quantized.SCALE_SCALES.start, "SCALES_PER_SCALE": quantized.SCALES_PER_SCALE,
+    }  # fmt: skip
+    for name, kernel in (("nf4", dequantize.dequantize_nf4_kernel), ("mxfp4", dequantize.dequantize_mxfp4_kernel)):
+        size = quantized.FORMATS[name]
+        blocks = {
+            "BLOCKS_PER_EXPERT": 2 * INNER * HIDDEN // size, "BLOCKS": dequantize.VALUES // size, "BYTES": size // 2,
+        }  # fmt: skip
+        yield f"dequantize, {name}", kernel, {**packed, **blocks}, dequantize.WARPS, 3
 
 
 def rounding_cases():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from sonicmoe_hf.kernels import eager, triton
 from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, check_quantized, dequantize, quantize, stored_shapes
 
 SHAPE = (5, 33, 192)  # 495 NF4 scales: two of the second level, the last one cut
@@ -100,3 +101,20 @@ def test_only_the_experts_asked_for_are_expanded(name):
     whole = dequantize(packed, name, torch.bfloat16)
     some = dequantize(packed, name, torch.bfloat16, experts=[1, 3])
     assert same_bits(some[1::2].contiguous(), whole[1::2].contiguous())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_triton_gives_the_codecs_values(device, name):
+    # MXFP4: every scale; an expert's blocks end within a program
+    shape = (3, 2, 257 * 32) if name == "mxfp4" else (3, 33, 192)
+    packed = quantize(torch.randn(shape, device=device), name)
+    packed.codes.copy_(torch.randint(0, 256, packed.codes.shape))
+    packed.scales.copy_(torch.arange(packed.scales.numel()).view(packed.scales.shape) % 256)
+    ids = torch.tensor([[0], [2], [2]], device=device)
+    rows = triton.dispatch(ids, None, 3, 3, False)
+    # the interpreter truncates to bf16, where MXFP4 takes bits
+    for dtype in DTYPES if device.type == "cuda" or name == "mxfp4" else DTYPES[1:]:
+        expected = dequantize(packed, name, dtype)[::2].contiguous()
+        actual = triton.dequantize(*packed, name, dtype, rows)[::2].contiguous()
+        assert same_bits(actual, expected), dtype
+        assert same_bits(eager.dequantize(*packed, name, dtype, rows)[::2].contiguous(), expected), dtype
