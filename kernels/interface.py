@@ -106,8 +106,8 @@ class Backend(Protocol):
         """dscores_TE."""
 
     def dequantize(self, codes, scales, state, name: str, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
-        """The weight [E, N, K] that a Quantized in the format `name` of quantized.py stores, contiguous. What it holds for
-        experts without rows is undefined."""
+        """The weight [E, N, K] that a Quantized in the format `name` of quantized.py stores, contiguous. The values of
+        experts without rows are undefined."""
 
     def up(
         self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,

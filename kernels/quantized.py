@@ -114,7 +114,7 @@ def quantize(weight_ENK: torch.Tensor, name: str) -> Quantized:
 
 def _blocks(weight_NK: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [N, K/size, size], and the largest magnitude of each block."""
-    blocks = weight_NK.float().reshape(weight_NK.shape[0], -1, size)
+    blocks = weight_NK.float().contiguous().view(weight_NK.shape[0], -1, size)
     absmax = blocks.abs().amax(-1)
     if not bool(torch.isfinite(absmax).all()):
         raise ValueError("the weight has NaN or infinite values, which 4-bit formats cannot hold; load a sound one")

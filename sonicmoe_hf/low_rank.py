@@ -39,15 +39,15 @@ def side_by_side(adapter: LowRank | Sequence[LowRank]) -> LowRank:
     return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in adapter], dim=2))
 
 
-def check_low_rank(name: str, adapter: LowRank, weight_EON: torch.Tensor) -> None:
-    """Raise ValueError where `adapter` does not fit the weight's logical view [E, out, in]."""
-    num_experts, size_out, size_in = weight_EON.shape
+def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: torch.device) -> None:
+    """Raise ValueError where `adapter` does not fit the weight, whose logical view [E, out, in] has this shape."""
+    num_experts, size_out, size_in = shape_EON
     for part, factor in (("a", adapter.a), ("b", adapter.b)):
         if not factor.dtype.is_floating_point or factor.dtype.itemsize < 2:
             raise ValueError(f"{name}.{part} has dtype {factor.dtype}; use fp64, fp32, bf16 or fp16")
-        if factor.device != weight_EON.device:
+        if factor.device != device:
             raise ValueError(
-                f"{name}.{part} is on {factor.device} but its weight is on {weight_EON.device}; move them to one device"
+                f"{name}.{part} is on {factor.device} but its weight is on {device}; move them to one device"
             )
     rank = adapter.a.shape[1] if adapter.a.dim() == 3 else 0
     shapes = (num_experts, rank, size_in), (num_experts, size_out, rank)
@@ -79,13 +79,16 @@ class Packed(NamedTuple):
         return Extra(drank_PJ, self.a_EJK.transpose(1, 2))
 
 
-def pack(a: torch.Tensor | None, b: torch.Tensor | None, scale: float, weight_EON: torch.Tensor) -> Packed | None:
-    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order; None where `a` is."""
+def pack(
+    a: torch.Tensor | None, b: torch.Tensor | None, scale: float, dtype: torch.dtype, in_last: bool
+) -> Packed | None:
+    """The adapter of a weight [E, out, in] of this dtype, `in` contiguous if `in_last`, else `out`; copied where it
+    differs in dtype, rank or order; None where `a` is."""
     if a is None:
         return None
-    rank, in_last = padded_rank(a), weight_EON.stride(2) == 1
-    a_EKJ = _packed(a.transpose(1, 2), rank, weight_EON.dtype, not in_last)
-    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, weight_EON.dtype, in_last), scale)
+    rank = padded_rank(a)
+    a_EKJ = _packed(a.transpose(1, 2), rank, dtype, not in_last)
+    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, dtype, in_last), scale)
 
 
 def _packed(factor_ENr, padded, dtype, rank_last):

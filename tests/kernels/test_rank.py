@@ -36,7 +36,8 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
     interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
     a1, b1 = adapter(E, rank, H, 2 * I, device)
     a2, b2 = adapter(E, rank, I, H, device)
-    first, second = pack(a1, b1, SCALE, gate_up), pack(a2, b2, SCALE, down)
+    first = pack(a1, b1, SCALE, gate_up.dtype, gate_up.stride(2) == 1)
+    second = pack(a2, b2, SCALE, down.dtype, down.stride(2) == 1)
 
     def everything(kernels, rows, at=None):
         """Every product; `at` are another backend's operands, so that errors do not pile up."""
