@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from .patching.support import LayerSupport, supports
+    from .quantization.packed_weight import PackedWeight
+    from .quantization.quantize import quantize_experts
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
 _MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
@@ -46,6 +48,8 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.support": ("LayerSupport", "supports"),
+    "quantization.packed_weight": ("PackedWeight",),
+    "quantization.quantize": ("quantize_experts",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -54,6 +58,7 @@ __all__ = [
     "CheckpointError",
     "ExpertLoadCallback",
     "LayerSupport",
+    "PackedWeight",
     "PatchReport",
     "SonicMoEExperts",
     "TokenRounding",
@@ -71,6 +76,7 @@ __all__ = [
     "moe_experts",
     "patch",
     "patch_model",
+    "quantize_experts",
     "routing",
     "set_routing",
     "supports",

@@ -80,7 +80,9 @@ def _factors(name, adapter, weight, transposed):
     if not adapter:
         return NO_ADAPTER
     adapter = side_by_side(adapter)
-    check_low_rank(name, adapter, weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape, weight.device)
+    check_low_rank(
+        name, adapter, weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape, weight.device
+    )
     return adapter.a, adapter.b, float(adapter.scale)
 
 
@@ -158,8 +160,6 @@ def moe_experts(
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
     keep_v = differentiable and down_b is not None and down_b.requires_grad
-    options = Options(
-        *act, transposed, interleaved, gate_up_scale, down_scale, gate_up_format, down_format, backend
-    )
+    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, gate_up_format, down_format, backend)
     out = experts_op.run(differentiable, inputs, rows, options, Keep(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)
