@@ -1,4 +1,5 @@
-"""What Transformers is told about sonicmoe_hf, once it is imported: `import sonicmoe_hf` loads neither it nor torch."""
+"""What Transformers and PEFT are told about sonicmoe_hf, once they are imported: `import sonicmoe_hf` loads neither them
+nor torch."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ REGISTRATIONS = (  # when this module has been imported, so is that one of ours,
     ("transformers.modeling_utils", "patching.unreached_warning"),
     ("transformers.modeling_utils", "quantization.quantizer"),
     ("transformers.models.auto.configuration_auto", "native.registry"),
+    ("peft", "patching.peft_adapters"),
 )
 
 
@@ -72,6 +74,6 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 def register() -> None:
-    """Register with Transformers, or have it done when Transformers is imported."""
+    """Register with Transformers and PEFT, or have it done when they are imported."""
     for theirs, ours in REGISTRATIONS:
         when_imported(theirs, lambda ours=ours: importlib.import_module(f".{ours}", __package__))

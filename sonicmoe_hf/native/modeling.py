@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import CheckpointError, UnsupportedModelError
 from ..functional import Activation, moe_experts
 from ..model_patches import FAMILIES, Family
+from ..patching.adapters import adapters_of
 from ..patching.experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, note_reached, whole_shape
 from ..patching.support import load_family_class
 from ..quantization.state import stored_names
@@ -86,6 +87,8 @@ class SonicMoEExperts(nn.Module):
             as_routing(self, top_k_index, top_k_weights),
             gate_up_bias=self.c_fc_bias,
             down_bias=self.c_proj_bias,
+            gate_up_adapter=adapters_of(self, "c_fc"),
+            down_adapter=adapters_of(self, "c_proj"),
             activation=self.activation,
             layout="interleaved",
             save=getattr(self, "_sonicmoe_hf_save", "preactivation"),

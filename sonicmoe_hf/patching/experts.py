@@ -22,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from ..errors import UnsupportedExpertsError
 from ..functional import Activation, moe_experts
 from ..routing import MISPLACED, Routing
+from .adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
 IMPLEMENTATION = "sonicmoe_hf"
@@ -122,9 +123,14 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
     return getattr(weight, "ds_shape", weight.shape)
 
 
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """The names of the experts' weights, of the first product and of the second."""
+    return getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+
+
 def check_weights(experts: nn.Module) -> None:
     """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
-    for name in getattr(experts, "weight_names", ("gate_up_proj", "down_proj")):
+    for name in weight_names(experts):
         weight = getattr(experts, name, None)
         is_shard = getattr(weight, "_fsdp_flattened", False)  # FSDP1's: flat, and nothing tells its shape
         if weight is None or (len(whole_shape(weight)) != 3 and not is_shard):
@@ -197,6 +203,8 @@ def sonicmoe_hf_experts_forward(
         as_routing(self, top_k_index, top_k_weights),
         gate_up_bias=self.gate_up_proj_bias if facts.has_bias else None,
         down_bias=self.down_proj_bias if facts.has_bias else None,
+        gate_up_adapter=adapters_of(self, "gate_up_proj"),
+        down_adapter=adapters_of(self, "down_proj"),
         activation=facts.activation,
         layout=facts.layout,
         save=getattr(self, "_sonicmoe_hf_save", "preactivation"),

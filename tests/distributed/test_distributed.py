@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.adapters import fused, with_lora
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch, trainer_for
@@ -148,6 +149,38 @@ def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_g
     sonicmoe_hf.patch_model(model, POLICY)
     losses, expected = mean_of_ranks(model)
     for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "data", POLICY)):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+# adapters of the experts
+
+
+def adapted(family):
+    model = build(family)
+    sonicmoe_hf.patch_model(model, POLICY)
+    return with_lora(model, target_modules=["q_proj"])
+
+
+def adapted_step(rank, family, kind):
+    model = adapted(family)
+    if kind == "FSDP2":
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = Accelerator(cpu=True).prepare(model)
+    with fused():
+        loss = model(**batch(**OWN_BATCH[rank])).loss
+        loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapted_experts_under_data_parallelism_get_the_unsharded_models_gradients(ranks, family, kind):
+    losses, expected = mean_of_ranks(adapted(family))
+    assert sum(".experts." in name for name in expected) == 2 * 4
+    for own_loss, (loss, actual) in zip(losses, ranks.run(adapted_step, family, kind)):
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 

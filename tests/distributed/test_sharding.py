@@ -1,5 +1,6 @@
 """Two gloo ranks whose weights are gathered for each module's turn: DeepSpeed's ZeRO, and FSDP1 as accelerate sets it up."""
 
+import contextlib
 import os
 import sys
 
@@ -8,12 +9,14 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build
 from helpers.ranks import WORLD, Ranks
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from test_distributed import OWN_BATCH, SUMMATION, mean_of_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from transformers import AutoModelForCausalLM, Trainer
+from transformers.distributed.fsdp import update_fsdp_plugin_peft
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
 import sonicmoe_hf
@@ -81,17 +84,21 @@ def zero_gradients(model):
     return {name: gradient.float() for name, gradient in found.items() if gradient is not None}
 
 
-def zero_step(rank, family, stage, routing, patch_last, checkpointing):
+def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora=False):
     model = build(family)
     if not patch_last:
         sonicmoe_hf.patch_model(model, routing)
+    if lora:
+        model = with_lora(model)
+        model.enable_input_require_grads()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
     engine = start_engine(model, stage)
     if patch_last:
         sonicmoe_hf.patch_model(engine, routing)
     watch = Watch(model)
-    loss = engine(**batch(**OWN_BATCH[rank])).loss
+    with fused() if lora else contextlib.nullcontext():
+        loss = engine(**batch(**OWN_BATCH[rank])).loss
     assert set(watch.rounded()) == {routing is not None}
     assert {p.numel() == 0 for p in model.parameters()} == {stage == 3}, "the weights are freed after their turn"
     engine.backward(loss)
@@ -124,6 +131,21 @@ def test_zero_patched_after_the_engine_or_checkpointed_gives_the_same(
 ):
     results = ranks.run(zero_step, family, stage, routing, patch_last, checkpointing)
     assert_mean_of_ranks(patched(family, routing), results)
+
+
+@with_deepspeed
+@pytest.mark.parametrize(
+    "family, stage, patch_last, checkpointing",
+    [
+        ("qwen3_moe", 3, False, None),
+        ("gpt_oss", 3, True, "non_reentrant"),
+        ("qwen3_moe", 3, False, "reentrant"),
+        ("qwen3_moe", 2, True, None),
+    ],
+)
+def test_zero_gathers_the_factors_of_adapted_experts(ranks, family, stage, patch_last, checkpointing):
+    results = ranks.run(zero_step, family, stage, None, patch_last, checkpointing, True)
+    assert_mean_of_ranks(with_lora(patched(family, None)), results)
 
 
 def trained(rank, folder, checkpoint, options, wrapper):
@@ -193,7 +215,9 @@ def fsdp_gradients(model):
         return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in named}
 
 
-def fsdp_step(rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None):
+def fsdp_step(
+    rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None, lora=False
+):
     AcceleratorState._reset_state(True)
     pretend_to_have_gpus()
     model = build(family)
@@ -206,14 +230,18 @@ def fsdp_step(rank, family, routing, use_orig_params, patch_last, checkpointing=
         transformer_cls_names_to_wrap=units, mixed_precision_policy=precision,
     )  # fmt: skip
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if lora:
+        model = with_lora(model, target_modules=["q_proj"])
+        update_fsdp_plugin_peft(model, accelerator)  # as the Trainer does
     prepared = accelerator.prepare(model)
     if patch_last:
         sonicmoe_hf.patch_model(prepared, routing)
     watch = Watch(prepared)
-    loss = prepared(**batch(**OWN_BATCH[rank])).loss
+    with fused() if lora else contextlib.nullcontext():
+        loss = prepared(**batch(**OWN_BATCH[rank])).loss
     accelerator.backward(loss)
     wrapped = [module for module in prepared.modules() if isinstance(module, FullyShardedDataParallel)]
-    assert len(wrapped) >= 1 + len(model.model.layers) and set(watch.rounded()) == {routing is not None}
+    assert len(wrapped) >= 1 + model.config.num_hidden_layers and set(watch.rounded()) == {routing is not None}
     return loss.detach(), fsdp_gradients(prepared)
 
 
@@ -228,6 +256,16 @@ def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, rout
             results = ranks.run(fsdp_step, family, routing, use_orig_params, patch_last, checkpointing)
             for own_loss, (loss, actual) in zip(losses, results):
                 assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
+@pytest.mark.parametrize("patch_last", [False, True])
+def test_fsdp1_by_pefts_wrap_policy_gathers_the_factors_of_adapted_experts(ranks, patch_last):
+    model = with_lora(patched("qwen3_moe", None), target_modules=["q_proj"])
+    losses, expected = mean_of_ranks(model)
+    results = ranks.run(fsdp_step, "qwen3_moe", None, True, patch_last, None, None, None, True)
+    for own_loss, (loss, actual) in zip(losses, results):
+        learned = {name: tensor for name, tensor in actual.items() if name in expected}
+        assert_all_close({"loss": loss, **learned}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -1,0 +1,33 @@
+"""PEFT's LoRA on the experts of small models, with factors that show what is paired wrongly."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def random_factors(model, seed=3):
+    """Other factors for every expert, B not zero, so that every gradient is there from the first step."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def with_lora(model, targets=EXPERTS, **options):
+    """The PEFT model with an adapter of rank 3 and random factors, unless `options` say otherwise."""
+    config = LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets)
+    return random_factors(get_peft_model(model, config))
+
+
+@contextmanager
+def fused():
+    """Nothing inside may form W + BA as PEFT does."""
+    with mock.patch.object(nn.utils.parametrize, "register_parametrization", side_effect=AssertionError("W + BA")):
+        yield
