@@ -16,8 +16,9 @@ FROZEN = (
     "fine-tuning"
 )
 NOT_DENSE = (
-    "{operation} takes a dense tensor, but these experts are packed as {format}; sonicmoe_hf's experts compute with "
-    "packed weights (patch_model, SonicMoEExperts), and weight.dequantize() gives the dense tensor"
+    "{operation} takes a dense tensor, but these experts are packed as {format}, which Transformers' experts, merging "
+    "in memory and sharding (FSDP, DeepSpeed) do not take: compute with sonicmoe_hf (patch_model, SonicMoEExperts), "
+    "replicate the weight (DDP; fully_shard's ignored_params), or take weight.dequantize()"
 )
 
 

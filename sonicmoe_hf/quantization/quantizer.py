@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..config import check_choice
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
+from ..patching.experts import weight_names
 from .packed_weight import PackedWeight, as_parameter
 from .state import SUFFIXES, from_stored, use_stored_names
 
@@ -45,7 +46,7 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
 
 def packable(module: nn.Module) -> tuple[str, ...]:
     """The names of an experts module's weights that are packed; none of another module."""
-    names = getattr(type(module), "weight_names", ("gate_up_proj", "down_proj"))
+    names = weight_names(module)
     is_experts = hasattr(type(module), "_apply_gate") or hasattr(type(module), "weight_names")
     return names if is_experts and all(name in module._parameters for name in names) else ()
 
