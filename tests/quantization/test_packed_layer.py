@@ -132,7 +132,7 @@ def test_compiled_checkpointed_and_under_torch_func_it_stays_the_same(name):
 
 
 def test_a_layout_that_contradicts_the_packing_is_refused():
-    gate_up, down = packed_weights("nf4", "concatenated")
+    gate_up, _ = packed_weights("nf4", "concatenated")
     leaves, index = inputs()
     square = PackedWeight.quantize(torch.randn(E, H, H), "nf4", is_transposed=True)
     with pytest.raises(ValueError, match="down is packed from a weight that is stored transposed"):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.checkpoints import edit_config, make, tensors_in
+from helpers.checkpoints import edit_config, make, rewrite, tensors_in
 from helpers.models import batch, build, loss_and_gradients
 from helpers.native import save_both
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -12,9 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config, Trainer, TrainingArguments
 
-import sonicmoe_hf
 from sonicmoe_hf import PackedWeight, UnsupportedExpertsError, from_pretrained, patch_model, quantize_experts
 from sonicmoe_hf.kernels.quantized import FORMATS
 
@@ -59,9 +58,9 @@ def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, 
         assert len(packed_in(streamed)) == len(packed_in(in_memory)) > 0
         expected = logits(in_memory)
         assert torch.equal(logits(streamed), expected)
-        assert (
-            torch.equal(logits(dequantised(streamed)), expected) or family == "gpt_oss"
-        )  # sums in another order there
+        # gpt-oss's dense weights are stored transposed, which changes the order of bf16 sums
+        tolerance = 0.05 if family == "gpt_oss" and folder.name == "hub" else 0.0
+        torch.testing.assert_close(logits(dequantised(streamed)), expected, rtol=tolerance, atol=tolerance)
         streamed.save_pretrained(tmp_path / f"{folder.name} {name}")
         again = from_pretrained(tmp_path / f"{folder.name} {name}")
         assert torch.equal(logits(again), expected)
@@ -95,7 +94,7 @@ def test_pefts_own_path_and_merging_in_memory_are_errors():
         peft(**BATCH)
     patch_model(peft)
     peft(**BATCH)
-    with pytest.raises(RuntimeError, match="takes a dense tensor.*merging"):
+    with pytest.raises(RuntimeError, match=r"takes a dense tensor.*merging"):
         peft.merge_and_unload()
 
 
@@ -141,8 +140,6 @@ def test_full_fine_tuning_is_refused():
     model = quantize_experts(small("qwen3_moe"))
     with pytest.raises(RuntimeError, match="frozen and have no gradient"):
         model.requires_grad_(True)
-    from transformers import Trainer, TrainingArguments
-
     with pytest.raises(ValueError, match="purely quantized models"):
         Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
 
@@ -219,12 +216,9 @@ def test_what_cannot_be_packed_is_refused():
         quantize_experts(broken)
 
 
-def test_damaged_parts_are_named(tmp_path):
+def test_damaged_parts_are_errors(tmp_path):
     quantize_experts(small("qwen3_moe"), "mxfp4").save_pretrained(tmp_path)
-    from helpers.checkpoints import rewrite
-
-    tensors = tensors_in(tmp_path)
-    key = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors, key = tensors_in(tmp_path), "model.layers.1.mlp.experts.down_proj_scales"
     rewrite(tmp_path, {**tensors, key: tensors[key][:, :, :1].contiguous()})
-    with pytest.raises((RuntimeError, ValueError)):
-        sonicmoe_hf.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        from_pretrained(tmp_path)
