@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.kernels import eager, triton
 from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, check_quantized, dequantize, quantize, stored_shapes
 
@@ -118,3 +119,25 @@ def test_triton_gives_the_codecs_values(device, name):
         actual = triton.dequantize(*packed, name, dtype, rows)[::2].contiguous()
         assert same_bits(actual, expected), dtype
         assert same_bits(eager.dequantize(*packed, name, dtype, rows)[::2].contiguous(), expected), dtype
+
+
+def test_a_layer_on_triton_never_reads_what_experts_without_rows_leave_unwritten(device, monkeypatch):
+    E, H, I = 4, 64, 64
+    ids = torch.tensor([[0, 2], [2, 0], [0, 2]], device=device)
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(self, *shape, **options):
+        tensor = new_empty(self, *shape, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    for name in FORMATS:
+        gate_up = PackedWeight.quantize(torch.randn(E, 2 * I, H, device=device) * 0.1, name)
+        down = PackedWeight.quantize(torch.randn(E, H, I, device=device) * 0.1, name)
+        x = torch.randn(3, H, device=device, requires_grad=True)
+        found = []
+        for weights in ((gate_up, down), (gate_up.dequantize(), down.dequantize())):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "new_empty", poisoned)
+                out = moe_experts(x, *weights, (ids, torch.ones(3, 2, device=device)), backend="triton")
+                found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        assert all(torch.equal(actual, expected) and actual.isfinite().all() for actual, expected in zip(*found))
