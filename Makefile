@@ -1,7 +1,7 @@
 # Everything a contributor runs. Each target makes the environment it needs; nothing is installed outside this folder.
 #   make demo          train a small model with token rounding, on any machine, in a few minutes
 #   make test          the tests, here and (core tests) on the oldest Transformers we support
-#   make lint          ruff, check and format
+#   make lint          ruff, check and format; mypy
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
 # A machine without CUDA saves a large download with PyTorch's CPU build:
@@ -42,6 +42,7 @@ test-gpu: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m mypy
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
@@ -54,7 +55,7 @@ wheel: $(VENV)/.installed
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An environment is up to date when its stamp is newer than what it was made from.
 %/.installed: pyproject.toml constraints.txt

@@ -100,10 +100,11 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def same_bytes(first: Path, second: Path) -> bool:
+def same_checkpoints(first: Path, second: Path) -> bool:
     """Whether two checkpoints hold the same tensors, byte by byte."""
-    import torch
     from safetensors import safe_open
+
+    from sonicmoe_hf.comparing import same_bytes
 
     def tensors(folder):
         handles = [safe_open(path, framework="pt") for path in folder.glob("*.safetensors")]
@@ -111,8 +112,7 @@ def same_bytes(first: Path, second: Path) -> bool:
 
     ours, theirs = tensors(first), tensors(second)
     return ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name].get_tensor(name).view(torch.uint8), theirs[name].get_tensor(name).view(torch.uint8))
-        for name in ours
+        same_bytes(ours[name].get_tensor(name), theirs[name].get_tensor(name)) for name in ours
     )
 
 
@@ -143,7 +143,7 @@ def main() -> None:
         rows.append(
             {"what": f"convert {what}", **in_process("convert", str(src), str(dst), layout, arguments.shard_size)}
         )
-    print("round trip bit-exact:", same_bytes(hub, back))
+    print("round trip bit-exact:", same_checkpoints(hub, back))
     for layout, folder in (("hub", hub), ("native", native)):
         for cache in ("cold", "warm", "warm"):
             if cache == "cold":

@@ -54,9 +54,9 @@ def part(folder: Path, name: str):
 
 def kernels(folder: Path, shape: Shape):
     """(function of compiled.py, its parameters) of all that a step of this size may launch."""
-    up = (torch.bfloat16, shape.H, shape.I, True, False, True, True, Activation(), False)
-    up = (*up, part(folder, "configs").tile("up", 2 * shape.I))
-    return [("up", up), *part(folder, "variants").of_step(*up)]
+    up = (torch.bfloat16, shape.H, shape.I, True, False, True, True, Activation(), False, 0)
+    up = (*up, part(folder, "config").tile("gemm_up", 2 * shape.I))
+    return [("gemm_up", up), *part(folder, "variants").of_step(*up)]
 
 
 def compiled(folder, shape, number):

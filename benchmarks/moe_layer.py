@@ -196,7 +196,8 @@ class Table:
 
     def __init__(self):
         self.rows = []
-        self.common = {"gpu": torch.cuda.get_device_name(), **provenance.columns()}
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        self.common = {"gpu": gpu, **provenance.columns()}
 
     def add(self, config, shape, contender, mode, launch, metric, values):
         median, p20, p80 = quantiles(values)

@@ -11,8 +11,8 @@ import subprocess
 from pathlib import Path
 
 COMMIT_VARIABLE = "SONICMOE_HF_COMMIT"  # for a machine that has the files and not the repository
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors")
-PEERS = ("sonic_moe", "scattermoe")  # of kernels-community, which are no distributions
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors", "peft", "liger-kernel")
+PEERS = ("sonic_moe", "scattermoe", "scattermoe_lora", "unsloth_zoo")  # sources, which are no distributions
 
 
 def commit() -> str:

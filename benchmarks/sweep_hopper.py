@@ -1,4 +1,4 @@
-"""Times candidate tiles of the Hopper kernels, kernel by kernel: where the table in kernels/hopper/configs.py comes from.
+"""Times candidate tiles of the Hopper kernels, kernel by kernel: where the table in kernels/hopper/config.py comes from.
 
     python benchmarks/sweep_hopper.py [--out benchmarks/results] [--shape T,H,I,E,K ...] [--kernel up ...]
 
@@ -25,10 +25,10 @@ from sweep_triton import as_tensors, captured
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import cache, compiled
-from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, Tile
+from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, Tile
 from sonicmoe_hf.kernels.interface import Activation
 
-PRODUCTS = [Tile(192, 4), Tile(192, 4, dealt=True), TALL, WIDE, Tile(128, 6)]
+PRODUCTS = [Tile(192, 4), Tile(192, 4, static=True), TALL, WIDE, Tile(128, 6)]
 GATED = [Tile(256, 3), Tile(128, 5)]
 BACKWARD = [Tile(256, 3), Tile(192, 4), Tile(128, 5)]
 GRADIENTS = [Tile(192, 3), Tile(128, 4)]
@@ -83,8 +83,8 @@ def using(tile: Tile):
     with mock.patch.multiple(
         hopper,
         tile=lambda *_: tile,
-        product_tiles=lambda *_: (tile,) * 3,
-        gradient_tiles=lambda *_: (tile, tile),
+        gemm_down_tiles=lambda *_: (tile,) * 3,
+        gemm_wgrad_tiles=lambda *_: (tile, tile),
     ):
         yield
 
@@ -92,12 +92,12 @@ def using(tile: Tile):
 def asked_for(call, tile: Tile):
     """The kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
     found = []
-    kernels = ("up", "product", "down_backward", "gradient")
+    kernels = ("gemm_up", "gemm_down", "gemm_dgated", "gemm_wgrad")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
     with (
         using(tile),
         mock.patch.multiple(compiled, **notes),
-        mock.patch.object(hopper, "_launch"),
+        mock.patch.object(hopper, "_run_on_its_device"),
         mock.patch.object(cache, "compile_ahead"),
     ):
         call(hopper)

@@ -3,11 +3,13 @@
 Without arguments: a small Qwen3-MoE-architecture model with random weights, on the standard library's sources, offline.
 
     python examples/finetune.py
-    python examples/finetune.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --bf16 \
-        --gradient-checkpointing --sequence-length 4096 --batch-size 4 --lora-rank 16
+    python examples/finetune.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --lora \
+        --sequence-length 4096 --batch-size 4 --output outputs/lora
     python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16 --end 0.9
     accelerate launch examples/finetune.py ...
 
+--lora is the recipe of docs/lora.md: adapters on experts and attention, bf16 weights and autocast, gradient
+checkpointing. `sonicmoe-hf merge` then adds the adapters to the model's weights, for serving.
 Texts are joined into one stream and cut into blocks without padding: token rounding then counts real tokens only.
 `sonicmoe-hf doctor MODEL --batch-size B --sequence-length S` says beforehand what a model and batch will get.
 """
@@ -42,8 +44,6 @@ from sonicmoe_hf.native.adapter import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
-EXPERT_WEIGHTS = ["experts.gate_up_proj", "experts.down_proj"]
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def moment(text: str) -> int | float:
@@ -62,13 +62,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--dequantize", action="store_true", help="load a quantised checkpoint (mxfp4, fp8) as plain bf16"
     )
     model.add_argument("--attn-implementation", help="eager, sdpa, flash_attention_2, ...")
-    model.add_argument("--bf16", action="store_true", help="compute in bf16 (autocast)")
+    model.add_argument("--lora", "--lora-rank", dest="lora_rank", metavar="RANK", type=int, nargs="?", const=16,
+                       default=0, help="train LoRA on experts and attention (rank 16); default: all weights")  # fmt: skip
+    model.add_argument("--lora-alpha", type=int, help="default: twice the rank")
+    switch = argparse.BooleanOptionalAction
+    model.add_argument("--bf16", action=switch, help="compute in bf16 (autocast); default: for LoRA")
+    model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA")
     model.add_argument("--dtype", choices=("float32", "bfloat16"),
                        help="of the weights; default: bfloat16 for LoRA with --bf16, else float32")  # fmt: skip
-    model.add_argument("--gradient-checkpointing", action="store_true")
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
-    model.add_argument("--lora-rank", type=int, default=0, help="train LoRA on experts and attention; 0: all weights")
-    model.add_argument("--lora-alpha", type=int, default=32)
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
@@ -100,7 +102,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
     training.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    for switch in ("bf16", "gradient_checkpointing"):
+        if getattr(found, switch) is None:
+            setattr(found, switch, bool(found.lora_rank))
+    return found
 
 
 def load_texts(arguments: argparse.Namespace) -> Dataset:
@@ -163,15 +169,10 @@ def load_model(arguments: argparse.Namespace):
 def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace):
     """The model with LoRA, with frozen experts, or as it is."""
     if arguments.lora_rank:
-        peft = import_peft()
-        lora = peft.LoraConfig(
-            r=arguments.lora_rank,
-            lora_alpha=arguments.lora_alpha,
-            target_modules=ATTENTION,
-            target_parameters=None if arguments.freeze_experts else EXPERT_WEIGHTS,
-            task_type="CAUSAL_LM",
-        )
-        model = peft.get_peft_model(model, lora)
+        options = {"target_parameters": []} if arguments.freeze_experts else {}
+        if arguments.lora_alpha is not None:
+            options["lora_alpha"] = arguments.lora_alpha
+        model = import_peft().get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.lora_rank, **options))
         model.print_trainable_parameters()
     elif arguments.freeze_experts:
         for name, parameter in model.named_parameters():

@@ -31,9 +31,8 @@ class Rows(NamedTuple):
     token_offsets [T+1]: token t's entries in token_rows are token_offsets[t] .. token_offsets[t+1].
     token_rows [P]: rows of each token, in the routing's order; an entry >= R is a dropped pair. The dropped pairs of a
         general list (token_P given) belong to no token: they come last, past token_offsets[T].
-    tiles [L, 3]: for a backend that cuts rows into tiles, (expert, first row, end of its rows) of every tile,
-        then expert -1; how many tiles there can be, L, and what lies behind them are the backend's affair. Kernels may
-        count their work there, so one Rows is for one stream at a time.
+    tiles [L, 3]: for a backend that cuts rows into tiles, (expert, first row, end of its rows) of every tile, then
+        expert -1; the last entry is `scheduler_state`. L is the backend's `tile_table_length`; 0 for one without tiles.
     """
 
     offsets: torch.Tensor
@@ -42,6 +41,15 @@ class Rows(NamedTuple):
     token_offsets: torch.Tensor
     token_rows: torch.Tensor
     tiles: torch.Tensor
+
+    @property
+    def scheduler_state(self) -> torch.Tensor:
+        """(counter, number of tiles, unused), the last entry of `tiles`.
+
+        Persistent kernels take their work tiles from the counter. It is 0 between launches, but not during one: that is
+        why one Rows is for one stream at a time.
+        """
+        return self.tiles[-1]
 
 
 class Weighting(NamedTuple):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .native.adapter import convert_adapter
     from .native.convert import convert_checkpoint
     from .native.inspect import inspect_checkpoint
+    from .native.merge import merge_adapter
     from .native.modeling import SonicMoEExperts
     from .patching.patch import (
         PatchReport,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from .patching.support import LayerSupport, supports
+    from .peft_config import lora_config
     from .quantization.packed_weight import PackedWeight
     from .quantization.quantize import quantize_experts
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
@@ -44,10 +46,12 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.adapter": ("convert_adapter",),
     "native.convert": ("convert_checkpoint",),
     "native.inspect": ("inspect_checkpoint",),
+    "native.merge": ("merge_adapter",),
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.support": ("LayerSupport", "supports"),
+    "peft_config": ("lora_config",),
     "quantization.packed_weight": ("PackedWeight",),
     "quantization.quantize": ("quantize_experts",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
@@ -73,6 +77,8 @@ __all__ = [
     "functional",
     "inspect_checkpoint",
     "is_patched",
+    "lora_config",
+    "merge_adapter",
     "moe_experts",
     "patch",
     "patch_model",

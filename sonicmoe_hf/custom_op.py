@@ -11,12 +11,19 @@ import inspect
 import typing
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from .private.torch import (
+    are_functorch_transforms_active,
+    disable_dynamo,
+    forward_mode_level,
+    is_in_torch_dispatch_mode,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    will_engine_execute_node,
+)
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
-_is_executed = torch._C._will_engine_execute_node
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -51,7 +58,7 @@ class Op:
         name = function.__name__.lstrip("_")
         self.name = f"sonicmoe_hf::{name}"
         _LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, torch._disable_dynamo(flat), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, disable_dynamo(flat), "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, lambda *arguments: fake(*self.nest(arguments)), lib=_LIBRARY)
         self._overload = getattr(torch.ops.sonicmoe_hf, name).default
 
@@ -174,28 +181,28 @@ def _refuse_forward_mode(what: str):
 
 def forward_mode() -> bool:
     """Whether derivatives are taken forward, which a call without autograd would leave out."""
-    return forward_ad._current_level >= 0
+    return forward_mode_level() >= 0
 
 
 def are_needed(nodes) -> list[bool]:
     """Whether the running backward goes on to each of `nodes`, a backward node's `next_functions` or None:
     autograd.grad(out, x) and backward(inputs=...) go to fewer than the forward recorded (ctx.needs_input_grad)."""
     try:
-        return [node is not None and _is_executed(node) for node in nodes]
+        return [node is not None and will_engine_execute_node(node) for node in nodes]
     except RuntimeError:  # one is a leaf that autograd.grad was given
         return [node is not None and _is_executed_or_given(node) for node in nodes]
 
 
 def _is_executed_or_given(node) -> bool:
     try:
-        return _is_executed(node)
+        return will_engine_execute_node(node)
     except RuntimeError:
         return True  # torch does not answer for a leaf that autograd.grad was given: its gradient is needed
 
 
 def transformed() -> bool:
     """Whether a transform of torch.func runs (torch.compile traces its own way)."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() and are_functorch_transforms_active()
 
 
 def choose(functional, op, function, *tensors):
@@ -214,6 +221,6 @@ def traced(*tensors) -> bool:
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
+        or are_functorch_transforms_active()
         or torch.jit.is_tracing()
     )

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -125,7 +126,8 @@ def _backends(device: torch.device) -> dict[str, tuple[str, str]]:
 def _backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     """The backend and why, or "error" and the error of choosing one."""
     try:
-        return tuple(backends.choose(device, dtype))
+        name, reason = backends.choose(device, dtype)
+        return name, reason
     except ValueError as error:
         return "error", str(error)
 
@@ -179,7 +181,7 @@ def _quantisation(config) -> str | None:
 
 def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:
     """One forecast for each kind of layer (experts, top-k) where token rounding works."""
-    kinds = {}
+    kinds: dict[tuple[int, int], bool] = {}
     for layer in supported_layers(model, found, "token_rounding"):
         num_experts, top_k = layer.experts.num_experts, layer.router.top_k
         kinds[num_experts, top_k] = policy.applies(tokens, top_k, num_experts)
@@ -200,7 +202,7 @@ def _placements(model, found: list[LayerSupport]) -> dict[str, str]:
 
 def as_json(report: ModelReport | None) -> dict:
     """Everything doctor prints, as plain data."""
-    facts = {
+    facts: dict[str, Any] = {
         "versions": versions(),
         "backend_override": os.environ.get(backends.VARIABLE),
         "devices": [asdict(device) for device in devices()],

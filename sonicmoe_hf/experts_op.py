@@ -87,15 +87,18 @@ class _Layer:
         self.interleaved = options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
         self.gate_up_adapter = pack(
-            inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, dtype,
-            self._in_last(inputs.gate_up, options.gate_up_format),
+            inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
+            self._in_order_of(inputs.gate_up, options.gate_up_format),
         )  # fmt: skip
         self.down_adapter = pack(
-            inputs.down_a, inputs.down_b, options.down_scale, dtype, self._in_last(inputs.down, options.down_format)
+            inputs.down_a, inputs.down_b, options.down_scale, self._in_order_of(inputs.down, options.down_format)
         )
 
-    def _in_last(self, weight, format) -> bool:
-        return bool(format) or weight.stride(1 if self.options.transposed else 2) == 1
+    def _in_order_of(self, weight, format) -> torch.Tensor:
+        """A tensor of the dtype and order of the logical view, which for a packed weight is not there yet."""
+        if format:
+            return weight.new_empty(0, 0, 0, dtype=self.dtype)
+        return weight.transpose(1, 2) if self.options.transposed else weight
 
     def _logical_view(self, weight, scales, state, format):
         """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
@@ -131,15 +134,17 @@ class _Layer:
 
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> list[torch.Tensor]:
     """[out_TH], and after it what `keep` says."""
-    with _without_autocast(inputs.x.device):
-        layer = _Layer(inputs, rows, options, inputs.x.dtype)
+    x_TH = inputs.x
+    assert x_TH is not None  # only backward may be without
+    with _without_autocast(x_TH.device):
+        layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
         if adapter is not None:
             v_PJ = kernels.rank_rows(a_RI, adapter.a_EJK, rows, adapter.scale, gathered=False)
             extra = adapter.extra_forward(v_PJ)
         y_RH = kernels.down(a_RI, layer.down, inputs.down_bias, rows, extra=extra)
-        out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, inputs.x.shape[0])
+        out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
     return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), keep) if wanted)]
 
 

@@ -79,16 +79,13 @@ class Packed(NamedTuple):
         return Extra(drank_PJ, self.a_EJK.transpose(1, 2))
 
 
-def pack(
-    a: torch.Tensor | None, b: torch.Tensor | None, scale: float, dtype: torch.dtype, in_last: bool
-) -> Packed | None:
-    """The adapter of a weight [E, out, in] of this dtype, `in` contiguous if `in_last`, else `out`; copied where it
-    differs in dtype, rank or order; None where `a` is."""
+def pack(a: torch.Tensor | None, b: torch.Tensor | None, scale: float, weight_EON: torch.Tensor) -> Packed | None:
+    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order; None where `a` is."""
     if a is None:
         return None
-    rank = padded_rank(a)
-    a_EKJ = _packed(a.transpose(1, 2), rank, dtype, not in_last)
-    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, dtype, in_last), scale)
+    rank, in_last = padded_rank(a), weight_EON.stride(2) == 1
+    a_EKJ = _packed(a.transpose(1, 2), rank, weight_EON.dtype, not in_last)
+    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, weight_EON.dtype, in_last), scale)
 
 
 def _packed(factor_ENr, padded, dtype, rank_last):

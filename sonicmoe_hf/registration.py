@@ -3,6 +3,7 @@ nor torch."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ REGISTRATIONS = (  # when this module has been imported, so is that one of ours,
 class _ThenCall(Loader):
     """A module's own loader; `action` is called when the module is complete."""
 
-    def __init__(self, loader: Loader, action: Callable[[], None]):
+    def __init__(self, loader: Loader, action: Callable[[], object]):
         self.loader, self.action = loader, action
 
     def create_module(self, spec):
@@ -36,8 +37,8 @@ class _ThenCall(Loader):
 class _Watcher(MetaPathFinder):
     """Finds modules as everybody else does, and has an action follow the import of the watched ones."""
 
-    def __init__(self):
-        self.actions: dict[str, list[Callable[[], None]]] = {}
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Callable[[], object]]] = {}
 
     def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
         actions = self.actions.get(fullname)
@@ -59,7 +60,7 @@ class _Watcher(MetaPathFinder):
 _watcher = _Watcher()
 
 
-def when_imported(name: str, action: Callable[[], None]) -> None:
+def when_imported(name: str, action: Callable[[], object]) -> None:
     """Call `action` once the module `name` has been imported: now, if it has been.
 
     An error that `action` raises fails the import, as an error of the module itself would.
@@ -76,4 +77,4 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 def register() -> None:
     """Register with Transformers and PEFT, or have it done when they are imported."""
     for theirs, ours in REGISTRATIONS:
-        when_imported(theirs, lambda ours=ours: importlib.import_module(f".{ours}", __package__))
+        when_imported(theirs, functools.partial(importlib.import_module, f".{ours}", __package__))

@@ -95,7 +95,7 @@ def warm_up(kinds: list[LayerKind], processes: int | None = None) -> tuple[int, 
         raise WarmupError(f"the Hopper kernels cannot be compiled here: {obstacle}")
     from .kernels.hopper.variants import variants
 
-    wanted = {}
+    wanted: dict[tuple[str, tuple], None] = {}
     for kind in kinds:
         facts = kind.dtype, kind.activation, *LAYOUTS[kind.layout], kind.bias
         wanted |= dict.fromkeys(variants(kind.hidden, kind.inner, *facts))
@@ -128,8 +128,10 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     # threads do not help, the compiler holds Python's lock; and a fork of a process that uses CUDA cannot be used
     context = multiprocessing.get_context("spawn")
     # an interrupt is for this process alone, which then cancels what has not begun
-    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-    with ProcessPoolExecutor(min(processes, len(missing)), context, **ignoring) as pool:
+    ignored = signal.SIGINT, signal.SIG_IGN
+    with ProcessPoolExecutor(
+        min(processes, len(missing)), context, initializer=signal.signal, initargs=ignored
+    ) as pool:
         running = {pool.submit(_compile, *kernel): kernel for kernel in missing}
         try:
             for done in as_completed(running):

@@ -121,10 +121,13 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_p
     assert metrics["eval_loss"] < 7.7  # ln(2048) = 7.6 is guessing
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXT * 200)
-    options = ["--model", small, "--dataset", str(texts), "--lora-rank", "4", "--bf16", "--gradient-checkpointing"]
+    options = ["--model", small, "--dataset", str(texts), "--lora", "4"]
     lora = str(tmp_path / "lora")
     finetune.main([*options, "--steps", "4", "--output", lora, "--learning-rate", "1e-2", "--end", "0.5", *TINY])
-    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
+    assert command(["merge", small, lora, str(tmp_path / "merged")]) == 0
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "merged"))
+    changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
     log = json.loads((tmp_path / "lora" / "trainer_state.json").read_text())["log_history"]
     assert log[0]["moe/rows_added"] + log[0]["moe/rows_dropped"] > 0  # steps 1 and 2 round, 3 and 4 do not
     assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
@@ -143,7 +146,9 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
-@pytest.mark.parametrize("options", [[], ["--lora-rank", "4"]], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize(
+    "options", [[], ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]], ids=["all weights", "LoRA"]
+)
 def test_finetune_resumed_ends_where_a_straight_run_does(options, tmp_path):
     finetune = load("finetune")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -183,6 +188,21 @@ def test_the_python_of_the_document_on_token_rounding_runs():
     model = AutoModelForCausalLM.from_config(config)
     exec(python[0], {"model": model})
     assert patch_state(model).policy.rounding == "nearest"
+
+
+def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
+    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("bf16=True", "max_steps=1")
+    (python,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(python, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
+    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):

@@ -31,8 +31,8 @@ DISTRIBUTIONS = (
     "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
 )  # fmt: skip
 
-MOST_PROCESSES = 8
-SECONDS_OF_WAITING = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
+MAX_PROCESSES = 8
+MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
 LOCAL_RANKS = (  # of torchrun and accelerate, Slurm, Open MPI, MVAPICH, Intel MPI, Hydra, PALS and Flux
     "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
     "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID",
@@ -155,7 +155,7 @@ def cached(compile_kernel):
 def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     """Begin to compile kernels that will soon be asked for, (function of compiled.py, its parameters), in new processes.
 
-    `cached` waits for them, SECONDS_OF_WAITING at most. Where there are too few kernels, CPUs or rights for that, nothing
+    `cached` waits for them, MAX_WAIT_SECONDS at most. Where there are too few kernels, CPUs or rights for that, nothing
     is begun, and where a process fails or hangs, what it leaves is compiled as it is asked for. Of a machine's ranks
     (LOCAL_RANKS) the first begins them, for all.
     """
@@ -163,7 +163,7 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
     if local_rank != "0" or distrust():
         return
     kernels, quiet = missing(wanted), subprocess.DEVNULL
-    processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1, MOST_PROCESSES)
+    processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1, MAX_PROCESSES)
     if processes < 2:
         return
     command = [sys.executable, "-c", WORKER.format(path=list(sys.modules["sonicmoe_hf"].__path__))]
@@ -188,7 +188,7 @@ def compile_share() -> None:
 def _wait_for(path: Path) -> None:
     """Until the file is there, if another process is to write it, or that process has ended; one that hangs is ended."""
     process = _coming.get(path)
-    deadline = time.monotonic() + SECONDS_OF_WAITING
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
     while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
         if time.monotonic() > deadline:
             process.kill()

@@ -8,12 +8,12 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32
 
-from .backward import DownBackwardKernel
 from .cache import cached
-from .configs import MOST_COLUMNS, Tile
-from .forward import UpKernel
-from .gradients import GradientKernel
-from .products import ProductKernel, WideProductKernel
+from .config import MAX_PINGPONG_COLUMNS, Tile
+from .gemm_dgated import GemmDgatedKernel
+from .gemm_down import CooperativeGemmDownKernel, PingpongGemmDownKernel
+from .gemm_up import GemmUpKernel
+from .gemm_wgrad import GemmWgradKernel
 
 DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"  # whatever this machine has
@@ -32,8 +32,15 @@ def _weight(dtype, rows, depth, depth_contiguous):
     return _tensor(dtype, (cute.sym_int(), rows, depth), (2, 1, 0) if depth_contiguous else (2, 0, 1))
 
 
+def _extra(dtype, pairs, rows_of_weight, rank, depth_contiguous):
+    """The rows and the factor of an adapter of this rank, which is 0 without one."""
+    if not rank:
+        return None, None
+    return _tensor(dtype, (pairs, rank)), _weight(dtype, rows_of_weight, rank, depth_contiguous)
+
+
 def _tiles():
-    """The table of tiles, the row of it behind the last, the number of blocks."""
+    """Rows.tiles, the row of it that is the scheduler's state, the number of blocks."""
     return _indices(cute.sym_int(), 3), Int32(1), Int32(1)
 
 
@@ -42,30 +49,33 @@ def _stream():
 
 
 @cached
-def product(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, tile: Tile):
-    """ProductKernel, or of wider tiles WideProductKernel: source [R, depth], weight [E, rows_of_weight, depth]."""
+def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bias: bool, rank: int, tile: Tile):
+    """PingpongGemmDownKernel, or for wider tiles CooperativeGemmDownKernel: source [R, depth], weight [E,
+    rows_of_weight, depth]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
-    kernel = WideProductKernel if tile.columns > MOST_COLUMNS else ProductKernel
+    kernel = CooperativeGemmDownKernel if tile.columns > MAX_PINGPONG_COLUMNS else PingpongGemmDownKernel
     return cute.compile(
         kernel(kind, tile),
         _tensor(kind, (pairs, depth)),
         _weight(kind, rows_of_weight, depth, depth_contiguous),
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
+        *_extra(kind, pairs, rows_of_weight, rank, depth_contiguous),
         _tensor(kind, (pairs, rows_of_weight)),
         _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
 
 
 @cached
-def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
-       interleaved: bool, tile: Tile):  # fmt: skip
-    """UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden]."""
+def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
+       interleaved: bool, rank: int, tile: Tile):  # fmt: skip
+    """GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        UpKernel(kind, tile, activation, interleaved),
+        GemmUpKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, 2 * inner, hidden, hidden_contiguous),
         _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
+        *_extra(kind, pairs, 2 * inner, rank, hidden_contiguous),
         _tensor(kind, (pairs, 2 * inner)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
@@ -73,14 +83,15 @@ def up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want
 
 
 @cached
-def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
-                  activation, interleaved: bool, tile: Tile):  # fmt: skip
-    """DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner]."""
+def gemm_dgated(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
+                  activation, interleaved: bool, rank: int, tile: Tile):  # fmt: skip
+    """GemmDgatedKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        DownBackwardKernel(kind, tile, activation, interleaved),
+        GemmDgatedKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, inner, hidden, hidden_contiguous),
+        *_extra(kind, pairs, inner, rank, hidden_contiguous),
         _tensor(kind, (pairs, 2 * inner)),
         _tensor(cutlass.Float32, (pairs,), align=4),
         _tensor(kind, (pairs, 2 * inner)) if want_dh else None,
@@ -91,11 +102,11 @@ def down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_
 
 
 @cached
-def gradient(dtype, height: int, width: int, width_contiguous: bool, tile: Tile):
-    """GradientKernel: gathered [T, width], direct [R, height] -> [E, height, width]."""
+def gemm_wgrad(dtype, height: int, width: int, width_contiguous: bool, tile: Tile):
+    """GemmWgradKernel: gathered [T, width], direct [R, height] -> [E, height, width]."""
     kind, pairs = DTYPES[dtype], cute.sym_int()
     return cute.compile(
-        GradientKernel(kind, tile),
+        GemmWgradKernel(kind, tile),
         _tensor(kind, (cute.sym_int(), width)),
         _tensor(kind, (pairs, height)),
         _weight(kind, height, width, width_contiguous),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .configs import gradient_tiles, product_tiles, takes, tile
+from .config import gemm_down_tiles, gemm_wgrad_tiles, takes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -23,37 +23,46 @@ def on_triton(hidden: int, inner: int) -> list[str]:
     return [name for name, taken in needs.items() if not taken]
 
 
-def of_step(dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, tile):
-    """What a training step asks for after the kernel of `up` with these parameters; without h no step follows."""
-    found = variants(hidden, inner, dtype, activation, not hidden_contiguous, interleaved, bias) if want_h else []
+def of_step(dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, rank, tile):
+    """What a training step asks for after gemm_up with these parameters; without h no step follows. Experts with an
+    adapter of `rank` > 0 are frozen, and both of their products are taken to have one."""
+    if not want_h:
+        return []
+    skipped = ("gemm_up", "gemm_wgrad") if rank else ("gemm_up",)
     return [
         (name, parameters)
-        for name, parameters in found
-        if name != "up" and (name != "down_backward" or parameters[4:7] == DOWN_BACKWARD[0])
+        for name, parameters in variants(
+            hidden, inner, dtype, activation, not hidden_contiguous, interleaved, bias, rank
+        )
+        if name not in skipped and (name != "gemm_dgated" or parameters[4:7] == DOWN_BACKWARD[0])
     ]
 
 
 def variants(
-    hidden: int, inner: int, dtype: torch.dtype, activation: Activation, transposed: bool, interleaved: bool, bias: bool
+    hidden: int, inner: int, dtype: torch.dtype, activation: Activation, transposed: bool, interleaved: bool,
+    bias: bool, rank: int = 0,
 ) -> list[tuple[str, tuple]]:  # fmt: skip
     """(function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden and
-    I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without; any T, E and K."""
+    I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with adapters of
+    `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
     width = 2 * inner
     found = []
     if takes(hidden, inner):
-        gated = activation, interleaved
+        gated = activation, interleaved, rank
         for want in UP:
-            found.append(("up", (dtype, hidden, inner, not transposed, bias, *want, *gated, tile("up", width))))
+            found.append(
+                ("gemm_up", (dtype, hidden, inner, not transposed, bias, *want, *gated, tile("gemm_up", width)))
+            )
         for want in DOWN_BACKWARD:
-            chosen = tile("down_backward", inner)
-            found.append(("down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
-        for chosen in product_tiles(hidden, inner):
-            found.append(("product", (dtype, hidden, inner, not transposed, bias, chosen)))
-        for chosen in gradient_tiles(hidden):
-            found.append(("gradient", (dtype, inner, hidden, transposed, chosen)))
+            chosen = tile("gemm_dgated", inner)
+            found.append(("gemm_dgated", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
+        for chosen in gemm_down_tiles(hidden, inner):
+            found.append(("gemm_down", (dtype, hidden, inner, not transposed, bias, rank, chosen)))
+        for chosen in gemm_wgrad_tiles(hidden):
+            found.append(("gemm_wgrad", (dtype, inner, hidden, transposed, chosen)))
     if takes(hidden, width):
-        for chosen in product_tiles(hidden, width):
-            found.append(("product", (dtype, hidden, width, transposed, False, chosen)))
-        for chosen in gradient_tiles(hidden):
-            found.append(("gradient", (dtype, width, hidden, not transposed, chosen)))
+        for chosen in gemm_down_tiles(hidden, width):
+            found.append(("gemm_down", (dtype, hidden, width, transposed, False, rank, chosen)))
+        for chosen in gemm_wgrad_tiles(hidden):
+            found.append(("gemm_wgrad", (dtype, width, hidden, not transposed, chosen)))
     return list(dict.fromkeys(found))

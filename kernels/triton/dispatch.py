@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..interface import Rows
-from .config import SMALLEST_TILE, max_row_tiles, tile_rows
+from .config import SMALLEST_TILE, tile_rows
 from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
@@ -36,8 +36,8 @@ def write_tiles(
     tiles, first_row, end_row, which, num_row_tiles,
     NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row tiles of expert `which`; for which = E, the rest of the table, and behind it a counter of claimed work, 0, and
-    the number of tiles (kernels/hopper/work.py). first_row, end_row [BINS]: equal past E."""
+    """Row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind them the
+    state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
     bins = tl.arange(0, BINS)
     num_tiles = (end_row - first_row + TILE_ROWS - 1) // TILE_ROWS
     if which < NUM_EXPERTS:
@@ -193,7 +193,7 @@ def dispatch_order_kernel(
 
 
 def tile_table_length(num_pairs, num_experts):
-    # for the smallest tile, and the row behind the last: a length without a branch, so that a symbolic number of pairs
+    # for the smallest tile, and the scheduler's state: a length without a branch, so that a symbolic number of pairs
     # brings no guard
     return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
 
@@ -227,7 +227,7 @@ def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, senti
         ),
         KernelLauncher(
             dispatch_place_kernel, device, (num_blocks + num_experts + 1,),
-            (num_pairs, num_blocks, num_tokens, max_row_tiles(num_pairs, num_experts), top_k),
+            (num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k),
             (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
         ),
         token_dtype and KernelLauncher(

@@ -27,18 +27,19 @@ def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def extra_product(
-    rank, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
-    STRIDE_N: tl.constexpr, STRIDE_J: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+def add_extra(
+    product, rank, factor, expert, row, end, column, is_column, J: tl.constexpr, STRIDE_E: tl.constexpr,
+    STRIDE_N: tl.constexpr, STRIDE_J: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What an adapter adds to a product, and what that product starts with: rank[row] @ factor[expert]^T in fp32, rank
-    [P, J], factor [E, N, J]; zeros without an adapter."""
-    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    """product + rank[row] @ factor[expert]^T, rank [P, J], factor [E, N, J]; product itself without an adapter.
+
+    After the main loop, whose shared memory is free again then.
+    """
     if rank is not None:
-        DEPTH: tl.constexpr = 16 if J <= 16 else (32 if J <= 32 else 64)
+        DEPTH: tl.constexpr = 16 if J <= 16 else 32
         rank_row = rank + tl.minimum(row, end - 1).to(tl.int64)[:, None] * J
         factor_column = factor + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
-        for start in tl.static_range(0, J, DEPTH):
+        for start in tl.range(0, J, DEPTH, num_stages=1):
             j = start + tl.arange(0, DEPTH)
             left = tl.load(rank_row + j[None, :], mask=(j < J)[None, :], other=0.0)
             is_read = (j < J)[:, None] & is_column[None, :]
@@ -49,10 +50,11 @@ def extra_product(
 
 @triton.jit
 def pointer_product(
-    product, a_pointers, b_pointers, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    a_pointers, b_pointers, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """product + [ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row."""
+    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
     depth = tl.arange(0, DEPTH)
     for start in range(0, LENGTH, DEPTH):
         if LENGTH % DEPTH == 0:
@@ -70,11 +72,12 @@ def pointer_product(
 
 @triton.jit
 def described_product(
-    product, a, first_row, b, expert, first_column, GATHERED: tl.constexpr, PAIRS: tl.constexpr, DEPTH_LAST: tl.constexpr,
-    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    a, first_row, b, expert, first_column, GATHERED: tl.constexpr, PAIRS: tl.constexpr, DEPTH_LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`pointer_product` with `b` a descriptor of weights (PAIRS: of both halves of gate_up), and `a` pointers to gathered
     rows or a descriptor of rows."""
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, LENGTH, DEPTH):
         if not GATHERED:
             left = a.load([first_row, start])
@@ -136,7 +139,7 @@ def bias_strides(bias):
 
 
 def extra_operands(extra):
-    """The tensors and the constants of `extra_product`, of an interface.Extra or None."""
+    """The tensors and the constants of `add_extra`, of an interface.Extra or None."""
     if extra is None:
         return (None, None), (0, 0, 0, 0)
     return tuple(extra), (extra.rows_PJ.shape[1], *extra.factor_ENJ.stride())

@@ -13,10 +13,10 @@ from .descriptors import weight_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
+    add_extra,
     bias_strides,
     described_product,
     extra_operands,
-    extra_product,
     halves,
     pointer_product,
     precision,
@@ -104,22 +104,22 @@ def gemm_dgated_kernel(
         column = first_column + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
         dout_pointers = dout + source[:, None] * H + depth[None, :]
-        da = extra_product(
-            rank, factor, expert, row, end, column, column < I,
-            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, PRECISION,
-        )  # fmt: skip
         if DESCRIBED:
             da = described_product(
-                da, dout_pointers, 0, weight, expert, first_column, True, False, STRIDE_H == 1,
-                COLUMNS, H, DEPTH, PRECISION,
+                dout_pointers, 0, weight, expert, first_column, True, False, STRIDE_H == 1,
+                ROWS, COLUMNS, H, DEPTH, PRECISION,
             )  # fmt: skip
         else:
             da = pointer_product(
-                da, dout_pointers,
+                dout_pointers,
                 weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_I
                 + depth[:, None] * STRIDE_H,
-                column < I, 1, STRIDE_H, H, DEPTH, PRECISION,
+                column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
             )  # fmt: skip
+        da = add_extra(
+            da, rank, factor, expert, row, end, column, column < I,
+            J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+        )  # fmt: skip
     else:
         da = tl.zeros((ROWS, COLUMNS), tl.float32)
 

@@ -9,10 +9,10 @@ from .descriptors import row_descriptor, weight_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
+    add_extra,
     bias_strides,
     described_product,
     extra_operands,
-    extra_product,
     pointer_product,
     precision,
     real_row_tiles,
@@ -34,23 +34,23 @@ def _down_tile(
     end = tl.load(tiles + tile * 3 + 2)
     row = first + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    product = extra_product(
-        rank, factor, expert, row, end, column, column < N,
-        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, PRECISION,
-    )  # fmt: skip
     if DESCRIBED:
         product = described_product(
-            product, source, first, weight, expert, column_tile * COLUMNS, False, False, STRIDE_K == 1,
-            COLUMNS, K, DEPTH, PRECISION,
+            source, first, weight, expert, column_tile * COLUMNS, False, False, STRIDE_K == 1,
+            ROWS, COLUMNS, K, DEPTH, PRECISION,
         )  # fmt: skip
     else:
         depth = tl.arange(0, DEPTH)
         product = pointer_product(
-            product, source + tl.minimum(row, end - 1).to(tl.int64)[:, None] * K + depth[None, :],
+            source + tl.minimum(row, end - 1).to(tl.int64)[:, None] * K + depth[None, :],
             weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
-            column < N, 1, STRIDE_K, K, DEPTH, PRECISION,
+            column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
         )  # fmt: skip
+    product = add_extra(
+        product, rank, factor, expert, row, end, column, column < N,
+        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+    )  # fmt: skip
     if bias is not None:
         bias_column = bias + expert.to(tl.int64) * BIAS_STRIDE_E + column * BIAS_STRIDE_N
         product += tl.load(bias_column, mask=column < N, other=0.0).to(tl.float32)[None, :]

@@ -24,7 +24,7 @@ def _rank_columns(rank: int, max_columns: int) -> int:
 
 
 @triton.jit(do_not_specialize=[*T_DEPENDENT, "scale_bits"])
-def rank_rows_kernel(
+def gemm_rank_kernel(
     source, factor, out, token, tiles, num_row_tiles, scale_bits,
     J: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_J: tl.constexpr, STRIDE_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -43,9 +43,9 @@ def rank_rows_kernel(
     j = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     product = pointer_product(
-        tl.zeros((ROWS, COLUMNS), tl.float32), source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
+        source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
         factor + expert.to(tl.int64) * STRIDE_E + j[None, :] * STRIDE_J + depth[:, None] * STRIDE_K,
-        j < J, 1, STRIDE_K, K, DEPTH, PRECISION,
+        j < J, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
     )  # fmt: skip
     product *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
     is_stored = (row < end)[:, None] & (j < J)[None, :]
@@ -79,7 +79,7 @@ def _add_rank_rows(
 
 
 @triton.jit
-def factor_gradient_kernel(
+def gemm_rank_wgrad_kernel(
     wide, rank, out, routing_weight, token, pair, offsets,
     M: tl.constexpr, J: tl.constexpr, R: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr,
     STRIDE_R: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,7 +118,7 @@ def rank_rows(source, a_EJK, rows, scale, gathered):
         (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale))  # a number: launches take no others
         row_tiles = max_row_tiles(num_pairs, num_experts)
         launch_kernel(
-            rank_rows_kernel, (row_tiles * cdiv(rank, columns),),
+            gemm_rank_kernel, (row_tiles * cdiv(rank, columns),),
             (source, a_EJK, out_PJ, rows.token if gathered else None, rows.tiles), (row_tiles, scale_bits),
             (rank, length, *a_EJK.stride(), tile_rows(num_pairs, num_experts), columns, blocks.depth,
              precision(source)),
@@ -149,7 +149,7 @@ def _factor_gradient(wide, rank_PJ, weight_P, rows, gathered, like_EMR):
     blocks = blocks_for("rank_gradient", wide, rows.token.numel(), num_experts)
     width = _rank_columns(rank, blocks.width)
     launch_kernel(
-        factor_gradient_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
+        gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
         (wide, rank_PJ, written, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
         (height, rank_PJ.shape[1], rank, *written.stride(), blocks.height, width, blocks.depth, precision(wide)),
         num_warps=blocks.warps, num_stages=blocks.stages,

@@ -10,10 +10,10 @@ from .descriptors import gate_up_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
+    add_extra,
     bias_strides,
     described_product,
     extra_operands,
-    extra_product,
     halves,
     pointer_product,
     precision,
@@ -52,23 +52,23 @@ def _up_tile(
     else:
         weight_row = column_tile * COLUMNS + place % COLUMNS + place // COLUMNS * I
         is_weight_row = column_tile * COLUMNS + place % COLUMNS < I
-    product = extra_product(
-        rank, factor, expert, row, end, weight_row, is_weight_row,
-        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, 2 * COLUMNS, PRECISION,
-    )  # fmt: skip
     if DESCRIBED:
         first_column = (2 if INTERLEAVED else 1) * column_tile * COLUMNS
         h_tile = described_product(
-            product, x_pointers, 0, weight, expert, first_column, True, not INTERLEAVED, STRIDE_K == 1,
-            2 * COLUMNS, H, DEPTH, PRECISION,
+            x_pointers, 0, weight, expert, first_column, True, not INTERLEAVED, STRIDE_K == 1,
+            ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
     else:
         h_tile = pointer_product(
-            product, x_pointers,
+            x_pointers,
             weight + expert.to(tl.int64) * STRIDE_E + weight_row[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
-            is_weight_row, 1, STRIDE_K, H, DEPTH, PRECISION,
+            is_weight_row, 1, STRIDE_K, ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
+    h_tile = add_extra(
+        h_tile, rank, factor, expert, row, end, weight_row, is_weight_row,
+        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, PRECISION,
+    )  # fmt: skip
     if bias is not None:
         bias_row = bias + expert.to(tl.int64) * BIAS_STRIDE_E + weight_row * BIAS_STRIDE_N
         h_tile += tl.load(bias_row, mask=is_weight_row, other=0.0).to(tl.float32)[None, :]

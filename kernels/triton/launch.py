@@ -2,6 +2,11 @@
 
 Triton's own `kernel[grid](...)` inspects every argument and prints its options at each launch: about 20 us. Here only a
 kernel's first launch of a kind goes through it, to be compiled; the next ones hand raw pointers to the compiled kernel.
+
+That takes parts of Triton that are no public API, and nothing else in this package does: JITFunction.params,
+CompiledKernel.run, .function and .packed_metadata, the order of the launcher's arguments,
+driver.active.get_current_stream and the launch hooks of knobs.runtime. Tried with Triton 3.6 and 3.7;
+tests/kernels/test_private_apis.py names what a newer one lacks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..interface import Rounded
-from .config import max_row_tiles, tile_rows
+from .config import tile_rows
 from .dispatch import dispatch, unwritten_rows, write_tiles
 from .launch import cdiv, launch_kernel, next_power_of_2
 from .topk import order_key
@@ -360,7 +360,7 @@ def round_rows(
     launch_kernel(
         rounding_place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
         (scores_TE.contiguous(), selection, counts, weight_P, expert_P, *rows),
-        (num_tokens, num_words, num_blocks, num_pairs, max_row_tiles(num_pairs, num_experts)),
+        (num_tokens, num_words, num_blocks, num_pairs, rows.tiles.shape[0] - 1),
         (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=2,
     )  # fmt: skip
     return Rounded(weight_P, expert_P, rows, fell_back)

@@ -1,4 +1,4 @@
-"""`sonicmoe-hf convert` and `sonicmoe-hf inspect`."""
+"""`sonicmoe-hf convert`, `sonicmoe-hf merge` and `sonicmoe-hf inspect`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 
 
 def add_commands(commands) -> None:
-    """Add both to the subparsers of `sonicmoe-hf`."""
+    """Add them to the subparsers of `sonicmoe-hf`."""
     _add_convert(commands)
+    _add_merge(commands)
     _add_inspect(commands)
 
 
@@ -29,12 +30,34 @@ def _add_convert(commands) -> None:
     )
     convert.add_argument("--dequantize", action=argparse.BooleanOptionalAction,
                          help="MXFP4 and FP8 weights to bfloat16 (default: do it and say so)")  # fmt: skip
-    convert.add_argument("--max-shard-size", default="5GB", help="of the files written (default %(default)s)")
-    convert.add_argument("--verify", action="store_true", help="refuse NaN, read everything back and compare")
+    _add_writing_options(convert)
     convert.add_argument("--revision", help="of a hub id")
     convert.add_argument("--trained-on", metavar="MODEL", help="for an adapter: the folder or hub id of the model it was "
                          "trained on (default: what it says)")  # fmt: skip
     convert.set_defaults(run=_run_convert)
+
+
+def _add_writing_options(command) -> None:
+    command.add_argument("--max-shard-size", default="5GB", help="of the files written (default %(default)s)")
+    command.add_argument("--verify", action="store_true", help="refuse NaN, read everything back and compare")
+
+
+def _add_merge(commands) -> None:
+    merge = commands.add_parser(
+        "merge",
+        help="add a LoRA adapter to the weights of its model, for engines that load no adapters of experts",
+        description="Writes BASE with ADAPTER's products added to its weights (W + scale * B A, in fp32, in the dtype of "
+        "BASE), one file at a time. ADAPTER is what PEFT saves, on experts (target_parameters) and on linear layers. In "
+        "the hub layout Transformers and vLLM load the result, which appears whole or not at all. Exit code: 0 if it "
+        "is there, 2 if nothing was written.",
+    )
+    merge.add_argument("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on")
+    merge.add_argument("adapter", metavar="ADAPTER", help="folder or hub id")
+    merge.add_argument("dst", metavar="DST", help="new folder")
+    merge.add_argument("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)")
+    _add_writing_options(merge)
+    merge.add_argument("--revision", help="of BASE, a hub id")
+    merge.set_defaults(run=_run_merge)
 
 
 def _add_inspect(commands) -> None:
@@ -58,10 +81,9 @@ def _run_convert(arguments) -> int:
     from ..native.adapter import convert_adapter, is_adapter
     from ..native.convert import convert_checkpoint
 
-    console = Console(highlight=False)
     if is_adapter(arguments.src):
         convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
-        console.print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)
+        Console(highlight=False).print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)
         return 0
     start = time.perf_counter()
     with _progress_bar() as on_progress:
@@ -76,15 +98,42 @@ def _run_convert(arguments) -> int:
             revision=arguments.revision,
             on_progress=on_progress,
         )
+    _print_done(done, start, arguments.verify)
+    return 0
+
+
+def _run_merge(arguments) -> int:
+    from ..native.merge import merge_adapter
+
+    start = time.perf_counter()
+    with _progress_bar() as on_progress:
+        done = merge_adapter(
+            arguments.base,
+            arguments.adapter,
+            arguments.dst,
+            arguments.layout,
+            max_shard_size=arguments.max_shard_size,
+            verify=arguments.verify,
+            revision=arguments.revision,
+            on_progress=on_progress,
+        )
+    _print_done(done, start, arguments.verify)
+    return 0
+
+
+def _print_done(done, start: float, verified: bool) -> None:
+    """What was written, in how many seconds since `start`, and the notices."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
     console.print(
         f"{done.path}: {done.family}, {done.source_layout} -> {done.target_layout}, {done.tensors} tensors, "
         f"{done.nbytes / 1e9:.2f} GB in {done.shards} files, {time.perf_counter() - start:.0f} s"
-        f"{', verified' if arguments.verify else ''}",
+        f"{', verified' if verified else ''}",
         markup=False,
     )
     for notice in done.notices:
         console.print(f"note: {notice}", markup=False)
-    return 0
 
 
 class _progress_bar:

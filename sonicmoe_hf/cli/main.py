@@ -1,4 +1,4 @@
-"""The `sonicmoe-hf` command: demo, doctor, warmup; convert and inspect are in checkpoints.py."""
+"""The `sonicmoe-hf` command: demo, doctor, warmup; convert, merge and inspect are in checkpoints.py."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _run_warmup(arguments) -> int:
     if arguments.model is None:
         activation = warmup.Activation(arguments.activation)
         facts = dtype, activation, arguments.layout, arguments.bias
-        kinds = [warmup.LayerKind(*shape, *facts) for shape in arguments.shape]
+        kinds = [warmup.LayerKind(hidden, inner, *facts) for hidden, inner in arguments.shape]
     else:
         kinds = warmup.kinds_of_model(build_on_meta(arguments.model), dtype)
         if not kinds:

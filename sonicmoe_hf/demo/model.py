@@ -19,7 +19,6 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,

@@ -9,6 +9,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from transformers.utils import logging
 
 import sonicmoe_hf
 
+from ..comparing import relative_error, same_bytes
 from ..config import TokenRounding
 from ..doctor import versions
 from . import corpus, plots
@@ -248,7 +250,7 @@ def reload_and_compare(demo: Demo) -> None:
     logits = {"train() without gradients": held_out_logits(demo, demo.model.train())}
     logits["eval()"] = held_out_logits(demo, demo.model.eval())
     for implementation in ("eager", "sonicmoe_hf"):
-        reloaded = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
         expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
         for mode, ours_now in logits.items():
             error = relative_error(ours_now, expected)
@@ -265,30 +267,21 @@ def convert_and_compare(demo: Demo) -> None:
     for folder in (native, back):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     sonicmoe_hf.convert_checkpoint(hub, native, layout="native", verify=True)
-    reloaded = AutoModelForCausalLM.from_pretrained(native).to(demo.model.device).eval()
-    error = relative_error(held_out_logits(demo, reloaded), held_out_logits(demo, demo.model.eval()))
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(native)
+    expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
+    error = relative_error(expected, held_out_logits(demo, demo.model.eval()))
     demo.check("native layout: logits equal the model's", error <= LOGIT_TOLERANCE, f"relative error {error:.1e}")
     sonicmoe_hf.convert_checkpoint(native, back, layout="hub")
     first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
-    same = first.keys() == second.keys() and all(_same_bytes(first[name], second[name]) for name in first)
+    same = first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
     demo.check("converted back, every byte is the same", same, f"{len(first)} tensors")
     shutil.rmtree(back)
-
-
-def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    alike = first.dtype == second.dtype and first.shape == second.shape
-    return alike and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 @torch.no_grad()
 def held_out_logits(demo: Demo, model: PreTrainedModel) -> torch.Tensor:
     """The logits of the first held-out batch."""
     return model(input_ids=_batch(demo.held_out_blocks).to(model.device)).logits.float().cpu()
-
-
-def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return ((ours - expected).norm() / expected.norm()).item()
 
 
 def _batch(blocks: list) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ..config import check_choice
 from ..errors import CheckpointError
 from ..model_patches import Family
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
+from .convert import new_folder
 from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, read_json, refuse_model_beside_adapter
 from .hub import local_folder
 from .plan import TARGETS
@@ -80,10 +81,8 @@ def convert_adapter(
         CheckpointError: not a LoRA adapter, or one whose weights on experts cannot be converted; nothing is written.
     """
     check_choice("layout", layout, TARGETS)
-    src, dst = Path(src).expanduser(), Path(dst).expanduser().absolute()
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError(f"{dst} exists; remove it or name another folder")
-    config = _read_config(src / ADAPTER_CONFIG)
+    src, dst = Path(src).expanduser(), new_folder(dst)
+    config = read_adapter_config(src / ADAPTER_CONFIG)
     refuse_model_beside_adapter(src)
     model_config = _base_config(src, config, trained_on)
     family, native = family_of(model_config, src)
@@ -110,11 +109,15 @@ def convert_adapter(
     return dst
 
 
-def _read_config(path: Path) -> dict:
-    """adapter_config.json, whose entries that conversion reads are of the right kinds."""
+def read_adapter_config(path: Path) -> dict:
+    """adapter_config.json, whose entries that are read here are of the right kinds.
+
+    Raises:
+        CheckpointError: there is none, or it is not that of a LoRA adapter.
+    """
     config = read_json(path)
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA is converted")
+        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are known here")
     kinds = {"base_model_name_or_path": str, "target_parameters": list, "rank_pattern": dict, "alpha_pattern": dict}
     for key, kind in kinds.items():
         value = config.get(key)
@@ -157,7 +160,7 @@ def _check_targets(config: dict, native: bool) -> None:
         )
 
 
-def _adapted(experts: str, targets: list[str], order) -> list[str]:
+def adapted_parameters(experts: str, targets: list[str], order) -> list[str]:
     """Which parameters of the module `experts` these targets adapt, the innermost first, as PEFT matches names."""
     names = {name: f"{experts}.{name}" for name in order}
     return [name for name in order if any(f".{names[name]}".endswith(f".{target}") for target in targets)]
@@ -175,9 +178,9 @@ def _converted_weights(weights, config: dict, family: Family, model_config: dict
             converted[name] = tensor
             continue
         match = EXPERTS_KEY.search(name)
-        before = [] if match is None else _adapted(match["experts"], targets, orders[0])
+        before = [] if match is None else adapted_parameters(match["experts"], targets, orders[0])
         wrappers = 0 if match is None else match["depth"].count("base_layer.")
-        if wrappers >= len(before):
+        if match is None or wrappers >= len(before):
             raise CheckpointError(
                 f"{name} is not LoRA on the experts' fused parameters (target_parameters); adapters on single experts "
                 "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"

@@ -7,10 +7,10 @@ import re
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
-from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError, DoctorError
 from ..patching.support import find_layers, supported_layers, supports
+from ..private.transformers import builds
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
 from .modeling import sizes_of
@@ -94,7 +95,7 @@ def _build(entries: dict) -> PreTrainedModel:
     try:
         config = CONFIG_MAPPING[entries["model_type"]].from_dict(without_code(copy.deepcopy(entries)))
         for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
-            if type(config) in auto_class._model_mapping:
+            if builds(auto_class, config):
                 with torch.device("meta"):
                     model = auto_class.from_config(config, trust_remote_code=False)
                 _check_layers(model)
@@ -113,14 +114,14 @@ def _check_layers(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     top_k = getattr(config, "num_experts_per_tok", None)
     for layer in find_layers(model):
-        num_experts = getattr(layer.experts, "num_experts", None)
+        num_experts: Any = getattr(layer.experts, "num_experts", None)
         if isinstance(num_experts, int) and top_k is not None and not 1 <= top_k <= num_experts:
             raise _Contradiction(f"num_experts_per_tok is {top_k}, but there are {num_experts} experts")
         if layer.router is not None:
             _check_router(layer.router, num_experts)
 
 
-def _check_router(router: nn.Module, num_experts: int) -> None:
+def _check_router(router: Any, num_experts: int) -> None:
     if hasattr(router, "num_group"):  # DeepSeek's, which adds up the two best scores of every group
         n_group = router.num_group
         if not isinstance(n_group, int) or not 1 <= n_group <= num_experts // 2 or num_experts % n_group:

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
+from ..comparing import same_bytes
 from ..config import check_choice
 from ..errors import CheckpointError
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
@@ -76,18 +77,43 @@ def convert_checkpoint(
     check_choice("layout", layout, TARGETS)
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
+    dst = new_folder(dst)
+    source = Source(local_folder(src, revision))
+    return write_checkpoint(source, dst, layout, dtype, dequantize, max_shard_size, verify, on_progress)
+
+
+def new_folder(dst: str | os.PathLike) -> Path:
+    """The absolute path of a folder to make.
+
+    Raises:
+        CheckpointError: it exists and is not an empty folder.
+    """
     dst = Path(dst).expanduser().absolute()
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists; remove it or name another folder")
-    source = Source(local_folder(src, revision))
+    return dst
+
+
+def write_checkpoint(
+    source: Source,
+    dst: Path,
+    layout: str,
+    dtype: str | None,
+    dequantize: bool | None,
+    max_shard_size: int | str,
+    verify: bool,
+    on_progress: Callable[[int, int], None] | None,
+) -> Conversion:
+    """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments."""
     notices = _quantisation_notices(source, dequantize)
-    planned = plan(source, layout, DTYPES.get(dtype))
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype])
     files, skipped = _other_files(source)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
-    progress = _Progress(sum(tensor.nbytes for tensor in planned) * (1 + verify), on_progress)
-    with appearing_whole(dst, progress.total // (1 + verify), files, len(shards)) as folder:
+    nbytes = sum(tensor.nbytes for tensor in planned)
+    progress = _Progress(nbytes * (1 + verify), on_progress)
+    with appearing_whole(dst, nbytes, files, len(shards)) as folder:
         _write_shards(folder, shards, planned, verify, progress)
         _write_config(folder, source, layout, dtype)
         for file in files:
@@ -95,17 +121,8 @@ def convert_checkpoint(
         if verify:
             _compare(folder, shards, planned, progress)
         source.close()
-    nbytes = sum(tensor.nbytes for tensor in planned)
-    return Conversion(
-        dst,
-        source.family.name,
-        source.layout,
-        target_layout(source, layout),
-        len(planned),
-        nbytes,
-        len(shards),
-        notices,
-    )
+    target = target_layout(source, layout)
+    return Conversion(dst, source.family.name, source.layout, target, len(planned), nbytes, len(shards), notices)
 
 
 def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
@@ -117,7 +134,7 @@ def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
         )
     if dequantize:
         return []
-    return [f"the weights were {source.quantisation} and are bfloat16 now (say dequantize=True to drop this notice)"]
+    return [f"the weights were {source.quantisation} and are bfloat16 now"]
 
 
 def _other_files(source: Source) -> tuple[list[Path], list[str]]:
@@ -192,7 +209,6 @@ def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) 
         with opened(folder / file) as handle:
             for name in names:
                 written, again = handle.get_tensor(name), by_name[name].make()
-                same = written.shape == again.shape and written.dtype == again.dtype
-                if not same or not torch.equal(written.view(torch.uint8), again.view(torch.uint8)):
+                if not same_bytes(written, again):
                     raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
                 progress.add(by_name[name].nbytes)

@@ -69,7 +69,12 @@ def opened(path: Path):
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _headers_of(path: Path) -> dict[str, Header]:
+def headers_of(path: Path) -> dict[str, Header]:
+    """Every tensor of one safetensors file.
+
+    Raises:
+        CheckpointError: as `opened`, or a tensor has a dtype that is not known here.
+    """
     found = {}
     with opened(path) as handle:
         for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
@@ -103,7 +108,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
             raise CheckpointError(
                 f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; conversion reads whole models in safetensors only"
             )
-        return _headers_of(folder / WEIGHTS_FILE)
+        return headers_of(folder / WEIGHTS_FILE)
     index = folder / INDEX_FILE
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -117,7 +122,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not (folder / file).is_file():
             raise CheckpointError(f"{index} names {file!r}, which is not a file in {folder}")
-        headers = _headers_of(folder / file)
+        headers = headers_of(folder / file)
         if twice := sorted(set(found) & set(headers)):
             raise CheckpointError(f"{twice[0]} is in {found[twice[0]].file} and in {file}")
         found.update(headers)

@@ -10,7 +10,7 @@ class or by name (output recording, device maps, FSDP, patching) works here too.
 from __future__ import annotations
 
 import types
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,6 +26,12 @@ from ..patching.experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts
 from ..patching.support import load_family_class
 from ..quantization.state import stored_names
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, Sizes
+
+if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into
+    from transformers import PreTrainedConfig as _ConfigBase
+    from transformers import PreTrainedModel as _ModelBase
+else:
+    _ConfigBase = _ModelBase = object
 
 CONVERT = "convert it first: sonicmoe-hf convert SRC DST --layout native"
 PARALLEL_PLANS = {  # name in the family's tp and ep plans: (name here, tensor-parallel style here)
@@ -64,7 +70,7 @@ class SonicMoEExperts(nn.Module):
         self._is_expert_parallel = False
 
     @classmethod
-    def like(cls, experts: nn.Module) -> SonicMoEExperts:
+    def like(cls, experts: Any) -> SonicMoEExperts:
         """Uninitialised native experts of the sizes, activation, dtype and device of a family's own."""
         facts = experts_facts(experts)
         sizes = sizes_of(experts)
@@ -135,12 +141,13 @@ def sizes_of(experts: nn.Module) -> Sizes:
 def use_native_experts(model: nn.Module, family: Family) -> None:
     """Replace the family's own experts in every block of `model` by uninitialised native ones."""
     block_class = load_family_class(family, "block")
+    module: Any
     for module in model.modules():
         if isinstance(module, block_class) and not isinstance(module.experts, SonicMoEExperts):
             module.experts = SonicMoEExperts.like(module.experts)
 
 
-class NativeConfig:
+class NativeConfig(_ConfigBase):
     """What the configs of native models add to their family's.
 
     sonicmoe_layout_version: of the checkpoint's layout. sonicmoe_hub_config: entries of the hub's config.json that
@@ -164,7 +171,7 @@ class NativeConfig:
         return super().from_dict(config_dict, **kwargs)
 
 
-class NativeModel:
+class NativeModel(_ModelBase):
     """What native model classes add to their family's."""
 
     sonicmoe_family: Family
@@ -204,7 +211,8 @@ class NativeModel:
         Raises:
             CheckpointError: the checkpoint is not in the native layout.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
         missing = sorted(name for name in info["missing_keys"] if ".experts.c_" in name)
         if missing:
             raise CheckpointError(f"the checkpoint has no {missing[0]}: it is not in the native layout; {CONVERT}")
@@ -236,27 +244,28 @@ def _with_names(function, **names):
     )  # fmt: skip
 
 
-def _renamed_plan(plan: dict[str, str] | None) -> dict[str, str] | None:
+def _renamed_plan(plan: dict[str, str] | None) -> dict[str, str | None] | None:
     """A tp or ep plan with the experts' native names; `packed` styles become plain ones, as rows alternate."""
     if plan is None:
         return None
-    renamed = {}
+    renamed: dict[str, str | None] = {}
     for pattern, style in plan.items():
         module, _, name = pattern.rpartition(".")
         if module.endswith(".experts"):
             name, tensor_parallel = PARALLEL_PLANS[name]
-            style = style if style == "grouped_gemm" else tensor_parallel
-        renamed[f"{module}.{name}"] = style
+            renamed[f"{module}.{name}"] = style if style == "grouped_gemm" else tensor_parallel
+        else:
+            renamed[pattern] = style
     return renamed
 
 
-def _new_class(name: str, bases: tuple[type, ...], members: dict) -> type:
+def _new_class(name: str, bases: tuple[type, ...], members: dict) -> type[Any]:
     cls = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(__module__=__name__, **members))
     globals()[name] = cls  # classes are pickled by reference
     return cls
 
 
-def _native_config(family: Family) -> type:
+def _native_config(family: Family) -> type[Any]:
     base = load_family_class(family, "config")
     members = {
         "__annotations__": {VERSION_KEY: int, HUB_CONFIG_KEY: dict | None},
@@ -270,7 +279,7 @@ def _native_config(family: Family) -> type:
     return _new_class(f"SonicMoE{base.__name__}", (NativeConfig, base), members)
 
 
-def _native_model(family: Family, role: str, config: type, **inner: type) -> type:
+def _native_model(family: Family, role: str, config: type, **inner: type) -> type[Any]:
     base = load_family_class(family, role)
     members = {
         "__doc__": f"{base.__name__} with its experts in the native layout.",

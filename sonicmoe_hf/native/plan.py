@@ -44,7 +44,7 @@ def plan(source: Source, target: str, dtype: torch.dtype | None = None) -> list[
         CheckpointError: the experts of a layer differ in dtype.
     """
     layout = target_layout(source, target)
-    block_of = {}
+    block_of: dict[str, str] = {}
     for block in source.expected.blocks:
         for named in source.expert_tensors(block):
             block_of[named.name] = block_of[f"{named.name}_blocks"] = block
@@ -52,17 +52,17 @@ def plan(source: Source, target: str, dtype: torch.dtype | None = None) -> list[
     for name in source.tensors:
         if name in carried:
             planned.append(_carried(source, name, dtype))
-        elif (block := block_of.get(name)) is not None and block not in done:
-            done.add(block)
-            planned += _experts_of(source, block, layout, dtype)
+        elif name in block_of and block_of[name] not in done:
+            done.add(block_of[name])
+            planned += _experts_of(source, block_of[name], layout, dtype)
     return planned
 
 
 def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
     """A tensor outside the experts, as it is."""
     kept = source.dtype_of(name)
-    cast = dtype is not None and not source.expected.keep_fp32.intersection(name.split("."))
-    wanted = dtype if cast and kept.is_floating_point else kept
+    cast = kept.is_floating_point and not source.expected.keep_fp32.intersection(name.split("."))
+    wanted = dtype if cast and dtype is not None else kept
     return Planned(source.model_name(name), source.tensors[name].shape, wanted, lambda: source.read(name).to(wanted))
 
 

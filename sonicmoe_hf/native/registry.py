@@ -1,17 +1,16 @@
 """The native layout's model types in Transformers' Auto classes. They are built when one is asked for.
 
 Transformers knows its own models by names and imports them on demand; registered ones have to be there. So this module
-puts a dict that builds on demand in the place where `AutoConfig.register` puts config classes (`_extra_content`, private;
-Transformers 5.17 to 5.23): whoever looks a native model_type up gets the family's classes built and registered.
+puts a dict that builds on demand in the place where `AutoConfig.register` puts config classes: whoever looks a native
+model_type up gets the family's classes built and registered.
 """
 
 from __future__ import annotations
 
 import importlib
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from ..model_patches import FAMILIES
+from ..private.transformers import registered_configs, replace_registered_configs
 from .layouts import NATIVE_PREFIX
 
 
@@ -34,6 +33,6 @@ class _BuiltOnDemand(dict):
 
 
 # what AutoConfig registers afterwards comes beside it
-CONFIG_MAPPING._extra_content = _BuiltOnDemand(
-    {**{NATIVE_PREFIX + name: None for name in FAMILIES}, **CONFIG_MAPPING._extra_content}
+replace_registered_configs(
+    _BuiltOnDemand({**{NATIVE_PREFIX + name: None for name in FAMILIES}, **registered_configs()})
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..model_patches import FAMILIES, Family
 from ..patching.support import find_layers, load_family_class
+from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import UNREADABLE, without_code
 from .dequantize import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scale_shape, mxfp4_shapes
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
@@ -49,8 +50,8 @@ class Expected(NamedTuple):
 def family_of(config: dict, path: Path) -> tuple[Family, bool]:
     """The family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
-    name = model_type.removeprefix(NATIVE_PREFIX) if isinstance(model_type, str) else model_type
-    if not isinstance(name, str) or name not in FAMILIES:
+    name = str(model_type).removeprefix(NATIVE_PREFIX)
+    if not isinstance(model_type, str) or name not in FAMILIES:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(FAMILIES)}")
     native = model_type.startswith(NATIVE_PREFIX)
     if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
@@ -114,7 +115,7 @@ def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> 
         blocks=blocks,
         optional=set(model.all_tied_weights_keys),
         ignored=_ignored_patterns(model),
-        keep_fp32=set(model._keep_in_fp32_modules_strict or ()),
+        keep_fp32=strictly_fp32_modules(model),
     )
 
 
@@ -123,12 +124,12 @@ def _plain_shapes(model: nn.Module, blocks) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in model.state_dict().items() if not name.startswith(experts)}
 
 
-def _ignored_patterns(model: nn.Module) -> list[str]:
+def _ignored_patterns(model: Any) -> list[str]:
     """Names that a checkpoint may hold besides the model's: old buffers, and layers for multi-token prediction."""
     first = model.config.num_hidden_layers
     extra = getattr(model.config, "num_nextn_predict_layers", 0) or 0
     layers = [rf"^model\.layers\.{first + i}\." for i in range(extra)]
-    return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", *layers]
+    return [*ignored_on_load(model), r"rotary_emb\.inv_freq$", *layers]
 
 
 class Source:
@@ -159,7 +160,7 @@ class Source:
         self.layout = self._find_layout()
         self.carried: list[str] = []
         self._check_names_and_shapes()
-        self._open: tuple[str, object] | None = None
+        self._open: tuple[str, Any] | None = None
         self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def _declared_quantisation(self) -> str | None:
@@ -174,14 +175,14 @@ class Source:
         return method
 
     def _find_layout(self) -> str:
-        found = {block: detect_layout(self.tensors, block, self.family) for block in self.expected.blocks}
+        found: dict[str, str] = {}
+        for block, sizes in self.expected.blocks.items():
+            layout = detect_layout(self.tensors, block, self.family)
+            if layout is None or (layout == "per_expert" and sizes.num_experts > len(self.tensors)):
+                raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
+            found[block] = layout
         if not found:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        for block, layout in found.items():
-            if layout is None or (
-                layout == "per_expert" and self.expected.blocks[block].num_experts > len(self.tensors)
-            ):
-                raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
         if len(set(found.values())) > 1:
             first, other = next((a, b) for a in found for b in found if found[a] != found[b])
             raise CheckpointError(f"the experts of {first} are {found[first]!r}, those of {other} {found[other]!r}")

@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from ..config import TokenRounding
+from ..private.torch import current_graph_task_id
 
 
 class PatchState:
@@ -21,7 +22,7 @@ class PatchState:
     said that calls are too small for token rounding.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.policy: TokenRounding | None = None
         self.counting = False
         self.said_top_k = False
@@ -36,27 +37,26 @@ class ModelCall:
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
-        part_of_model = outer is not None and outer.state is state
-        self.state = state
+        self.state: PatchState = state
         self.name = name
         self.policy = state.policy
         self.attention_mask = attention_mask
-        self.gradients = outer.gradients if part_of_model else torch.is_grad_enabled()
-        self.outer = outer
+        self.outer: ModelCall | None = outer
+        part_of = outer if outer is not None and outer.state is state else None
+        self.gradients: bool = torch.is_grad_enabled() if part_of is None else part_of.gradients
 
 
 class _Latest:
     """For compiled code, which asks autograd nothing: the last call whose backward began; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.call: ModelCall | None = None
         self.made_compiled = False
 
 
-_thread = (
-    threading.local()
-)  # call: the innermost one in progress; graph_task: the last one that recomputed layers here
+# call: the innermost one in progress; graph_task: the last one that recomputed layers here
+_thread = threading.local()
 _latest = _Latest()
 _of_graph_task: weakref.WeakValueDictionary[int, ModelCall] = weakref.WeakValueDictionary()
 
@@ -96,14 +96,14 @@ def begin_backward(call: ModelCall) -> None:
 
     The entry lives as long as the call's graph, whose hooks hold the call.
     """
-    _of_graph_task[torch._C._current_graph_task_id()] = call
+    _of_graph_task[current_graph_task_id()] = call
     _latest.call, _latest.made_compiled = call, False
 
 
 def _recomputed() -> ModelCall | None:
     """The call whose layers this thread recomputes. Reentrant checkpointing inside reentrant checkpointing runs a graph
     task of its own, in the thread of the outer one."""
-    graph_task = torch._C._current_graph_task_id()
+    graph_task = current_graph_task_id()
     call = _of_graph_task.get(graph_task)
     if call is not None:
         _thread.graph_task = graph_task
@@ -117,6 +117,6 @@ def current() -> tuple[ModelCall | None, bool]:
     if torch.compiler.is_compiling():  # autograd cannot be asked, but what is recomputed then runs outside any call
         call = in_progress()
         return (_latest.call, True) if call is None else (call, False)
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return in_progress(), False
     return _recomputed(), True

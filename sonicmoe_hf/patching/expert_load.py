@@ -10,7 +10,7 @@ TOTALS = ("calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows
 class ExpertLoad:
     """Sums over training forwards of one layer, int64 on the router's device: rows per expert [E], then TOTALS."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.counted: torch.Tensor | None = None
 
     def start(self, num_experts: int, device: torch.device) -> None:

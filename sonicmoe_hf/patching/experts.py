@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -17,15 +17,17 @@ from transformers.activations import (
     NewGELUActivation,
     SiLUActivation,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedExpertsError
 from ..functional import Activation, moe_experts
+from ..private.transformers import default_apply_gate
 from ..routing import MISPLACED, Routing
 from .adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
 IMPLEMENTATION = "sonicmoe_hf"
+DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
     SiLUActivation: "swiglu",
@@ -63,14 +65,16 @@ class ExpertsFacts(NamedTuple):
     has_bias: bool
 
 
-def _refuse(experts: nn.Module, reason: str, remedy: str = 'load the model with experts_implementation="grouped_mm"'):
+def _refuse(
+    experts: nn.Module, reason: str, remedy: str = 'load the model with experts_implementation="grouped_mm"'
+) -> NoReturn:
     raise UnsupportedExpertsError(f"{type(experts).__name__}: {reason}; {remedy}")
 
 
-def _gate(experts: nn.Module) -> tuple[Activation, bool]:
+def _gate(experts: Any) -> tuple[Activation, bool]:
     """(activation, interleaved) of the experts' own `_apply_gate`."""
     gate = type(experts)._apply_gate
-    if gate is not _default_apply_gate:
+    if gate is not DEFAULT_GATE:
         owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
         name = f"{owner.__module__}.{owner.__name__}"
         if name not in CLAMPED_GATES:
@@ -83,13 +87,13 @@ def _gate(experts: nn.Module) -> tuple[Activation, bool]:
         _refuse(experts, "its weights are declared interleaved, but the default gate reads them concatenated")
     act_fn = experts.act_fn
     kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
-    name = ACTIVATIONS.get(kind)
+    activation = ACTIVATIONS.get(kind)
     if kind is nn.GELU:
-        name = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
-    if name is None:
+        activation = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
+    if activation is None:
         known = sorted(set(ACTIVATIONS.values()))
         _refuse(experts, f"its activation {getattr(kind, '__name__', kind)} is not one of those behind {known}")
-    return Activation(name), False
+    return Activation(activation), False
 
 
 def experts_facts(experts: nn.Module) -> ExpertsFacts:
@@ -139,7 +143,7 @@ def check_weights(experts: nn.Module) -> None:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantised", "load the model unquantised")
 
 
-def is_expert_parallel(experts: nn.Module) -> bool:
+def is_expert_parallel(experts: Any) -> bool:
     """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
     if getattr(experts, "_is_expert_parallel", False):
         return True
@@ -187,7 +191,7 @@ def was_reached(experts: nn.Module) -> bool:
 
 
 def sonicmoe_hf_experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts' output for `hidden_states` [T, H]: [T, H].
 

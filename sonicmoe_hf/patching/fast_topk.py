@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from .. import backends, custom_op
+from ..private.torch import current_function_mode
 
 MOST_EXPERTS, MOST_TAKEN = 1024, 32
 FEWEST_ROWS = 1024  # torch.topk costs the host less, and few rows cost the GPU little
@@ -65,7 +66,7 @@ def _worthwhile(hidden_states: torch.Tensor) -> bool:
 
 
 def _is_on() -> bool:
-    return isinstance(_get_current_function_mode(), FastTopK)
+    return isinstance(current_function_mode(), FastTopK)
 
 
 class FastTopKEntry:
@@ -81,4 +82,4 @@ class FastTopKExit:
 
     def __call__(self, router: nn.Module, args, output):
         if not torch.compiler.is_compiling() and _is_on():
-            _get_current_function_mode().__exit__(None, None, None)
+            current_function_mode().__exit__(None, None, None)

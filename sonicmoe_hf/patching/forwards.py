@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
@@ -41,7 +42,7 @@ def _name(function) -> str:
 
 def _is_interface(forward: Callable) -> bool:
     """Whether this function or method is a forward of Transformers' experts interface, or SonicMoEExperts'."""
-    function = getattr(forward, "__func__", forward)
+    function: Any = getattr(forward, "__func__", forward)
     if getattr(function, "__code__", None) is not INTERFACE_CODE:
         return _name(function) == NATIVE
     cells = dict(zip(function.__code__.co_freevars, function.__closure__))
@@ -101,7 +102,7 @@ def put_back(experts: nn.Module) -> bool:
     instance = vars(experts)
     if _is_ligers(instance.get("_old_forward")):  # accelerate's hook came after Liger
         instance[REPLACED] = instance["_old_forward"].__func__
-        experts._old_forward = types.MethodType(type(experts).forward, experts)
+        instance["_old_forward"] = types.MethodType(type(experts).forward, experts)
     elif _can_put_back(experts):
         instance[REPLACED] = instance.pop("forward").__func__
     else:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..config import TokenRounding
 from ..model_patches import FAMILIES
+from ..private.torch import forward_hooks, remove_hooks, tree_leaves
+from ..private.transformers import experts_implementation
 from ..routing import MISPLACED, rounded_routing
 from . import calls
 from .calls import ModelCall, PatchState
@@ -28,9 +30,9 @@ from .support import Layer, find_layers, make_ready, ways_to_experts
 logger = logging.getLogger(__name__)
 
 
-def find_hook(hooks: dict, kind: type):
+def find_hook(hooks: list, kind: type):
     """The hook of that class among a module's, or None."""
-    return next((hook for hook in hooks.values() if isinstance(hook, kind)), None)
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
 def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | None:
@@ -97,12 +99,12 @@ class FirstUseHook:
     def __init__(self, had_forward: bool):
         self.had_forward = had_forward
 
-    def __call__(self, experts: nn.Module, args, output):
+    def __call__(self, experts: Any, args, output):
         if torch.compiler.is_compiling():
             known = self.had_forward or "_hf_hook" in experts.__dict__ or "_is_hooked" in experts.__dict__
             if "forward" in experts.__dict__ and not known:
                 raise RuntimeError("another forward took the place of these experts' own: see patch_model")
-        elif experts.config._experts_implementation == IMPLEMENTATION:
+        elif experts_implementation(experts.config) == IMPLEMENTATION:
             self._check(experts)
 
     def _check(self, experts: nn.Module) -> None:
@@ -111,8 +113,7 @@ class FirstUseHook:
                 f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
                 f"sonicmoe_hf: {why_not_reached(experts) or 'another function is registered under that name'}"
             )
-        for key in [key for key, hook in list(experts._forward_hooks.items()) if hook is self]:
-            experts._forward_hooks.pop(key, None)
+        remove_hooks(experts, lambda hook: hook is self)
 
 
 class ModelEntryHook:
@@ -168,13 +169,13 @@ class ModelEntryHook:
                 _check_implementation(layer)
 
     def _replaced(self) -> bool:
-        return any(vars(module).get("forward") is not forward for module, forward in self.checked)
+        return any(vars(module).get("forward") is not forward for module, forward in self.checked or ())
 
 
 def check_live(layers: list[Layer]) -> None:
     """Raise RuntimeError where the router of a layer that has one would not tell us what it routes."""
     for layer in layers:
-        if layer.router is not None and find_hook(layer.router._forward_hooks, RouterHook) is None:
+        if layer.router is not None and find_hook(forward_hooks(layer.router), RouterHook) is None:
             raise RuntimeError(
                 f"{layer.name}: its {type(layer.router).__name__} came into the model after patch_model, whose hook it "
                 "lacks; call sonicmoe_hf.patch_model(model) again"
@@ -182,7 +183,7 @@ def check_live(layers: list[Layer]) -> None:
 
 
 def _check_implementation(layer: Layer) -> None:
-    implementation = layer.experts.config._experts_implementation
+    implementation = experts_implementation(layer.experts.config)
     if implementation != IMPLEMENTATION:
         raise RuntimeError(f'{layer.name}: experts_implementation is "{implementation}". {MISPLACED}')
 

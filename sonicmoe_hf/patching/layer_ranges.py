@@ -47,7 +47,7 @@ def _kind(layer: LayerSupport, kernels: Mapping[str, str]) -> tuple:
 
 
 def _number(layer: LayerSupport) -> int:
-    return int(NUMBER.search(layer.name)[1])
+    return int(NUMBER.findall(layer.name)[0])
 
 
 def _name(run: list[LayerSupport]) -> str:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..errors import UnsupportedModelError
-from ..model_patches import FAMILIES
+from ..model_patches import FAMILIES, Family
+from ..private.torch import forward_hooks, forward_pre_hooks, remove_hooks
+from ..private.transformers import experts_implementation, set_experts_implementation
 from ..quantization.quantize import with_packed_experts
 from .calls import PatchState
 from .experts import IMPLEMENTATION
@@ -26,7 +28,6 @@ from .forwards import restore
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
 from .support import (
-    Layer,
     LayerSupport,
     every_copy,
     every_experts,
@@ -78,24 +79,12 @@ def _root(model: nn.Module) -> PreTrainedModel:
 
 
 def _state(root: nn.Module) -> PatchState | None:
-    found = (find_hook(module._forward_pre_hooks, ModelEntryHook) for module in root.modules())
+    found = (find_hook(forward_pre_hooks(module), ModelEntryHook) for module in root.modules())
     return next((entry.state for entry in found if entry is not None), None)
 
 
-def _hook_dicts(module: nn.Module):
-    return module._forward_hooks, module._forward_pre_hooks
-
-
 def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
-    for hooks in _hook_dicts(module):
-        for key in [k for k, hook in hooks.items() if isinstance(hook, kinds)]:
-            del hooks[key]
-            for extra in (
-                "_forward_pre_hooks_with_kwargs",
-                "_forward_hooks_with_kwargs",
-                "_forward_hooks_always_called",
-            ):
-                getattr(module, extra).pop(key, None)
+    remove_hooks(module, lambda hook: isinstance(hook, kinds))
 
 
 def _mask_position(model: nn.Module) -> int | None:
@@ -106,46 +95,47 @@ def _mask_position(model: nn.Module) -> int | None:
 
 def _use_our_experts(root: PreTrainedModel, save: str) -> None:
     """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
-    every = every_experts(root)
+    every: list[Any] = every_experts(root)
     before = {id(experts.config): vars(experts)[PREVIOUS] for experts in every if PREVIOUS in vars(experts)}
     for experts in every:
-        implementation = experts.config._experts_implementation
+        implementation = experts_implementation(experts.config)
         setattr(experts, PREVIOUS, before.setdefault(id(experts.config), implementation))
         setattr(experts, SAVE, save)
         _remove_hooks(experts, (FirstUseHook,))
         experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
     for experts in every:
-        experts.config._experts_implementation_internal = IMPLEMENTATION
+        set_experts_implementation(experts.config, IMPLEMENTATION)
 
 
-def _routers(root: nn.Module) -> Iterator[tuple[Layer, nn.Module]]:
-    """Every router of our families with its layer, also those that PEFT's modules_to_save keeps and does not call now."""
+def _routers(root: nn.Module) -> Iterator[tuple[Family, str, Any]]:
+    """Every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps and
+    does not call now."""
     for layer in find_layers(root, copies=True):
-        if layer.router is not None:
+        if layer.family is not None:
             for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
-                yield layer, router
+                yield layer.family, layer.name, router
 
 
 def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
-    for layer, router in _routers(root):
-        hook = find_hook(router._forward_hooks, RouterHook)
+    for family, layer_name, router in _routers(root):
+        hook = find_hook(forward_hooks(router), RouterHook)
         if hook is None:
-            router.register_forward_hook(RouterHook(layer.family.name, layer.name))
+            router.register_forward_hook(RouterHook(family.name, layer_name))
         else:
-            hook.layer_name = layer.name
+            hook.layer_name = layer_name
         if not fast_top_k:
             _remove_hooks(router, FAST_TOP_K)
-        elif find_hook(router._forward_hooks, FastTopKExit) is None:
+        elif find_hook(forward_hooks(router), FastTopKExit) is None:
             router.register_forward_pre_hook(FastTopKEntry())
             router.register_forward_hook(FastTopKExit(), always_call=True)
-    experts = set(every_experts(root))
+    every = set(every_experts(root))
     for name, module in root.named_modules():
-        if isinstance(module, PreTrainedModel) and not experts.isdisjoint(module.modules()):
-            if find_hook(module._forward_pre_hooks, ModelEntryHook) is None:
+        if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
+            if find_hook(forward_pre_hooks(module), ModelEntryHook) is None:
                 module.register_forward_pre_hook(ModelEntryHook(_mask_position(module)), with_kwargs=True)
                 module.register_forward_hook(ModelExitHook(), always_call=True)
-            find_hook(module._forward_pre_hooks, ModelEntryHook).join(state, name)
-            find_hook(module._forward_hooks, ModelExitHook).join(state, name)
+            find_hook(forward_pre_hooks(module), ModelEntryHook).join(state, name)
+            find_hook(forward_hooks(module), ModelExitHook).join(state, name)
 
 
 def patch_model(
@@ -185,10 +175,11 @@ def unpatch_model(model: nn.Module) -> None:
         _remove_hooks(module, HOOKS)
     for module in ways_to_experts(root):
         restore(module)
+    experts: Any
     for experts in every_experts(root):
         vars(experts).pop(SAVE, None)
         if PREVIOUS in vars(experts):
-            experts.config._experts_implementation_internal = vars(experts).pop(PREVIOUS)
+            set_experts_implementation(experts.config, vars(experts).pop(PREVIOUS))
 
 
 def patch_state(model: nn.Module) -> PatchState:
@@ -230,7 +221,7 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
     """The hooks of a patched model's routers in use, in the order of its layers, under the names of these layers."""
     hooks = []
     for layer in find_layers(_root(model)):
-        hook = None if layer.router is None else find_hook(layer.router._forward_hooks, RouterHook)
+        hook = None if layer.router is None else find_hook(forward_hooks(layer.router), RouterHook)
         if hook is not None:
             hook.layer_name = layer.name
             hooks.append(hook)
@@ -244,8 +235,8 @@ def start_counting(model: nn.Module) -> None:
         UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
     """
     check_routers_live(model)
-    for _, router in _routers(_root(model)):
-        find_hook(router._forward_hooks, RouterHook).load.start(router.num_experts, router.weight.device)
+    for *_, router in _routers(_root(model)):
+        find_hook(forward_hooks(router), RouterHook).load.start(router.num_experts, router.weight.device)
     patch_state(model).counting = True
 
 
@@ -309,7 +300,7 @@ class _PatchedPostInit:
             patch_model(model, self.routing)
 
 
-_patched_classes: dict[type, _PatchedPostInit] = {}
+_patched_classes: dict[type[Any], _PatchedPostInit] = {}
 
 
 def patch(families=None, routing=None) -> None:

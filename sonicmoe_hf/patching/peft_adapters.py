@@ -9,6 +9,7 @@ the experts' forward instead. Imported when PEFT is (registration.py).
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -49,12 +50,13 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
 def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRank:
     """One adapter: views of lora_A [r*E, .], the expert slowest, and of lora_B [., r*E], the expert fastest."""
     num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
-    slow, fast = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    linear_a: Any = wrapper.lora_A[adapter]
+    linear_b: Any = wrapper.lora_B[adapter]
+    slow, fast = linear_a.weight, linear_b.weight
     a = slow.reshape(num_experts, rank, slow.shape[1])
     b = fast.reshape(fast.shape[0], rank, num_experts).permute(2, 0, 1)
-    if (
-        wrapper._did_swap_in_out_features == is_transposed
-    ):  # PEFT 0.19.0 takes a weight's dimensions the other way round
+    # PEFT 0.19.0 takes a weight's dimensions the other way round
+    if wrapper._did_swap_in_out_features == is_transposed:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     return LowRank(a, b, wrapper.scaling[adapter])
 
@@ -99,16 +101,14 @@ def _fsdp_auto_wrap_policy(model: nn.Module):
     """PEFT's policy makes a unit of every Linear that trains; a ParamWrapper reads its Linears' weights without calling
     them, so they would still be sharded then."""
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
-    factors = {
-        linear for wrapper in wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())
-    }  # fmt: skip
+    factors = {linear for wrapper in wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())}
     policy = _PEFTS_POLICY(model)
     return _ExceptFactors(policy, factors) if factors else policy
 
 
 def install() -> None:
     """Have PEFT's ParamWrapper hand the factors to our experts, and its policy for FSDP leave them in their layer."""
-    ParamWrapper._activate_lora = _activate_lora
+    setattr(ParamWrapper, "_activate_lora", _activate_lora)  # noqa: B010  (mypy refuses an assignment)
     peft_other.fsdp_auto_wrap_policy = _fsdp_auto_wrap_policy
 
 

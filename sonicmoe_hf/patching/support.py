@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,23 +43,24 @@ class LayerSupport(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A mixture-of-experts layer as found in a model; `router` and `family` are None outside our families."""
+    """A mixture-of-experts layer as found in a model: its modules, `block`, `router` and `experts`. Outside our families
+    `family`, `block` and `router` are None."""
 
     name: str
     family: Family | None
-    block: nn.Module | None
-    router: nn.Module | None
-    experts: nn.Module
+    block: Any  # the modules' attributes are their classes' own
+    router: Any
+    experts: Any
 
 
-def _saved_copies(module: nn.Module) -> dict[str, nn.Module] | None:
+def _saved_copies(module: nn.Module) -> nn.ModuleDict | None:
     """Of PEFT's ModulesToSaveWrapper: its copies by adapter. It hands any other attribute on to one of them."""
-    submodules = module._modules
+    submodules: dict[str, Any] = module._modules
     wraps = "original_module" in submodules and "modules_to_save" in submodules
     return submodules["modules_to_save"] if wraps else None
 
 
-def _live(wrapper: nn.Module, copies: dict[str, nn.Module]) -> nn.Module:
+def _live(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
     """Which of a ModulesToSaveWrapper's modules its forward calls."""
     adapters = wrapper.active_adapters
     if wrapper.disable_adapters or not adapters or adapters[0] not in copies:
@@ -80,7 +81,7 @@ def _bare(module: nn.Module) -> nn.Module:
             return module
 
 
-def every_copy(module: nn.Module) -> list[nn.Module]:
+def every_copy(module: Any) -> list[nn.Module]:
     """`_bare(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
     copies = _saved_copies(module)
     if copies is None:
@@ -90,22 +91,23 @@ def every_copy(module: nn.Module) -> list[nn.Module]:
 
 def _not_called(model: nn.Module) -> set[nn.Module]:
     """Everything inside the modules that PEFT's modules_to_save keeps and does not call now."""
-    unused = set()
+    unused: set[nn.Module] = set()
     for module in model.modules():
         copies = _saved_copies(module)
         if copies is not None:
-            for other in {module.original_module, *copies.values()} - {_live(module, copies)}:
+            kept: set[Any] = {module.original_module, *copies.values()}
+            for other in kept - {_live(module, copies)}:
                 unused.update(other.modules())
     return unused
 
 
-def _family_class(family: Family, role: str) -> type | None:
+def _family_class(family: Family, role: str) -> type[Any] | None:
     """The family's class in that role, or None where its module was never imported (so no instance exists)."""
     module = sys.modules.get(family.module)
     return None if module is None else getattr(module, getattr(family, role))
 
 
-def load_family_class(family: Family, role: str) -> type:
+def load_family_class(family: Family, role: str) -> type[Any]:
     """The family's class in that role, importing its module."""
     return getattr(importlib.import_module(family.module), getattr(family, role))
 
@@ -146,7 +148,7 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
 
 def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
     """By name, what looks like mixture-of-experts layers, in a model none of whose experts go through the interface."""
-    found = {}
+    found: dict[str, nn.Module] = {}
     if not every_experts(model):
         for name, module in model.named_modules():
             inside = any(name.startswith(f"{other}.") for other in found)
@@ -193,7 +195,7 @@ def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
 
 
-def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: dict[nn.Module, str]) -> str | None:
+def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping[nn.Module, str | None]) -> str | None:
     remedy = QUANTISED.get(type(layer.experts).__name__)
     if remedy is not None:
         return f"its experts are quantised ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"

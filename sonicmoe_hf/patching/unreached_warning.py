@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
+from ..private.transformers import experts_implementation
 from .experts import IMPLEMENTATION
 from .support import OUTSIDE, outside_interface
 
@@ -22,7 +23,7 @@ _said: set[type] = set()  # classes of layers
 def _look(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if not isinstance(module, PreTrainedModel) or submodule is None:
         return
-    if getattr(module.config, "_experts_implementation", None) != IMPLEMENTATION:
+    if experts_implementation(module.config) != IMPLEMENTATION:
         return
     for layer in outside_interface(submodule).values():
         if type(layer) not in _said:

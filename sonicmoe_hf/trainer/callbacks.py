@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
@@ -33,8 +35,9 @@ def _check_moment(name: str, value) -> None:
 class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
     """Keeps a digest of the experts in every checkpoint's trainer_state.json, and checks what was resumed by it."""
 
-    _model = _state = None  # while training
-    _digest_of_epoch = None
+    _model: Any = None  # while training, as is the state
+    _state: Any = None
+    _digest_of_epoch: dict | None = None
 
     def _arguments(self) -> dict:
         """What this callback was made with: restore_callback_states_from_checkpoint makes it again."""
@@ -43,7 +46,9 @@ class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
     def state(self) -> dict:
         """For trainer_state.json; the Trainer asks for it whenever it saves a checkpoint."""
         weights = None if self._model is None else experts_digest(self._model)
-        digest = {} if weights is None else {DIGEST: {"step": self._state.global_step, "weights": weights}}
+        digest: dict[str, Any] = (
+            {} if weights is None else {DIGEST: {"step": self._state.global_step, "weights": weights}}
+        )
         return {"args": self._arguments(), "attributes": digest}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -168,7 +173,7 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
     history: one dict a log, with "step", "rows_per_expert" ({layer: [rows]}) and the metrics.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.history: list[dict] = []
         self.attached = False
 
@@ -201,8 +206,8 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
     def collect(self, model, step: int) -> dict[str, float]:
         """Sum the counts over layers and ranks, note them in `history`, start again; {} where nothing was counted."""
         hooks = router_hooks(model)
-        counts = [hook.load.take() for hook in hooks]
-        if not counts or any(count is None for count in counts):
+        counts = [count for hook in hooks if (count := hook.load.take()) is not None]
+        if not counts or len(counts) < len(hooks):
             return {}
         device = counts[0].device
         flat = torch.cat([count.to(device) for count in counts])

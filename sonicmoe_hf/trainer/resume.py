@@ -3,29 +3,31 @@
 Checkpoints hold the hub's names, one tensor per expert in most families. `from_pretrained` converts them. Transformers'
 Trainer does not: on resume and with load_best_model_at_end it calls `load_state_dict`, which leaves fused experts as they
 are in memory and warns. PEFT, FSDP and DeepSpeed save and load by the module's names, and lose nothing.
-
-This module alone uses private parts of Transformers' Trainer and loader, as they are in 5.17 to 5.23:
-`_load_from_checkpoint`, `_load_best_model` and `_issue_warnings_after_load` of the Trainer; `_load_pretrained_model` of
-PreTrainedModel with `LoadStateDictConfig`; and `_weight_conversions`, which it sets and `save_pretrained` reverts.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..patching.support import find_layers
+from ..private.transformers import (
+    LOADING_METHODS,
+    has_peft_adapter,
+    load_converted,
+    missing_loading_methods,
+    warnings_held_back,
+    weight_conversions,
+)
 
 RESTORED = "_sonicmoe_hf_restored_from"  # on a model: the folder that `restore` last read
-TRAINER_METHODS = ("_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load")
 
 
 class Restored(NamedTuple):
@@ -38,7 +40,7 @@ class Restored(NamedTuple):
 def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
     """The model that Trainer checkpoints hold whole under the hub's names; None with PEFT, FSDP, ZeRO-3 and the like."""
     model = getattr(model, "_orig_mod", model)  # torch.compile
-    if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
+    if not isinstance(model, PreTrainedModel) or has_peft_adapter(model):
         return None
     if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
         return None  # DTensors, ZeRO-3, offloaded
@@ -47,8 +49,7 @@ def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
 
 def conversions(model: PreTrainedModel) -> list:
     """How Transformers converts this model's checkpoints, besides renaming what is obsolete; [] where names agree."""
-    used = getattr(model, "_weight_conversions", None)  # set by from_pretrained, and [] after fused checkpoints
-    return used or get_model_conversion_mapping(model, add_legacy=False)
+    return weight_conversions(model) or get_model_conversion_mapping(model, add_legacy=False)
 
 
 def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -74,22 +75,6 @@ def checkpoint_files(folder: Path) -> list[str]:
     return []
 
 
-def _load_converted(model: PreTrainedModel, files: list[str]):
-    """Transformers' loader. It puts new tensors into the modules' slots and reports on names."""
-    missing = [
-        name
-        for owner, name in ((PreTrainedModel, "_load_pretrained_model"), (modeling_utils, "LoadStateDictConfig"))
-        if not hasattr(owner, name)
-    ]
-    if missing:
-        raise RuntimeError(
-            f"this version of Transformers has no {' and no '.join(missing)}, which sonicmoe_hf needs to restore experts "
-            "from a checkpoint; load the model from the checkpoint's folder with from_pretrained instead"
-        )
-    config = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(conversions(model)))
-    return PreTrainedModel._load_pretrained_model(model, None, files, config)[0]
-
-
 @torch.no_grad()
 def restore(model: PreTrainedModel, folder) -> Restored | None:
     """Load a checkpoint's weights into `model` through the conversion that `from_pretrained` uses, in place.
@@ -104,31 +89,27 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
     files = checkpoint_files(Path(folder))
     if not files or not conversions(model):
         return None
-    slots = [
+    slots: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (tensors, name, tensor)
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
         for name, tensor in tensors.items()
         if tensor is not None
     ]
-    own_conversions = getattr(model, "_weight_conversions", None)
     loaded = []
     try:
-        info = _load_converted(model, files)
+        info = load_converted(model, files, conversions(model))
         loaded = [(tensor, tensors[name]) for tensors, name, tensor in slots if tensors[name] is not tensor]
     finally:
         for tensors, name, tensor in slots:
             tensors[name] = tensor
-        model._weight_conversions = own_conversions
-        if own_conversions is None:
-            del model._weight_conversions
     loaded_ids = {id(tensor) for tensor, _ in loaded}
     state = model.state_dict(keep_vars=True)
     missing = sorted(
         name for name in info.missing_keys if id(state[name]) not in loaded_ids
     )  # tied weights: two names
-    misfits = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
-    misfits = sorted(misfits | (set(missing) & set(expert_weights(model))))
+    unread = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    misfits = sorted(unread | (set(missing) & set(expert_weights(model))))
     if misfits:
         raise RuntimeError(
             f"{folder} does not hold the experts of this {type(model).__name__}: {len(misfits)} weights are missing or "
@@ -157,12 +138,8 @@ class _Loading:
         converted_model = None if own_format else whole_model(trainer.model if model is None else model)
         if converted_model is None:
             return self.load(*arguments)
-        warn, results = trainer._issue_warnings_after_load, []
-        trainer._issue_warnings_after_load = results.append
-        try:
+        with warnings_held_back(trainer) as (results, warn):
             self.load(*arguments)
-        finally:
-            trainer._issue_warnings_after_load = warn
         restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
         for result in results if restored is None else [restored]:
             warn(result)
@@ -174,12 +151,12 @@ def restore_experts_on_resume(trainer) -> None:
     Raises:
         RuntimeError: the Trainer lacks a private method that this relies on.
     """
-    missing = [name for name in TRAINER_METHODS if not hasattr(trainer, name)]
+    missing = missing_loading_methods(trainer)
     if missing:
         raise RuntimeError(
             f"{type(trainer).__name__} of this version of Transformers has no {' and no '.join(missing)}, so that "
             "sonicmoe_hf cannot have it restore experts; load the model from the checkpoint's folder before resuming"
         )
-    for name in TRAINER_METHODS[:2]:
+    for name in LOADING_METHODS:
         if not isinstance(getattr(trainer, name), _Loading):
             setattr(trainer, name, _Loading(trainer, name))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.utils import logging
 
 from .resume import RESTORED, conversions, expert_weights, restore, whole_model
@@ -45,17 +46,19 @@ def experts_digest(model: nn.Module | None) -> dict[str, dict[str, str]] | None:
 
 def _hashes(weight: torch.Tensor) -> dict[str, str]:
     places = torch.linspace(0, weight[0].numel() - 1, VALUES_PER_EXPERT, dtype=torch.float64).long()
-    sample = weight[(slice(None), *torch.unravel_index(places.to(weight.device), weight.shape[1:]))].cpu()
+    columns: tuple[Any, ...] = torch.unravel_index(places.to(weight.device), weight.shape[1:])
+    sample = weight[(slice(None), *columns)].cpu()
     return {
         _name(dtype): hashlib.sha256(sample.to(dtype).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for dtype in DTYPES
     }
 
 
-def saved_digest(stateful_callbacks: dict | None, step: int) -> dict | None:
+def saved_digest(stateful_callbacks: Any, step: int) -> dict | None:
     """The digest of that step among the states of callbacks in a trainer_state.json, whichever callback left it there.
 
-    A run without our callbacks hands on, in its own checkpoints, the states that it was resumed with.
+    stateful_callbacks: TrainerState's, {a callback's name: its state, or a list of them}; None where there are none. A
+    run without our callbacks hands on, in its own checkpoints, the states that it was resumed with.
     """
     for states in (stateful_callbacks or {}).values():
         for state in states if isinstance(states, list) else [states]:
@@ -73,17 +76,17 @@ def changed_experts(saved: dict, model: nn.Module) -> list[str]:
     return [name for name in now if name in saved and now[name][dtypes[name]] != saved[name].get(dtypes[name])]
 
 
-def _can_lose_experts(model: nn.Module) -> bool:
+def _can_lose_experts(model: PreTrainedModel) -> bool:
     return bool(conversions(model) and expert_weights(model))
 
 
-def check_resumed(model: nn.Module, state: TrainerState) -> None:
+def check_resumed(wrapped: nn.Module, state: TrainerState) -> None:
     """Compare a resumed model with the digest in its checkpoint; warn where the checkpoint has none.
 
     Raises:
         RuntimeError: the experts are not the checkpoint's.
     """
-    model = whole_model(model)
+    model = whole_model(wrapped)
     if state.global_step == 0 or model is None:
         return
     saved = saved_digest(state.stateful_callbacks, state.global_step)
@@ -103,17 +106,17 @@ def check_resumed(model: nn.Module, state: TrainerState) -> None:
         )
 
 
-def restore_best(model: nn.Module, folder: str, at_end_of_training: dict | None) -> None:
+def restore_best(wrapped: nn.Module, folder: str, at_end_of_training: dict | None) -> None:
     """After load_best_model_at_end: load the best checkpoint's experts where the Trainer left those of the last step.
 
     at_end_of_training: the digest of the last step, None if unknown. Experts that are neither the best nor the last ones
     are somebody else's doing (an average, say) and stay.
     """
-    model = whole_model(model)
+    model = whole_model(wrapped)
     path = Path(folder) / "trainer_state.json"
     if model is None or at_end_of_training is None or not path.is_file():
         return
-    best = TrainerState.load_from_json(path)
+    best = TrainerState.load_from_json(str(path))
     saved = saved_digest(best.stateful_callbacks, best.global_step)
     if saved is None:
         if _can_lose_experts(model) and getattr(model, RESTORED, None) != folder:

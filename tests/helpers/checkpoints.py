@@ -8,6 +8,8 @@ import torch
 from helpers.models import build
 from safetensors.torch import load_file, save_file
 
+from sonicmoe_hf.comparing import same_bytes
+
 SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
 FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 KINDS = {  # per family, how its weights can stand on disk
@@ -47,14 +49,7 @@ def rewrite(folder, tensors):
 
 def same_bits(ours, theirs):
     """Whether two sets of tensors have the same names, dtypes, shapes and bytes."""
-    if ours.keys() != theirs.keys():
-        return False
-    return all(
-        ours[name].dtype == theirs[name].dtype
-        and ours[name].shape == theirs[name].shape
-        and torch.equal(ours[name].contiguous().view(torch.uint8), theirs[name].contiguous().view(torch.uint8))
-        for name in ours
-    )
+    return ours.keys() == theirs.keys() and all(same_bytes(ours[name], theirs[name]) for name in ours)
 
 
 def make(folder, family, kind="hub", dtype=torch.bfloat16, **changes):

@@ -5,6 +5,8 @@ import copy
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
 
+from sonicmoe_hf.comparing import relative_error
+
 VOCABULARY = 64
 ORDER_OF_SUMS = "fp32: the same numbers summed in another order"
 SHARED = {
@@ -93,13 +95,6 @@ def loss_and_gradients(model, inputs):
     out.loss.backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": out.logits.detach(), "loss": out.loss.detach(), **gradients}
-
-
-def relative_error(actual, expected) -> float:
-    """|actual - expected| / |expected|, Frobenius norms in fp64; of a zero tensor, the norm of the difference."""
-    actual, expected = actual.double(), expected.double()
-    scale = expected.norm().item()
-    return (actual - expected).norm().item() / (scale if scale > 0 else 1.0)
 
 
 def assert_all_close(actual: dict, expected: dict, tolerance: float, because: str):

@@ -1,20 +1,24 @@
-"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N|steps N" a line; needs no GPU.
+"""Compiles the Hopper kernels for sm_90a and prints "name|stack N|local N|wgmma N|waits N" a line; needs no GPU.
 
-Every entry of the table in kernels/hopper/configs.py in bf16 with swiglu, and every other option once. steps: how many
-wgmma instructions there must be. waits: how often groups of them are waited for; at every one where the compiler has
-serialised them. Run with CUTE_DSL_KEEP=cubin CUTE_DSL_DUMP_DIR=(an empty folder).
+    python compile_hopper.py          REPRESENTATIVE: every class of kernel, storage order and kind of tile
+    python compile_hopper.py --all    every entry of the table in kernels/hopper/config.py, every other option once
+
+stack: bytes of it. local: loads and stores of spilled registers. wgmma: how many there are. waits: how often groups of
+them are waited for; as often as there are wgmmas where ptxas has serialised them. Run with CUTE_DSL_KEEP=cubin
+CUTE_DSL_NO_CACHE=1 CUTE_DSL_DUMP_DIR=(an empty folder).
 """
 
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
 import triton
 
 from sonicmoe_hf.kernels.hopper import compiled
-from sonicmoe_hf.kernels.hopper.configs import MOST_COLUMNS, TABLE, TALL, WIDE, product_tiles, tile
+from sonicmoe_hf.kernels.hopper.config import TABLE, TALL, WIDE, gemm_down_tiles, tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -22,34 +26,45 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SWIGLU = Activation()
 
 
-def up(H=2048, I=768, *, transposed=False, bias=False, want=(True, True), act=SWIGLU, interleaved=False, dtype=BF16):
-    return "up", (dtype, H, I, not transposed, bias, *want, act, interleaved, tile("up", 2 * I))
+def up(
+    H=2048,
+    I=768,
+    *,
+    transposed=False,
+    bias=False,
+    want=(True, True),
+    act=SWIGLU,
+    interleaved=False,
+    dtype=BF16,
+    rank=0,
+):
+    return "gemm_up", (dtype, H, I, not transposed, bias, *want, act, interleaved, rank, tile("gemm_up", 2 * I))
 
 
-def product(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None):
-    return "product", (dtype, N, K, contiguous, bias, chosen or product_tiles(N, K)[0])
+def down(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None, rank=0):
+    return "gemm_down", (dtype, N, K, contiguous, bias, rank, chosen or gemm_down_tiles(N, K)[0])
 
 
 def down_backward(
-    H=2048, I=768, *, transposed=False, want=(True, True, True), act=SWIGLU, interleaved=False, dtype=BF16
+    H=2048, I=768, *, transposed=False, want=(True, True, True), act=SWIGLU, interleaved=False, dtype=BF16, rank=0
 ):
-    return "down_backward", (dtype, H, I, transposed, *want, act, interleaved, tile("down_backward", I))
+    return "gemm_dgated", (dtype, H, I, transposed, *want, act, interleaved, rank, tile("gemm_dgated", I))
 
 
-def gradient(M=768, N=2048, *, contiguous=True, dtype=BF16):
-    return "gradient", (dtype, M, N, contiguous, tile("gradient", N))
+def wgrad(M=768, N=2048, *, contiguous=True, dtype=BF16):
+    return "gemm_wgrad", (dtype, M, N, contiguous, tile("gemm_wgrad", N))
 
 
 CASES = {
-    "product, bias": product(bias=True),
-    "product, transposed weight": product(K=1536, contiguous=False),
-    "product, whole tiles": product(1536, 256),
-    "product, transposed weight, whole tiles, bias": product(1536, 512, contiguous=False, bias=True),
-    "product, fp16, odd sizes": product(264, 200, dtype=FP16),
-    "wide product, transposed weight": product(K=1536, contiguous=False, chosen=WIDE),
-    "wide product, fp16, bias": product(256, 1608, bias=True, dtype=FP16, chosen=WIDE),
-    "tall product, bias": product(bias=True, chosen=TALL),
-    "tall product, transposed weight, fp16": product(264, 656, contiguous=False, dtype=FP16, chosen=TALL),
+    "down, bias": down(bias=True),
+    "down, transposed weight": down(K=1536, contiguous=False),
+    "down, whole tiles": down(1536, 256),
+    "down, transposed weight, whole tiles, bias": down(1536, 512, contiguous=False, bias=True),
+    "down, fp16, odd sizes": down(264, 200, dtype=FP16),
+    "wide down, transposed weight": down(K=1536, contiguous=False, chosen=WIDE),
+    "wide down, fp16, bias": down(256, 1608, bias=True, dtype=FP16, chosen=WIDE),
+    "tall down, bias": down(bias=True, chosen=TALL),
+    "tall down, transposed weight, fp16": down(264, 656, contiguous=False, dtype=FP16, chosen=TALL),
     "up, bias, transposed": up(2880, 2880, transposed=True, bias=True),
     "up, without h": up(want=(False, True)),
     "up, without a": up(want=(True, False)),
@@ -66,34 +81,44 @@ CASES = {
     "down_backward, interleaved, transposed": down_backward(
         2880, 2880, transposed=True, act=Activation("clamped_swiglu"), interleaved=True
     ),
-    "gradient, stored across, many rows of tiles": gradient(3088, 2048, contiguous=False),
-    "gradient, fp16, odd sizes": gradient(264, 200, dtype=FP16),
-    "gradient, whole tiles": gradient(512, 1536),
+    "wgrad, stored across, many rows of tiles": wgrad(3088, 2048, contiguous=False),
+    "wgrad, fp16, odd sizes": wgrad(264, 200, dtype=FP16),
+    "wgrad, whole tiles": wgrad(512, 1536),
 }
+for rank in (8, 16, 64, 104, 256):
+    CASES |= {
+        f"down, rank {rank}": down(rank=rank),
+        f"down, transposed weight, rank {rank}": down(K=1536, contiguous=False, rank=rank),
+        f"wide down, rank {rank}": down(K=1536, rank=rank, chosen=WIDE),
+        f"tall down, transposed weight, rank {rank}": down(264, 656, contiguous=False, rank=rank, chosen=TALL),
+        f"up, rank {rank}": up(rank=rank),
+        f"up, interleaved, bias, transposed, rank {rank}": up(
+            2880, 2880, transposed=True, bias=True, act=Activation("clamped_swiglu"), interleaved=True, rank=rank
+        ),
+        f"down_backward, rank {rank}": down_backward(rank=rank),
+        f"down_backward, transposed, rank {rank}": down_backward(2880, 2880, transposed=True, rank=rank),
+    }
 for name in ACTIVATIONS[1:]:
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
-for function in (up, product, down_backward, gradient):
+for function in (up, down, down_backward, wgrad):
     kernel, parameters = function()
     for chosen in TABLE[kernel]:
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
+REPRESENTATIVE = (
+    "down, fp16, odd sizes", "down, transposed weight, whole tiles, bias", "wide down, fp16, bias",
+    "tall down, transposed weight, fp16", "up, bias, transposed", "up, fp16, odd sizes", "up, without a",
+    "up, interleaved, bias, transposed", "down_backward, transposed", "down_backward, fp16, odd sizes",
+    "down_backward, interleaved", "down_backward, geglu", "wgrad, stored across, many rows of tiles",
+    "wgrad, fp16, odd sizes", "gemm_wgrad, 128x4", "down, rank 16", "tall down, transposed weight, rank 104",
+    "up, rank 16", "down_backward, transposed, rank 104",
+)  # fmt: skip
 
 
-def narrower_too(kernel, parameters):
-    """2 where the last tile is narrower and so multiplied by instructions of its own, otherwise 1."""
-    if kernel == "up":  # of concatenated weights a tile has two halves
-        width = 2 * parameters[2] if parameters[-2] else 0
-    else:
-        width = parameters[1 if kernel == "product" else 2]
-    columns = parameters[-1].columns
-    if parameters[-1].rows > 128:
-        return 1
-    return 2 if 0 < width % columns <= columns - 64 else 1
-
-
-def main():
+def main(names):
     dump = Path(os.environ["CUTE_DSL_DUMP_DIR"])
-    for name, (kernel, parameters) in CASES.items():
+    for name in names:
+        kernel, parameters = CASES[name]
         getattr(compiled, kernel).__wrapped__.__wrapped__(*parameters)  # past both caches
         (cubin,) = dump.glob("*.cubin")
         usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
@@ -102,19 +127,9 @@ def main():
         local, wgmma, waits = (
             len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "HGMMA", r"WARPGROUP\.DEPBAR")
         )
-        steps = 4  # a stage's depth of 64 in steps of 16
-        if kernel == "gradient":
-            # two accumulators; their loops over the first stage and over the rest; and an empty group, which the compiler
-            # puts after each of the three loops
-            steps = (2 * (steps + 1 + 1) + 3) * narrower_too(kernel, parameters)
-        else:
-            in_turns = kernel == "product" and parameters[-1].columns <= MOST_COLUMNS
-            steps *= 3 if in_turns else 1  # tiles of 128 rows, and of 64
-            steps += 4 if parameters[-1].rows > 128 else 0  # what goes with a tile of 128 rows
-            steps *= narrower_too(kernel, parameters)
         cubin.unlink()
-        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}|steps {steps}", flush=True)
+        print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES if "--all" in sys.argv else REPRESENTATIVE)

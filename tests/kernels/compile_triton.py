@@ -1,7 +1,10 @@
-"""Compiles every Triton kernel for a GPU that need not be there: python compile_triton.py 90.
+"""Compiles the Triton kernels for GPUs that need not be there, with the arguments that the backend's functions launch.
 
-One line a kernel: name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core instructions).
-Run it in a process of its own: where Triton interprets, it cannot compile.
+    python compile_triton.py          REPRESENTATIVE: variants by target, the kernels without products for sm_90
+    python compile_triton.py 90 ...   everything for these targets
+
+One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core
+instructions). Run it in a process of its own: where Triton interprets, it cannot compile.
 """
 
 from __future__ import annotations
@@ -11,211 +14,185 @@ import subprocess
 import sys
 import tempfile
 from importlib import import_module
+from typing import NamedTuple
 
-import triton
+import torch
+from triton import compile as triton_compile
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.config import ROUNDINGS
-from sonicmoe_hf.kernels import quantized
-from sonicmoe_hf.kernels.triton import (
-    bias_gradient,
-    config,
-    gemm_dgated,
-    gemm_down,
-    gemm_up,
-    gemm_wgrad,
-    rounding,
-    rounding_backward,
-    topk,
-)
-
-# the package's attributes of these names are the backend's functions
-combine, dispatch, dequantize = (
-    import_module(f"sonicmoe_hf.kernels.triton.{name}") for name in ("combine", "dispatch", "dequantize")
-)
+from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.kernels.interface import Activation, Weighting
+from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
+from sonicmoe_hf.kernels.triton import config
+from sonicmoe_hf.low_rank import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
-HIDDEN, INNER, EXPERTS = 2048, 768, 128
-VARIANTS = {  # dtype, few rows per expert, interleaved, transposed, bias, descriptors where the table has them
-    "bf16": ("bf16", False, False, False, False, True),
-    "bf16, through pointers": ("bf16", False, False, False, False, False),
-    "bf16, few rows": ("bf16", True, False, False, False, True),
-    "fp16, interleaved": ("fp16", False, True, False, False, True),
-    "bf16, transposed, interleaved, bias": ("bf16", False, True, True, True, True),
-    "fp32": ("fp32", False, False, False, False, True),
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1", torch.uint8: "u8",
+}  # fmt: skip
+HIDDEN, INNER = 2048, 768
+
+
+class Variant(NamedTuple):
+    dtype: torch.dtype = torch.bfloat16
+    few_rows: bool = False
+    interleaved: bool = False
+    transposed: bool = False
+    bias: bool = False
+    aligned: bool = True  # to 16 bytes: else nothing is read through tensor descriptors
+    rank: int = 0  # of adapters; 0: none
+
+
+VARIANTS = {
+    "bf16": Variant(),
+    "bf16, through pointers": Variant(aligned=False),
+    "bf16, few rows": Variant(few_rows=True),
+    "fp16, interleaved": Variant(torch.float16, interleaved=True),
+    "bf16, transposed, interleaved, bias": Variant(interleaved=True, transposed=True, bias=True),
+    "fp32": Variant(torch.float32),
+    "bf16, rank 16": Variant(rank=16),
+    "bf16, few rows, transposed, interleaved, rank 256": Variant(
+        few_rows=True, transposed=True, interleaved=True, rank=256
+    ),
+    "fp32, rank 64": Variant(torch.float32, rank=64),
+}
+REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
+    80: ("fp32", "bf16"),
+    86: ("bf16, transposed, interleaved, bias",),
+    90: ("bf16", "bf16, few rows", "fp16, interleaved", "bf16, rank 16"),
+    100: ("bf16",),
+    120: ("bf16, through pointers",),
 }
 
 
-def compile_kernel(kernel, arguments, target, num_warps, num_stages):
-    """`arguments` by name: "*bf16" and the like for a pointer, "tensordesc<bf16[128,64]>" and the like for a descriptor,
-    "i32" for a number, None or a constant."""
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        value = arguments[name]
-        if isinstance(value, str) and (value.startswith(("*", "tensordesc")) or value == "i32"):
-            signature[name] = value
-            if value.startswith("*"):
+def products(variant: Variant):
+    """(name, call) of the backend's functions that multiply; the tensors have the sizes that matter, and any values."""
+    num_experts, num_pairs = 2, 64 if variant.few_rows else 600
+    rows = unwritten_rows(num_pairs, num_pairs, num_experts)
+
+    def new(*size):
+        tensor = torch.empty(torch.Size(size).numel() + 1, dtype=variant.dtype)
+        return tensor[:-1].view(size) if variant.aligned else tensor[1:].view(size)
+
+    def weight(height, width):
+        stored = new(num_experts, width, height) if variant.transposed else new(num_experts, height, width)
+        return stored.transpose(1, 2) if variant.transposed else stored
+
+    gate_up, down, h, a = (
+        weight(2 * INNER, HIDDEN),
+        weight(HIDDEN, INNER),
+        new(num_pairs, 2 * INNER),
+        new(num_pairs, INNER),
+    )
+    gate_up_bias, down_bias = (new(num_experts, n) if variant.bias else None for n in (2 * INNER, HIDDEN))
+    x, routed, gated = new(num_pairs, HIDDEN), torch.empty(num_pairs), (Activation(), variant.interleaved)
+    extra = {"up": None, "down": None, "down_backward": None, "input_rows": None}
+    if variant.rank:
+        rank, u = variant.rank, new(num_pairs, variant.rank)
+        a1, b1, a2, b2 = new(2, rank, HIDDEN), new(2, 2 * INNER, rank), new(2, rank, INNER), new(2, HIDDEN, rank)
+        first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
+        extra = {
+            "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
+            "input_rows": first.extra_backward(u),
+        }  # fmt: skip
+        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EJK, rows, 1.0, True)
+        yield "rank_backward", lambda: kernels.rank_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
+        yield "rank_backward", lambda: kernels.rank_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
+        yield "factor_gradient", lambda: kernels.factor_gradient(u, a, rows, False, a2)
+    yield "up", lambda: kernels.up(x, gate_up, gate_up_bias, rows, *gated, True, True, extra["up"])
+    yield "down", lambda: kernels.down(a, down, down_bias, rows, extra["down"])
+    yield "input_rows", lambda: kernels.input_rows(h, gate_up, rows, extra["input_rows"])
+    yield (
+        "down_backward",
+        lambda: kernels.down_backward(
+            x, down, down_bias, h, routed, rows, *gated, True, True, True, extra["down_backward"]
+        ),
+    )
+    yield "gate_up_gradient", lambda: kernels.gate_up_gradient(h, x, rows, gate_up)
+    yield "down_gradient", lambda: kernels.down_gradient(x, a, rows, down)
+
+
+def others():
+    """The same of the functions that do not multiply, at 16384 tokens of 128 experts."""
+    num_tokens, num_experts, top_k = 16384, 128, 8
+    num_pairs = num_tokens * top_k
+    rows = unwritten_rows(num_pairs, num_tokens, num_experts)
+    y, bias = torch.empty(num_pairs, 64, dtype=torch.bfloat16), torch.empty(num_experts, 64, dtype=torch.bfloat16)
+    weight, scores = torch.empty(num_pairs), torch.empty(num_tokens, num_experts)
+    index, valid = torch.empty(num_tokens, top_k, dtype=torch.int64), torch.empty(num_tokens, dtype=torch.bool)
+    yield "gate_up_bias_gradient", lambda: kernels.gate_up_bias_gradient(y, rows, bias)
+    yield "down_bias_gradient", lambda: kernels.down_bias_gradient(y, weight, rows, bias)
+    yield "combine", lambda: kernels.combine(y, weight, rows, num_tokens)
+    yield "combine, unweighted", lambda: kernels.combine(y, None, rows, num_tokens)
+    for sentinels in (False, True):
+        yield "dispatch", lambda s=sentinels: kernels.dispatch(index, None, num_tokens, num_experts, s)
+    flat = index.view(-1)
+    yield "dispatch, list", lambda: kernels.dispatch(flat, flat, num_tokens, num_experts, True)
+    yield "top_k", lambda: kernels.top_k(scores, top_k)
+    weighting, uniform = Weighting(True, 1e-20, 2.5), torch.empty(num_experts)
+    for rounding in ROUNDINGS:
+        for mask in (valid, None) if rounding == "nearest" else (valid,):
+            options = mask, uniform, rounding, 128, 0, num_pairs, weighting, torch.bfloat16
+            yield f"round_rows, {rounding}", lambda o=options: kernels.round_rows(scores, scores, index, *o)
+    expert = torch.empty(num_pairs, dtype=torch.int32)
+    for name in FORMATS:
+        shapes = stored_shapes(name, (num_experts, 2 * INNER, HIDDEN))
+        dtypes = torch.uint8, torch.uint8, torch.float32
+        packed = [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+        yield f"dequantize, {name}", lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)
+    yield "round_rows_backward", lambda: kernels.round_rows_backward(weight, scores, expert, rows, weighting)
+
+
+def unwritten_rows(num_pairs, num_tokens, num_experts):
+    like = torch.empty(0, dtype=torch.int32)
+    return import_module("sonicmoe_hf.kernels.triton.dispatch").unwritten_rows(
+        like, num_pairs, num_tokens, num_experts
+    )
+
+
+def launches_of(call):
+    """(kernel, tensors, numbers, constants, options) of every launch of a call; nothing is launched."""
+    seen = []
+
+    def record(kernel, grid, tensors, numbers=(), constants=(), **options):
+        seen.append((kernel, tensors, numbers, constants, options))
+
+    modules = [m for name, m in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]
+    replaced = [(m, m.launch_kernel) for m in modules if hasattr(m, "launch_kernel")]
+    for module, _ in replaced:
+        module.launch_kernel = record
+    try:
+        call()
+    finally:
+        for module, original in replaced:
+            module.launch_kernel = original
+    return seen
+
+
+def compile_launch(target, kernel, tensors, numbers, constants, options):
+    """The kernel as Triton would compile it for these arguments on a GPU of that target."""
+    signature, constexprs, attributes = {}, {}, {}
+    for index, (name, value) in enumerate(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True)):
+        if index >= len(tensors) + len(numbers) or value is None:
+            signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{NAMES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+            if value.data_ptr() % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "constexpr"
-            constants[name] = value
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+            signature[name] = "i32"
+    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+    return triton_compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def named(names, value):
-    return dict.fromkeys(names.split(), value)
-
-
-INTEGERS = named("tiles token pair offsets token_offsets token_rows", "*i32")
-FLOATS = named("routing_weight dw_parts dw sums", "*fp32")
-NUMBERS = named("num_row_tiles num_rows", "i32")
-
-
-def matrix_cases(gpu_kind, dtype, few, interleaved, transposed, bias, descriptors):
-    """(name, kernel, arguments, warps, stages) of the kernels over rows."""
-    table = config.TABLE[("any", 4) if dtype == "fp32" else (gpu_kind, 2)]
-    buckets = ("few", "some", "many") if few else ("many",)
-    shapes = {kernel: next(entries[b] for b in buckets if b in entries) for kernel, entries in table.items()}
-    pointer, (E, N, K) = f"*{dtype}", (2 * INNER * HIDDEN, 2 * INNER, HIDDEN)
-    common = {
-        **INTEGERS, **FLOATS, **NUMBERS, **named("x weight h a dh dout source out gathered direct", pointer),
-        "described": None, "bias": pointer if bias else None, "BIAS_STRIDE_E": N, "BIAS_STRIDE_N": 1, "BIAS_STRIDE_H": 1,
-        "ROWS": config.SMALLEST_TILE if few else config.TILE, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
-        "NAME": "swiglu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": interleaved, "H": HIDDEN, "I": INNER,
-    }  # fmt: skip
-
-    def described(*block):
-        return f"tensordesc<{dtype}[{','.join(map(str, block))}]>"
-
-    def case(name, kernel, operands=(), **more):
-        b = shapes[name if name in shapes else "gradient"]
-        block = {"COLUMNS": b.columns, "GROUP": b.group} if name in shapes else {}
-        use_them = descriptors and b.descriptors
-        more |= {"DEPTH": b.depth, "DESCRIBED": use_them} | (dict(operands) if use_them else {})
-        return name, kernel, {**common, **block, **more}, b.warps, b.stages
-
-    gate_up = (E, 1, N) if transposed else (E, K, 1)  # strides of [E, 2I, H]
-    down = (E // 2, 1, HIDDEN) if transposed else (E // 2, INNER, 1)  # strides of [E, H, I]
-
-    def strides(names, values):
-        return dict(zip(names.split(), values))
-
-    def weight(name, depth_last, columns=1):
-        block = shapes[name].columns * columns, shapes[name].depth
-        return {"weight": described(1, *(block if depth_last else block[::-1]))}
-
-    up = shapes["up"]
-    pairs = weight("up", not transposed, 2) if interleaved else {"weight": described(1, 2, up.columns, up.depth)}
-    yield case("up", gemm_up.gemm_up_kernel, pairs, **strides("STRIDE_E STRIDE_N STRIDE_K", gate_up))
-    for name, depth_last, values in (
-        ("down", not transposed, down),
-        ("input_rows", transposed, gate_up[::2] + gate_up[1:2]),
-    ):
-        operands = weight(name, depth_last) | {"source": described(common["ROWS"], shapes[name].depth)}
-        n, k = (HIDDEN, INNER) if name == "down" else (K, N)
-        yield case(
-            name, gemm_down.gemm_down_kernel, operands, N=n, K=k, **strides("STRIDE_E STRIDE_N STRIDE_K", values)
-        )
-    piece = shapes["down_backward"].piece // (2 if interleaved else 1)
-    yield case(
-        "down_backward", gemm_dgated.gemm_dgated_kernel, weight("down_backward", transposed), PIECE=piece,
-        **strides("STRIDE_E STRIDE_H STRIDE_I", down),
-    )  # fmt: skip
-    b = shapes["gradient"]
-    for name, (n, m), (stride_e, stride_n, stride_m) in (
-        ("gate_up_gradient", (N, K), gate_up),
-        ("down_gradient", (INNER, HIDDEN), (down[0], down[2], down[1])),
-    ):
-        yield case(
-            name, gemm_wgrad.gemm_wgrad_kernel, {"described": described(b.depth, b.width)}, M=m, N=n,
-            STRIDE_E=stride_e, STRIDE_M=stride_m, STRIDE_N=stride_n, HEIGHT=b.height, WIDTH=b.width, GROUP=b.group,
-            PEEL=b.peel,
-        )  # fmt: skip
-
-
-def other_cases():
-    """The kernels without matrix products, the same way, in bf16 with everything on."""
-    common = {
-        **INTEGERS, **FLOATS, **NUMBERS, **named("source dout bias y out", "*bf16"), "weight": "*fp32", "H": HIDDEN,
-        "N": HIDDEN, "BIAS_STRIDE_E": HIDDEN, "BIAS_STRIDE_H": 1, "NUM_EXPERTS": EXPERTS, "BINS": 256, "PARTS": 3,
-    }  # fmt: skip
-    yield (
-        "bias_gradient",
-        bias_gradient.bias_gradient_kernel,
-        {**common, "SPLITS": 2, "ROWS": 16, "COLUMNS": 128},
-        4,
-        3,
-    )
-    yield "routing_gradient", gemm_dgated.routing_gradient_kernel, {**common, "ROWS": config.TILE, "DEPTH": 64}, 4, 3
-    rows_per_step = combine.MAX_ROWS_PER_STEP
-    yield (
-        "combine",
-        combine.combine_kernel,
-        {**common, "ROWS_PER_STEP": rows_per_step, "COLUMNS": combine.COLUMNS},
-        1,
-        3,
-    )
-    pairs = {
-        **common, **named("num_pairs num_blocks num_tokens num_row_tiles top_k", "i32"),
-        **named("scratch token_counts cursors token_of_row pair_of_row", "*i32"),
-        **named("expert row_of_slot", "*i64"), "BLOCK": dispatch.BLOCK, "CHUNK": dispatch.CHUNK,
-        "SCAN": dispatch.SCAN, "WIDE": dispatch.WIDE, "TILE_ROWS": config.TILE, "CHECKED": True,
-        "TOKENS": 16,
-    }  # fmt: skip
-    for lists in ({}, named("token token_counts cursors row_of_slot", None)):
-        for kernel, warps in (
-            (dispatch.dispatch_count_kernel, 4),
-            (dispatch.dispatch_scan_kernel, 8),
-            (dispatch.dispatch_place_kernel, 4),
-        ):
-            yield kernel.__name__, kernel, {**pairs, **lists}, warps, 3
-    yield "order", dispatch.dispatch_order_kernel, {**pairs, "BLOCK": 16}, 4, 3
-    scores = named("num_tokens", "i32") | {"scores": "*fp32", "index": "*i64", "NUM_EXPERTS": EXPERTS, "EXPERTS": 128}
-    yield "top_k", topk.top_k_kernel, {**scores, "TOP_K": 8, "TOKENS": topk.ELEMENTS // 128}, 4, 3
-    packed = {
-        **named("codes scales", "*u8"), "state": "*fp32", "out": "*bf16", "offsets": "*i32",
-        "VALUE_MAP": quantized.VALUE_MAP.start, "SCALE_OFFSET": quantized.SCALE_OFFSET,
-        "SCALE_SCALES": quantized.SCALE_SCALES.start, "SCALES_PER_SCALE": quantized.SCALES_PER_SCALE,
-    }  # fmt: skip
-    for name, kernel in (("nf4", dequantize.dequantize_nf4_kernel), ("mxfp4", dequantize.dequantize_mxfp4_kernel)):
-        size = quantized.FORMATS[name]
-        blocks = {
-            "BLOCKS_PER_EXPERT": 2 * INNER * HIDDEN // size, "BLOCKS": dequantize.VALUES // size, "BYTES": size // 2,
-        }  # fmt: skip
-        yield f"dequantize, {name}", kernel, {**packed, **blocks}, dequantize.WARPS, 3
-
-
-def rounding_cases():
-    """Token rounding's kernels the same way, at 16384 tokens."""
-    held, experts = 1 << 14, 128
-    common = {
-        **INTEGERS, **named("keys top_words totals selection counts expert_of_row token_of_row pair_of_row", "*i32"),
-        **named("scores uniform dscores", "*fp32"), **named("weights dweights", "*bf16"), "index": "*i64",
-        **named("valid fell_back", "*i1"),
-        **named("num_tokens num_words num_blocks num_pairs num_row_tiles top_k least_pairs", "i32"),
-        "NUM_EXPERTS": EXPERTS, "EXPERTS": experts, "BINS": experts, "WORDS": held // 32, "HELD": True, "TILE": config.TILE,
-        "TILE_ROWS": config.TILE, "FILL": rounding.FILL, "TOP_K": 8, "NORMALISED": True, "EPSILON": 1e-20, "SCALE": 2.5,
-    }  # fmt: skip
-    for padding, roundings in (({}, ROUNDINGS), (named("valid fell_back", None), ["nearest"])):
-        yield "keys", rounding.rounding_keys_kernel, {**common, **padding}, 4, 3
-        for name in roundings:
-            yield (
-                f"select, {name}",
-                rounding.rounding_select_kernel,
-                {**common, **padding, "ROUNDING": name},
-                held // 1024,
-                3,
-            )
-    yield "place", rounding.rounding_place_kernel, {**common, "TOKENS": rounding.MAX_PLACED // experts}, 4, 3
-    block = {"TOKENS": rounding_backward.TOKENS, "ENTRIES": rounding_backward.ENTRIES}
-    yield "weights_gradient", rounding_backward.rounding_gradient_kernel, {**common, **block}, 4, 3
-
-
-def report(name, variant, compiled):
+def report(target, name, variant, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -224,17 +201,31 @@ def report(name, variant, compiled):
         ).stdout
     registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
     matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
-    shared = compiled.metadata.shared
-    print(f"{name}|{variant}|registers {registers}|stack {stack}|shared {shared}|matrix {matrix}", flush=True)
+    figures = f"registers {registers}|stack {stack}|shared {compiled.metadata.shared}|matrix {matrix}"
+    print(f"{target}|{name}|{variant}|{figures}", flush=True)
 
 
-def main(target: int):
-    for name, kernel, arguments, warps, stages in (*other_cases(), *rounding_cases()):
-        report(name, "", compile_kernel(kernel, arguments, target, warps, stages))
-    for variant, options in VARIANTS.items():
-        for name, kernel, arguments, warps, stages in matrix_cases(GPU_KINDS[target], *options):
-            report(name, variant, compile_kernel(kernel, arguments, target, warps, stages))
+def compile_calls(target, label, calls):
+    for name, call in calls:
+        for kernel, *arguments in launches_of(call):
+            compiled = compile_launch(target, kernel, *arguments)
+            # the product of a function that launches several kernels goes by the function's name
+            is_product = kernel.__name__.startswith("gemm_")
+            report(target, name if is_product else f"{name}: {kernel.__name__}", label, compiled)
+
+
+def main(target: int, labels, with_others: bool):
+    config.gpu_kind = lambda device: GPU_KINDS[target]
+    config._entry.cache_clear()
+    if with_others:
+        compile_calls(target, "", others())
+    for label in labels:
+        compile_calls(target, label, products(VARIANTS[label]))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    for target in map(int, sys.argv[1:]):
+        main(target, VARIANTS, True)
+    if not sys.argv[1:]:
+        for target, labels in REPRESENTATIVE.items():
+            main(target, labels, target == 90)

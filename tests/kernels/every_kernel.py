@@ -9,11 +9,11 @@ from moe_problems import layer, routing_ids, run
 
 from sonicmoe_hf.config import TokenRounding
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.hopper.configs import DEEP
+from sonicmoe_hf.kernels.hopper.config import MIN_WIDE_DEPTH
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.routing import rounded_routing
 
-H, I, E, K = 256, DEEP + 8, 8, 2  # down takes wide tiles of many rows, as input_rows does
+H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as input_rows does
 FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 rows per expert
 
 

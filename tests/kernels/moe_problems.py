@@ -1,4 +1,4 @@
-"""Random layers and routings for kernel tests, errors by name, and buffers that start out poisoned."""
+"""Random layers and routings for kernel tests, and buffers that start out poisoned."""
 
 from __future__ import annotations
 
@@ -102,16 +102,6 @@ def rounded_once(tensors, dout, ids, layout, activation):
         found["dgate_up_bias"] = stored(eager.gate_up_bias_gradient(dh, rows, gate_up_bias))
         found["ddown_bias"] = stored(eager.down_bias_gradient(dout, weight_P, rows, down_bias))
     return found
-
-
-def errors(found, expected):
-    """Relative error of every named tensor; a NaN counts as infinite."""
-    return {name: _error(found[name], expected[name]) for name in expected}
-
-
-def _error(found, expected):
-    difference = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
-    return float("inf") if difference.isnan() else difference.item()
 
 
 @contextlib.contextmanager

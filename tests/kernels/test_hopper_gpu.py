@@ -5,16 +5,16 @@ from unittest import mock
 
 import pytest
 import torch
-from moe_problems import errors, layer, routing_ids, run, upcast
+from kernel_helpers import captured, errors, same_bits
+from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as portable
-from sonicmoe_hf.kernels.hopper.configs import TALL, WIDE, gradient_tiles, product_tiles, row_bucket, short
+from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
-from sonicmoe_hf.kernels.triton.config import max_row_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def test_many_rows_of_deep_products(on_hopper_alone, dtype, layout):
     """down, with bias, and input_rows take wide tiles."""
     H, I, E, K = 512, 1544, 8, 4
     tensors, dout, ids = problem(3001, H=H, I=I, E=E, K=K, empty=(0, 7), dtype=dtype, bias=True)
-    assert all(product_tiles(H, depth)[row_bucket(3001 * K, E)] == WIDE for depth in (I, 2 * I))
+    assert all(gemm_down_tiles(H, depth)[row_bucket(3001 * K, E)] == WIDE for depth in (I, 2 * I))
     check(tensors, dout, ids, layout, backend="hopper")
 
 
@@ -65,7 +65,7 @@ def test_weight_gradients_over_few_rows(on_hopper_alone, dtype, layout):
     """Over about 256 rows they take other tiles than over more."""
     H, E, K = 576, 32, 4
     tensors, dout, ids = problem(1601, H=H, I=328, E=E, K=K, empty=(0, 7, 31), dtype=dtype)
-    assert short(1601 * K, E) and len(set(gradient_tiles(H))) == 2
+    assert is_short(1601 * K, E) and len(set(gemm_wgrad_tiles(H))) == 2
     check(tensors, dout, ids, layout, backend="hopper")
 
 
@@ -75,7 +75,7 @@ def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
     """down, with bias, and input_rows take an expert's last tile of up to 64 rows with the one before."""
     H, I, E, K = 576, 328, 32, 4
     tensors, dout, ids = problem(T, H=H, I=I, E=E, K=K, empty=(*range(7), 31), dtype=dtype, bias=True)
-    assert product_tiles(H, I)[row_bucket(T * K, E)] == TALL
+    assert gemm_down_tiles(H, I)[row_bucket(T * K, E)] == TALL
     rows = set(ids[0].flatten().bincount().tolist())
     assert rows & set(range(129, 193)) and rows & set(range(1, 129) if T == 801 else range(193, 257))
     check(tensors, dout, ids, layout, backend="hopper")
@@ -83,9 +83,9 @@ def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
 
 @pytest.mark.parametrize("K", (2, 4))
 def test_many_short_products(on_hopper_alone, K):
-    """down and input_rows deal their work out, in many rounds; experts have about 320 or 640 rows, the last half a tile."""
+    """down and input_rows are scheduled statically, in many rounds; experts have about 320 or 640 rows, the last half a tile."""
     H, I, E = 520, 200, 192
-    assert all(product_tiles(H, depth)[row_bucket(30720 * K, E)].dealt for depth in (I, 2 * I))
+    assert all(gemm_down_tiles(H, depth)[row_bucket(30720 * K, E)].static for depth in (I, 2 * I))
     check(*problem(30720, H=H, I=I, E=E, K=K, empty=(0, 7), bias=True), backend="hopper")
 
 
@@ -195,17 +195,17 @@ def test_many_reruns_give_the_same_bits(on_hopper_alone, layout):
     first = run(tensors, dout, ids, layout, "swiglu", "hopper")
     for _ in range(200):
         again = run(tensors, dout, ids, layout, "swiglu", "hopper")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert same_bits(first, again)
 
 
 @pytest.mark.parametrize(("T", "E", "K"), [(30000, 16, 4), (5000, 16, 4), (130, 2, 1)])
 def test_the_same_rows_serve_again(on_hopper_alone, T, E, K):
-    """A launch leaves the counter of claimed work at zero, for many more items than blocks, for more and for fewer."""
+    """A launch leaves the scheduler's counter at zero, for many more work tiles than blocks, for more and for fewer."""
     tensors, dout, (expert, token) = problem(T, E=E, K=K)
     x, gate_up, down, weight = (tensors[name] for name in ("x", "gate_up", "down", "weight"))
     kernels, act, weight = backends.load("hopper"), Activation(), weight.float().flatten()
     rows = kernels.dispatch(expert, token, T, E, True)
-    counter = rows.tiles[max_row_tiles(expert.numel(), E)]
+    counter = rows.scheduler_state
 
     def everything():
         h, a = kernels.up(x, gate_up, None, rows, act, False, True, True)
@@ -241,16 +241,14 @@ def test_a_cuda_graph_replayed_with_different_routing(on_hopper_alone):
     with torch.cuda.stream(stream):
         beside = step()
     torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(beside[name], found) for name, found in step().items()), "a side stream gives other bits"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    assert same_bits(beside, step()), "a side stream gives other bits"
+    graph, results = captured(step)
     for seed in range(3):
         torch.manual_seed(seed)
         expert.copy_(routing_ids(3000, 16, 4, "top_k", "cuda", empty=(seed,))[0])
         graph.replay()
         replayed = {name: tensor.clone() for name, tensor in results.items()}
-        assert all(torch.equal(replayed[name], found) for name, found in step().items())
+        assert same_bits(replayed, step())
 
 
 def gpt_oss_problem(T=3000, H=256, I=192, E=8, K=2):

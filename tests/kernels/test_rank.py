@@ -3,7 +3,8 @@ Tolerances as in test_triton.py."""
 
 import pytest
 import torch
-from moe_problems import errors, layer, poisoned, routing_ids
+from kernel_helpers import errors
+from moe_problems import layer, poisoned, routing_ids
 from test_triton import SHAPES, TOLERANCE, logical_view
 
 from sonicmoe_hf.config import LAYOUTS
@@ -36,8 +37,7 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
     interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
     a1, b1 = adapter(E, rank, H, 2 * I, device)
     a2, b2 = adapter(E, rank, I, H, device)
-    first = pack(a1, b1, SCALE, gate_up.dtype, gate_up.stride(2) == 1)
-    second = pack(a2, b2, SCALE, down.dtype, down.stride(2) == 1)
+    first, second = pack(a1, b1, SCALE, gate_up), pack(a2, b2, SCALE, down)
 
     def everything(kernels, rows, at=None):
         """Every product; `at` are another backend's operands, so that errors do not pile up."""

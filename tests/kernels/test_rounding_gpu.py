@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_problems import errors, layer
+from kernel_helpers import captured, errors, same_bits
+from moe_problems import layer
 from rounding_problems import KINDS, check_against_definition, matrix
 
 from sonicmoe_hf.config import ROUNDINGS, TokenRounding
@@ -125,14 +126,7 @@ def test_a_cuda_graph_replays_with_other_scores():
     def run():
         return step(tensors, dout, logits, index, TokenRounding(), valid, None)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = captured(run)
     for seed in (1, 2):
         other_logits, other_index = decision(4096, 16, seed)
         logits.copy_(other_logits)
@@ -140,7 +134,7 @@ def test_a_cuda_graph_replays_with_other_scores():
         valid[: 1000 * seed] = False
         graph.replay()
         expected = run()
-        assert all(torch.equal(results[name], expected[name]) for name in expected)
+        assert same_bits(results, expected)
 
 
 def test_a_compiled_step_computes_the_same():

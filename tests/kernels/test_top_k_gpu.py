@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.models import batch, build, loss_and_gradients, relative_error
+from kernel_helpers import captured
 from test_top_k import first_of_equals
 
 import sonicmoe_hf
@@ -42,9 +43,7 @@ def test_it_is_used_and_captured_without_a_sync():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, found, expected))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     graph.replay()
     assert all(map(torch.equal, found, expected))
 

@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 import torch
-from moe_problems import errors, layer, poisoned, rounded_once, routing_ids, run, upcast
+from kernel_helpers import captured, errors, same_bits
+from moe_problems import layer, poisoned, rounded_once, routing_ids, run, upcast
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
@@ -46,7 +47,7 @@ def check(tensors, dout, ids, layout="concatenated", activation="swiglu", backen
     worse = {n: (e, allowed[n]) for n, e in found_errors.items() if e > allowed[n]}
     assert worse == {}
     again = run(tensors, dout, *arguments, backend, **options)
-    assert all(torch.equal(found[name], again[name]) for name in found), "a rerun gave other bits"
+    assert same_bits(found, again), "a rerun gave other bits"
 
 
 def problem(T, H=256, I=192, E=16, K=4, kind="top_k", dtype=torch.bfloat16, empty=(), bias=False):
@@ -175,30 +176,22 @@ def test_a_new_number_of_tokens_compiles_nothing():
 
 
 def test_two_cuda_graphs_replayed_with_different_routing():
-    def captured(T):
+    def captured_step(T):
         tensors, dout, ids = problem(T, bias=True)
 
         def step():
             return run(tensors, dout, ids, "concatenated", "swiglu", "triton", sentinels=False)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
-        return step, ids[0], graph, results
+        return step, ids[0], *captured(step)
 
-    cases = [captured(T) for T in (2000, 777)]
+    cases = [captured_step(T) for T in (2000, 777)]
     for seed in range(3):
         torch.manual_seed(seed)
         for step, expert, graph, results in (cases, cases[::-1])[seed % 2]:
             expert.copy_(routing_ids(expert.shape[0], 16, 4, "top_k", "cuda", empty=(seed,))[0])
             graph.replay()
             expected = step()
-            assert all(torch.equal(results[name], expected[name]) for name in expected)
+            assert same_bits(results, expected)
 
 
 def test_an_unknown_expert_fails_a_device_assertion():

@@ -232,4 +232,4 @@ def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_instal
     convert_adapter(adapter, tmp_path / "converted")
     finetune = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "finetune.py"))
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'sonicmoe-hf\[peft\]'"):
-        finetune["main"](["--lora-rank", "4"])
+        finetune["main"](["--lora"])

@@ -1,0 +1,89 @@
+"""Tiles by kernel and size: a short table, measured on an H200 with benchmarks/sweep_hopper.py
+(benchmarks/results/sweep_hopper.csv). Nothing is tuned at run time, and a new number of tokens changes no entry."""
+
+import functools
+from typing import NamedTuple
+
+TILE_M = 128  # rows of a tile
+TILE_K = 64  # columns of both operands in a pipeline stage: 128 bytes of a 16-bit dtype
+K_BLOCK = 16  # of them in one wgmma
+WARPGROUP_M = 64  # rows of one wgmma, and of an epi tile
+EPI_TILE_N = 64  # columns of an epi tile: what the epilogue stores at a time
+VECTOR = 8  # elements that one thread copies at a time: 16 bytes
+THREADS = 384  # of a block: three warpgroups
+CONSUMER_WARPS = 8
+MIN_SIZE = 64  # H, I and 2I are above it
+ALIGNMENT = 8  # H and I are multiples of it: 16 bytes
+MAX_PINGPONG_COLUMNS = 192  # the accumulators of a consumer that computes all rows of a tile
+
+
+class Tile(NamedTuple):
+    """A tile of a GEMM, and how its work is scheduled.
+
+    columns, rows: CUTLASS's tile_n and tile_m (rows is 256 for `gemm_wgrad` in any case). stages: of the mainloop
+    pipeline (ab_stage). static: whether the tile scheduler is static (tile_scheduler.py).
+    """
+
+    columns: int
+    stages: int
+    rows: int = TILE_M
+    static: bool = False
+
+    def __str__(self):
+        return f"{self.columns}x{self.stages}" + f"x{self.rows}" * (self.rows != TILE_M) + " static" * self.static
+
+
+# kernel -> its tiles, and how fast each computes a column relative to the others
+TABLE: dict[str, dict[Tile, float]] = {
+    "gemm_up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
+    "gemm_down": {Tile(192, 4): 1.0},
+    "gemm_dgated": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.82},
+    "gemm_wgrad": {Tile(192, 3): 1.0, Tile(128, 4): 0.96},
+}
+
+
+@functools.cache
+def tile(kernel: str, width: int) -> Tile:
+    """The tile of a kernel whose product has `width` columns (2I for `gemm_up`): the one that takes the least time for
+    the columns it computes, those past the last included."""
+    speeds = TABLE[kernel]
+    return min(speeds, key=lambda tile: -(-width // tile.columns) * tile.columns / speeds[tile])
+
+
+TALL = Tile(192, 4, 192)  # of gemm_down: an expert's last 64 rows, or fewer, go with the 128 before
+TALL_MEAN_ROWS = range(97, 161)  # mean rows of an expert for TALL: every second expert has a few more than 128
+WIDE = Tile(256, 3)  # of gemm_down at MIN_WIDE_DEPTH, from MIN_WIDE_MEAN_ROWS on, where it divides the columns
+MIN_WIDE_DEPTH, MIN_WIDE_MEAN_ROWS = 1536, 448  # rows that token rounding may add are included
+MAX_STATIC_DEPTH = 512  # depth of gemm_down up to which the scheduler is static
+SHORT = Tile(128, 4)  # of gemm_wgrad over about as many rows as its pipeline's stages hold, 256
+SHORT_MEAN_ROWS = range(161, 321)
+
+
+@functools.cache
+def gemm_down_tiles(columns: int, depth: int) -> tuple[Tile, Tile, Tile]:
+    """The tiles of gemm_down: in general, where experts have about 128 rows, and where they have many."""
+    narrow = tile("gemm_down", columns)._replace(static=depth <= MAX_STATIC_DEPTH)
+    wide = depth >= MIN_WIDE_DEPTH and columns % WIDE.columns == 0
+    return narrow, TALL, WIDE if wide else narrow
+
+
+def row_bucket(num_rows: int, num_experts: int) -> int:
+    """Which of `gemm_down_tiles`."""
+    mean_rows = -(-num_rows // num_experts)
+    return 2 if mean_rows >= MIN_WIDE_MEAN_ROWS else int(mean_rows in TALL_MEAN_ROWS)
+
+
+@functools.cache
+def gemm_wgrad_tiles(width: int) -> tuple[Tile, Tile]:
+    """The tiles of gemm_wgrad for `width` columns: in general, and where its sums are short (`is_short`)."""
+    return tile("gemm_wgrad", width), SHORT
+
+
+def is_short(num_rows: int, num_experts: int) -> bool:
+    return -(-num_rows // num_experts) in SHORT_MEAN_ROWS
+
+
+@functools.cache
+def takes(*sizes: int) -> bool:
+    """Whether the Hopper kernels take operands of these sizes (H, I, 2I)."""
+    return all(size % ALIGNMENT == 0 and size > MIN_SIZE for size in sizes)

@@ -1,0 +1,177 @@
+"""Kernels over sorted rows with epilogue warps, which work on a tile while the consumers multiply the next one.
+
+The consumers put a tile of the product into shared memory in the tensors' dtype, and beside it what rounding loses of a
+value that is computed with (residual.py). The epilogue warps read the tile by rows, 16 bytes a thread.
+
+    barrier          arrivals               signalled by                    waited for by
+    tile_full[h]     4                      consumer h's warps, written     the epilogue warps
+    tile_empty[h]    all epilogue warps     each epilogue warp, read        consumer h, before it writes again
+
+h: the half of the tile, 64 rows, and the consumer that computes it. Warpgroup 0 is `gather_warps` producer warps, and
+epilogue warps.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from .config import CONSUMER_WARPS, EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
+from .gemm_common import (
+    epilogue_layout,
+    partition,
+    set_up_shared,
+    shared_vector,
+    storage,
+    tiles_and_counter,
+)
+from .mainloop import consumer_fragments, multiply_tile, narrow_fragment
+from .residual import RESIDUAL_BYTES, Residual
+from .varlen import varlen_epi_tiles
+from .varlen_m import VarlenMKernel, add_bias, extra_atoms
+
+WARP_ROWS = 32 * VECTOR // EPI_TILE_N  # rows of an epi tile that a warp reads at a time
+EPI_TILE_BYTES = WARPGROUP_M * EPI_TILE_N * 2
+
+
+class EpilogueWarpsKernel(VarlenMKernel):
+    """Cooperative consumers, and epilogue warps that store the tile and may compute with it.
+
+    Subclasses override `epilogue_half_tile`, or `run_epilogue_warp` as a whole.
+    """
+
+    registers = 136, 184  # of warpgroup 0 and of the consumers: 3 * 168 in all
+    truncated = False  # how the product goes to the epilogue warps, see residual.py
+
+    def __init__(self, dtype, tile: Tile, gather: bool = True, gated: bool = False):
+        super().__init__(dtype, tile, gather, gated)
+        self.num_epilogue_warps = 4 - self.gather_warps
+
+    def set_up_epilogue(self, computed_with: bool = False):
+        """computed_with: the epilogue warps do more with the product than to store it."""
+        self.layout_epilogue = epilogue_layout(self.dtype, 2 * self.epi_tiles)
+        self.extra_arrivals = (4, 4, self.num_epilogue_warps, self.num_epilogue_warps)
+        self.has_residual = computed_with and self.dtype is cutlass.BFloat16
+        spare = 2 * self.epi_tiles * RESIDUAL_BYTES * 8 // self.dtype.width if self.has_residual else 0
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout_epilogue, self.stages, 4, spare)
+
+    def residual_of(self, shared):
+        """The residuals of the tile in shared memory, or None."""
+        if not self.has_residual:
+            return None
+        return Residual(shared.epilogue.iterator.toint() + 2 * self.epi_tiles * EPI_TILE_BYTES, self.truncated)
+
+    def read_product(self, into, shared, half, epi_tile, row, vector):
+        """The 8 values number `vector` of a row of an epi tile, in fp32."""
+        rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
+        first = shared.epilogue.iterator.toint() + (half * self.epi_tiles + epi_tile) * EPI_TILE_BYTES
+        cute.copy(copy, shared_vector(self.dtype, first, row, vector), rounded)
+        residual = self.residual_of(shared)
+        if residual is None:
+            into.store(rounded.load().to(Float32))
+        else:
+            words = residual.read(half * self.epi_tiles + epi_tile, row, vector)
+            for v in range(VECTOR):
+                into[v] = residual.value(rounded, words, v, vector)
+
+    @cute.jit
+    def run_warps(
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, extra: cutlass.Constexpr, token: cute.Tensor,
+        table: cute.Tensor, last: Int32, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue,
+        epilogue_arguments: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Every warp's role; `epilogue_arguments`: what `run_epilogue_warp` takes beside `shared` and the warp."""
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tiles, counter = tiles_and_counter(table, last)
+        shared = set_up_shared(
+            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(),
+            self.extra_arrivals, (atom_w, *extra_atoms(extra)), counter, self.num_work_tiles(tiles),
+            4 + CONSUMER_WARPS, static=self.static,
+        )  # fmt: skip
+        if warpgroup == 0:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp < self.gather_warps:
+                self.produce(atom_a, source, atom_w, tensor_w, extra, shared, token, tiles)
+            else:
+                self.run_epilogue_warp(shared, warp - self.gather_warps, *epilogue_arguments)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            self.run_consumer(tiled_mma, narrow_mma, shared, bias)
+
+    @cute.jit
+    def run_consumer(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias):
+        """A consumer's role: its half of every tile of the product (+ bias), into shared memory."""
+        half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+        tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
+        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
+        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
+        store, coordinates = self.store_of(tiled_mma, shared, half)
+        values, residual = store.retile(accumulator), self.residual_of(shared)
+        stage, phase, empty_phase = Int32(0), Int32(0), Int32(1)
+        expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
+        tile_count = Int32(1)
+        while expert >= 0:
+            k_tiles, unused, tail_k_blocks = self.mainloop_lengths(Int32(first + WARPGROUP_M * half < end))
+            stage, phase = multiply_tile(
+                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
+                column_tile == self.column_tiles - 1,
+                (shared.pipeline, stage, phase, k_tiles, unused, None, 1, tail_k_blocks),
+            )  # fmt: skip
+            if const_expr(bias is not None):
+                width, limit = self.columns // self.halves, bias.shape[1] // self.halves
+                count = cute.size(values) // self.halves
+                for side in cutlass.range_constexpr(self.halves):
+                    column = column_tile * width + side * (limit - width)
+                    add_bias(values, coordinates, side * count, count, bias, expert, column, (side + 1) * limit)
+            cute.arch.mbarrier_wait(tile_empty, empty_phase)
+            empty_phase ^= 1
+            for i in cutlass.range_constexpr(self.epi_tiles):
+                store.write(i, lambda v, start=i * store.size: values[start + v], residual)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(tile_full)
+            expert, first, end, column_tile = shared.scheduler.receive(tile_count)
+            tile_count += 1
+
+    @cute.jit
+    def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, atom_out, tensor_out, computed):
+        """An epilogue warp's role: the first one stores the tile by TMA, all of them fill the tensor `computed`."""
+        tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
+        tile_phase = Int32(0)
+        expert, top, end, column_tile = shared.scheduler.receive(Int32(0))
+        tile_count = Int32(1)
+        while expert >= 0:
+            for half in cutlass.range_constexpr(2):
+                first = top + WARPGROUP_M * half
+                cute.arch.mbarrier_wait(tile_full + half, tile_phase)
+                if const_expr(atom_out is not None):
+                    if epilogue_warp == 0 and first < end:
+                        self.store_half_tile(shared.epilogue, atom_out, tensor_out, first, end, column_tile, half)
+                if const_expr(computed is not None):
+                    self.epilogue_half_tile(shared, computed, first, end, column_tile, half, epilogue_warp)
+                if const_expr(atom_out is not None):
+                    if epilogue_warp == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(tile_empty + half)
+            tile_phase ^= 1
+            expert, top, end, column_tile = shared.scheduler.receive(tile_count)
+            tile_count += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def epilogue_half_tile(self, shared, computed, first, end, column_tile, half, epilogue_warp):
+        """An epilogue warp's part of what is computed from half a tile, for kernels that compute with the product."""
+        raise NotImplementedError(f"{type(self).__name__} computes nothing from the product")
+
+    def store_half_tile(self, epi_tiles, atom_out, tensor_out, first, end, column_tile, half):
+        """Issue the TMA stores of half a tile; by one warp."""
+        per_side = self.epi_tiles // self.halves
+        for i in range(self.epi_tiles):
+            side = () if self.halves == 1 else (i // per_side,)
+            from_out, to_out = partition(atom_out, epi_tiles, varlen_epi_tiles(tensor_out, first, end, *side))
+            box = column_tile * per_side + i % per_side
+            cute.copy(atom_out, from_out[None, half * self.epi_tiles + i], to_out[None, box])
+        cute.arch.cp_async_bulk_commit_group()

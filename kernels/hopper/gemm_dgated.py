@@ -1,0 +1,178 @@
+"""down_backward: da' = dout W2 by gathered rows; its epilogue warps read h once and write dh, a' and dw.
+
+da' = dout W2,  dh = w da' act'(h),  a' = w act(h),  dw = <da', act(h)>      (paper, section 3)
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .activations import activate
+from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
+from .epilogue import WARP_ROWS, EpilogueWarpsKernel
+from .gemm_common import global_vector
+from .varlen_m import extra_depth
+
+
+class GemmDgatedKernel(EpilogueWarpsKernel):
+    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of gate_up.
+
+    Warpgroup 0: warp 0 produces, warps 1 to 3 are epilogue warps. These read da' from shared memory, and h from global
+    memory a group of rows before it is used.
+    """
+
+    truncated = True  # da' is not stored
+
+    def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
+        super().__init__(dtype, tile)
+        self.activation = activation
+        self.interleaved = interleaved
+
+    @cute.jit
+    def __call__(
+        self, dout: cute.Tensor, weight: cute.Tensor, rank_rows, factor, h: cute.Tensor, routing_weight: cute.Tensor,
+        dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        _, tensor_dout, atom_w, tensor_w = self.set_up_operands(dout, weight)
+        extra = self.set_up_extra(rank_rows, factor)
+        self.set_up_epilogue(computed_with=True)
+        self.kernel(
+            tensor_dout, atom_w, tensor_w, *extra, h, routing_weight, dh, a, parts, pair, token, table, last,
+            self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_rank_rows,
+        tensor_rank_rows, atom_factor, tensor_factor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a,
+        parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
+        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
+    ):  # fmt: skip
+        self.run_warps(
+            None, tensor_dout, atom_w, tensor_w,
+            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
+            tiled_mma, narrow_mma, None, layout_a, layout_b, layout_epilogue,
+            (h, routing_weight, dh, a, parts, pair),
+        )  # fmt: skip
+
+    @cute.jit
+    def run_epilogue_warp(
+        self, shared: cutlass.Constexpr, epilogue_warp, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
+        pair: cute.Tensor,
+    ):  # fmt: skip
+        """An epilogue warp's role: every third group of WARP_ROWS rows, over all the tile's columns."""
+        tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
+        lane = cute.arch.lane_idx()
+        lane_row = lane // (EPI_TILE_N // VECTOR)
+        h_now = cute.make_rmem_tensor((VECTOR, 2, self.epi_tiles), self.dtype)  # h of a group of rows
+        h_next = cute.make_rmem_tensor((VECTOR, 2, self.epi_tiles), self.dtype)
+        tile_phase, own_group = Int32(0), Int32(epilogue_warp)
+        expert, top, end, column_tile = shared.scheduler.receive(Int32(0))
+        tile_count = Int32(1)
+        while expert >= 0:
+            for half in cutlass.range_constexpr(2):
+                first = top + WARPGROUP_M * half
+                groups = (cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0) + WARP_ROWS - 1) // WARP_ROWS
+                row = first + own_group * WARP_ROWS + lane_row
+                routed = self.load(h_now, h, routing_weight, pair, row, end, column_tile)
+                cute.arch.mbarrier_wait(tile_full + half, tile_phase)
+                for group in cutlass.range(own_group, groups, self.num_epilogue_warps, unroll=1):
+                    row = first + group * WARP_ROWS + lane_row
+                    routed_next = self.load(
+                        h_next, h, routing_weight, pair, row + self.num_epilogue_warps * WARP_ROWS, end, column_tile
+                    )
+                    self.epilogue_rows(
+                        shared, half, h_now, routed, dh, a, parts, row, row - first, end,
+                        column_tile, h.shape[1] // 2,
+                    )  # fmt: skip
+                    routed = routed_next
+                    for v in cutlass.range_constexpr(cute.size(h_now)):
+                        h_now[v] = h_next[v]
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(tile_empty + half)
+                # the warp after the one that took the last group takes the first group of the next half
+                warps = self.num_epilogue_warps
+                own_group = (own_group + warps - WARPGROUP_M // WARP_ROWS % warps) % warps
+            tile_phase ^= 1
+            expert, top, end, column_tile = shared.scheduler.receive(tile_count)
+            tile_count += 1
+
+    @cute.jit
+    def load(
+        self, into, h: cute.Tensor, routing_weight: cute.Tensor, pair: cute.Tensor, row: Int32, end: Int32,
+        column_tile: Int32,
+    ):  # fmt: skip
+        """This thread's vectors of h in a row, up to row `end`; returns the row's routing weight."""
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
+        inner = h.shape[1] // 2
+        weight = Float32(0.0)
+        if const_expr(inner % self.columns):
+            into.fill(0.0)  # act of what lies past the last column must be finite
+        if row < end:
+            weight = routing_weight[pair[row]]
+            for epi_tile in cutlass.range_constexpr(self.epi_tiles):
+                column = self.first_column(column_tile, epi_tile)
+                if column < inner:
+                    for side in cutlass.range_constexpr(2):
+                        cute.copy(copy, self.vector_of_h(h, row, column, side), into[None, side, epi_tile])
+        return weight
+
+    def first_column(self, column_tile, epi_tile):
+        """The first column of this thread's vector of da in an epi tile."""
+        first = (column_tile * self.epi_tiles + epi_tile) * EPI_TILE_N
+        return first + cute.arch.lane_idx() % (EPI_TILE_N // VECTOR) * VECTOR
+
+    def vector_of_h(self, h, row, column, side):
+        """The gate or the up vector of h at a column of da; interleaved, the first or second half of both."""
+        width = h.shape[1]
+        side_column = 2 * column + VECTOR * side if self.interleaved else column + width // 2 * side
+        return global_vector(h, Int64(row) * width + side_column)
+
+    @cute.jit
+    def epilogue_rows(
+        self, shared: cutlass.Constexpr, half: cutlass.Constexpr, h_values, routed: Float32, dh, a, parts, row: Int32,
+        row_in_half: Int32, end: Int32, column_tile: Int32, width: cutlass.Constexpr,
+    ):  # fmt: skip
+        """dh, a' and dw of one row a thread, an epi tile of da's columns (`width` in all) at a time."""
+        lane = cute.arch.lane_idx()
+        da, a_values = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, self.dtype)
+        partial = Float32(0.0)
+        for epi_tile in cutlass.range_constexpr(self.epi_tiles):
+            column = self.first_column(column_tile, epi_tile)
+            if const_expr(width % self.columns):
+                da.fill(0.0)  # past a narrower last tile lies what was there before
+                if column < width:
+                    self.read_product(da, shared, half, epi_tile, row_in_half, lane % (EPI_TILE_N // VECTOR))
+            else:
+                self.read_product(da, shared, half, epi_tile, row_in_half, lane % (EPI_TILE_N // VECTOR))
+            for v in cutlass.range_constexpr(VECTOR):
+                gate, up = (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
+                gate, up = (i + 2 * VECTOR * epi_tile for i in (gate, up))
+                act, dgate, dup = activate(
+                    h_values[gate].to(Float32), h_values[up].to(Float32), *self.activation, routed * da[v]
+                )
+                partial += da[v] * act
+                h_values[gate], h_values[up] = dgate.to(self.dtype), dup.to(self.dtype)
+                a_values[v] = (routed * act).to(self.dtype)
+            if row < end:
+                self.write(dh, a, h_values, a_values, row, column, epi_tile)
+        if const_expr(parts is not None):
+            for distance in (1, 2, 4):
+                partial += cute.arch.shuffle_sync_bfly(partial, distance)
+            if lane % (EPI_TILE_N // VECTOR) == 0 and row < end:
+                parts[column_tile, row] = partial
+
+    @cute.jit
+    def write(self, dh, a, dh_values, a_values, row: Int32, column: Int32, epi_tile: cutlass.Constexpr):
+        """A vector of a' and two of dh, unless they are past the last column."""
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
+        if const_expr(dh is not None):
+            if column < dh.shape[1] // 2:
+                for side in cutlass.range_constexpr(2):
+                    cute.copy(copy, dh_values[None, side, epi_tile], self.vector_of_h(dh, row, column, side))
+        if const_expr(a is not None):
+            if column < a.shape[1]:
+                cute.copy(copy, a_values, global_vector(a, Int64(row) * a.shape[1] + column))

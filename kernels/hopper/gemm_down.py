@@ -1,0 +1,213 @@
+"""down and input_rows: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from .config import CONSUMER_WARPS, EPI_TILE_N, MAX_PINGPONG_COLUMNS, THREADS, TILE_M, WARPGROUP_M, Tile
+from .epilogue import EpilogueWarpsKernel
+from .gemm_common import (
+    epilogue_layout,
+    one_stage,
+    partition,
+    set_up_shared,
+    storage,
+    store_atom,
+    tiles_and_counter,
+)
+from .mainloop import advance_by, consumer_fragments, multiply, multiply_tile, narrow_fragment
+from .varlen import varlen_epi_tiles, varlen_rows
+from .varlen_m import VarlenMKernel, add_bias, extra_atoms, extra_depth
+
+
+class CooperativeGemmDownKernel(EpilogueWarpsKernel):
+    """source [R, K], weight [E, N, K], out [R, N]. Each consumer computes half of every tile; the epilogue warps store
+    it.
+
+    For tiles of 256 columns: they load less per product than 192 do, but their accumulators leave no room for pingpong.
+    """
+
+    group = 2  # measured: faster than 8 where experts have few rows, as fast where they have many
+    registers = 40, 232
+
+    def __init__(self, dtype, tile: Tile):
+        super().__init__(dtype, tile, gather=False)
+        if tile.static:
+            self.group = VarlenMKernel.group
+
+    @cute.jit
+    def __call__(
+        self, source: cute.Tensor, weight: cute.Tensor, bias, rank_rows, factor, out: cute.Tensor, token: cute.Tensor,
+        table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        atom_a, tensor_a, atom_b, tensor_b = self.set_up_operands(source, weight)
+        extra = self.set_up_extra(rank_rows, factor)
+        self.set_up_epilogue()
+        box = WARPGROUP_M, EPI_TILE_N
+        atom_out, tensor_out = store_atom(varlen_rows(out), one_stage(self.layout_epilogue), box)
+        self.kernel(
+            atom_a, tensor_a, atom_b, tensor_b, *extra, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
+            self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
+        atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor, atom_out: cute.CopyAtom,
+        tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
+        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
+    ):  # fmt: skip
+        self.run_warps(
+            atom_a, tensor_a, atom_b, tensor_b,
+            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
+            tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, (atom_out, tensor_out, None),
+        )  # fmt: skip
+
+
+class PingpongGemmDownKernel(CooperativeGemmDownKernel):
+    """The same GEMM without epilogue warps: each consumer computes all 128 rows of every other tile, and stores them
+    while the other one multiplies.
+
+    Two extra barriers, `order[c]`, make the consumers alternate:
+
+        barrier    arrivals   signalled by                                     waited for by
+        order[c]   4          consumer 1 - c's warps, when all stages of its   consumer c, before it begins a tile
+                              tile have arrived
+
+    Only then do the phases of the pipeline's barriers, which have one bit, tell the stages of its tile from earlier ones.
+    Tall tiles have up to 192 rows: those past the 128th are computed by the other consumer, from the same stages, so
+    that both release them (empty: 8 arrivals instead of 4).
+    """
+
+    registers = 24, 240  # the accumulators take 192 of a consumer's
+
+    def __init__(self, dtype, tile: Tile):
+        super().__init__(dtype, tile)
+        self.epi_stages = self.epi_tiles if self.rows == TILE_M else 2  # of each consumer: what there is room for
+        if tile.columns > MAX_PINGPONG_COLUMNS:
+            raise ValueError(
+                f"pingpong tiles have at most {MAX_PINGPONG_COLUMNS} columns, not {tile.columns}: larger accumulators do "
+                "not fit; use CooperativeGemmDownKernel"
+            )
+        if tile.static and self.rows > TILE_M:
+            raise ValueError(f"tiles of {tile.rows} rows merge row tiles, which needs the dynamic scheduler")
+
+    def set_up_extra(self, rows, factor):
+        if rows is not None:
+            self.registers = 40, 232  # the producer loads from two pairs of tensors; with 24 it spills
+        return super().set_up_extra(rows, factor)
+
+    def set_up_epilogue(self):
+        self.layout_epilogue = epilogue_layout(self.dtype, 2 * self.epi_stages)
+        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout_epilogue, self.stages, 2)
+
+    @cute.jit
+    def run_warps(
+        self, atom_a, source: cute.Tensor, atom_w, tensor_w, extra: cutlass.Constexpr, token: cute.Tensor,
+        table: cute.Tensor, last: Int32, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue,
+        epilogue_arguments: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Every warp's role."""
+        atom_out, tensor_out, _ = epilogue_arguments
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warps = CONSUMER_WARPS // 2  # of one consumer
+        tiles, counter = tiles_and_counter(table, last)
+        shared = set_up_shared(
+            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(), (warps, warps),
+            (atom_w, atom_out, *extra_atoms(extra)), counter, self.num_work_tiles(tiles), 1 + CONSUMER_WARPS,
+            consumer_warps=warps if self.rows == TILE_M else CONSUMER_WARPS, static=self.static,
+        )  # fmt: skip
+        if warpgroup == 0:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 0:
+                self.produce(atom_a, source, atom_w, tensor_w, extra, shared, token, tiles)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            self.run_pingpong_consumer(tiled_mma, narrow_mma, shared, warpgroup - 1, atom_out, tensor_out, bias)
+
+    @cute.jit
+    def run_pingpong_consumer(
+        self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, consumer, atom_out, tensor_out, bias
+    ):
+        """The role of a consumer, 0 or 1: every other tile."""
+        (top_a, fragment_b, top), (bottom_a, _, bottom) = (
+            consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
+        )
+        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
+        store, coordinates = self.store_of(tiled_mma, shared, consumer)
+        third_a = consumer_fragments(tiled_mma, shared, 2, self.columns)[0] if self.rows > TILE_M else None
+        own_order, other_order = shared.extra_barriers + consumer, shared.extra_barriers + 1 - consumer
+        stage, phase = Int32(0), Int32(0)
+        expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
+        tile_count = Int32(1)
+        while expert >= 0:
+            if (tile_count - 1) % 2 == consumer:
+                cute.arch.mbarrier_wait(own_order, ((tile_count - 1) // 2 + 1 - consumer) % 2)
+                is_last = column_tile == self.column_tiles - 1
+                arrivals = 1
+                if const_expr(self.rows > TILE_M):
+                    arrivals = 2 - Int32(first + TILE_M < end)  # for the other consumer too
+                k_tiles, unused, tail_k_blocks = self.mainloop_lengths()
+                mainloop = shared.pipeline, stage, phase, k_tiles, unused, other_order, arrivals, tail_k_blocks
+                if first + WARPGROUP_M < end:
+                    stage, phase = multiply_tile(
+                        tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
+                        self.last_columns, is_last, mainloop,
+                    )  # fmt: skip
+                else:
+                    stage, phase = multiply_tile(
+                        tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, self.last_columns, is_last,
+                        mainloop,
+                    )  # fmt: skip
+                self.store_rows(
+                    store, top, coordinates, shared, atom_out, tensor_out, bias, expert, first, end, column_tile
+                )
+                if first + WARPGROUP_M < end:
+                    self.store_rows(
+                        store, bottom, coordinates, shared, atom_out, tensor_out, bias, expert, first + WARPGROUP_M,
+                        end, column_tile,
+                    )  # fmt: skip
+            else:
+                if const_expr(third_a is None):
+                    stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
+                else:
+                    if first + TILE_M < end:
+                        k_tiles, _, tail_k_blocks = self.mainloop_lengths()
+                        stage, phase = multiply(
+                            tiled_mma, (top,), (third_a,), fragment_b, shared.pipeline, stage, phase,
+                            k_tiles, tail_k_blocks=tail_k_blocks,
+                        )  # fmt: skip
+                        self.store_rows(
+                            store, top, coordinates, shared, atom_out, tensor_out, bias, expert, first + TILE_M, end,
+                            column_tile,
+                        )  # fmt: skip
+                    else:
+                        stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
+            expert, first, end, column_tile = shared.scheduler.receive(tile_count)
+            tile_count += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def store_rows(
+        self, store: cutlass.Constexpr, accumulator: cute.Tensor, coordinates, shared: cutlass.Constexpr, atom_out,
+        tensor_out, bias, expert: Int32, first: Int32, end: Int32, column_tile: Int32,
+    ):  # fmt: skip
+        """Store 64 rows of a tile (+ bias), except what is past row `end` or the last column."""
+        values = store.retile(accumulator)
+        from_out, to_out = partition(atom_out, shared.epilogue, varlen_epi_tiles(tensor_out, first, end))
+        for start in cutlass.range_constexpr(0, self.epi_tiles, self.epi_stages):
+            epi_tiles = range(start, min(start + self.epi_stages, self.epi_tiles))
+            store.wait()
+            for i in epi_tiles:
+                if const_expr(bias is not None):
+                    column = column_tile * self.columns
+                    add_bias(values, coordinates, i * store.size, store.size, bias, expert, column, bias.shape[1])
+                store.write(i - start, lambda v, start=i * store.size: values[start + v])
+            store.publish()
+            if store.is_storing_warp:
+                for i in epi_tiles:
+                    box = column_tile * self.epi_tiles + i
+                    cute.copy(atom_out, from_out[None, store.stage(i - start)], to_out[None, box])
+                cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,95 @@
+"""up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .activations import activate
+from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
+from .epilogue import WARP_ROWS, EpilogueWarpsKernel
+from .gemm_common import global_vector, one_stage, store_atom
+from .varlen import varlen_h
+from .varlen_m import extra_depth
+
+
+class GemmUpKernel(EpilogueWarpsKernel):
+    """x [T, H] gathered, gate_up [E, 2I, H].
+
+    Warpgroup 0: warps 0 and 1 produce, warps 2 and 3 are epilogue warps. The first of these stores h by TMA from where
+    the product lies in shared memory; both compute a, and write it 16 bytes a thread.
+    """
+
+    gather_warps = 2  # one copies rows too slowly, and a is little work
+
+    def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
+        super().__init__(dtype, tile, gated=not interleaved)
+        self.activation = activation
+        self.interleaved = interleaved
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, gate_up: cute.Tensor, bias, rank_rows, factor, h, a, token: cute.Tensor, table: cute.Tensor,
+        last: Int32, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        _, tensor_x, atom_w, tensor_w = self.set_up_operands(x, gate_up)
+        extra = self.set_up_extra(rank_rows, factor)
+        self.set_up_epilogue(computed_with=a is not None)
+        atom_h, tensor_h = None, None
+        if const_expr(h is not None):
+            box = WARPGROUP_M, EPI_TILE_N
+            atom_h, tensor_h = store_atom(varlen_h(h, self.interleaved), one_stage(self.layout_epilogue), box)
+        self.kernel(
+            tensor_x, atom_w, tensor_w, *extra, atom_h, tensor_h, a, bias, token, table, last, self.tiled_mma,
+            self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
+        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tensor_x: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_rank_rows, tensor_rank_rows,
+        atom_factor, tensor_factor, atom_h, tensor_h, a, bias, token: cute.Tensor, table: cute.Tensor, last: Int32,
+        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
+        layout_epilogue: cute.ComposedLayout,
+    ):  # fmt: skip
+        self.run_warps(
+            None, tensor_x, atom_w, tensor_w,
+            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
+            tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, (atom_h, tensor_h, a),
+        )  # fmt: skip
+
+    @cute.jit
+    def epilogue_half_tile(
+        self, shared: cutlass.Constexpr, a: cute.Tensor, first: Int32, end: Int32, column_tile: Int32,
+        half: cutlass.Constexpr, epilogue_warp,
+    ):  # fmt: skip
+        """a of half a tile: an epilogue warp takes every second unit of WARP_ROWS rows and EPI_TILE_N columns."""
+        lane = cute.arch.lane_idx()
+        vector, width = lane % (EPI_TILE_N // VECTOR), a.shape[1]
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
+        left, right = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
+        out = cute.make_rmem_tensor(VECTOR, self.dtype)
+        units_per_row = self.epi_tiles // 2
+        rows = cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0)
+        units = (rows + WARP_ROWS - 1) // WARP_ROWS * units_per_row
+        for unit in cutlass.range(epilogue_warp, units, self.num_epilogue_warps, unroll=1):
+            row = unit // units_per_row * WARP_ROWS + lane // (EPI_TILE_N // VECTOR)
+            epi_tile = unit % units_per_row
+            if const_expr(self.interleaved):
+                self.read_product(left, shared, half, 2 * epi_tile + vector // 4, row, 2 * (vector % 4))
+                self.read_product(right, shared, half, 2 * epi_tile + vector // 4, row, 2 * (vector % 4) + 1)
+            else:
+                self.read_product(left, shared, half, epi_tile, row, vector)
+                self.read_product(right, shared, half, epi_tile + units_per_row, row, vector)
+            for v in cutlass.range_constexpr(VECTOR):
+                out[v] = activate(*gate_and_up(left, right, v, self.interleaved), *self.activation)[0].to(self.dtype)
+            column = (column_tile * units_per_row + epi_tile) * EPI_TILE_N + vector * VECTOR
+            if row < rows and column < width:
+                cute.copy(copy, out, global_vector(a, Int64(first + row) * width + column))
+
+
+def gate_and_up(left, right, v: int, interleaved: bool):
+    """Gate and up of the v-th value of a vector of a, from two vectors of h."""
+    if interleaved:
+        pair = (left, right)[2 * v // VECTOR]
+        return pair[2 * v % VECTOR], pair[2 * v % VECTOR + 1]
+    return left[v], right[v]

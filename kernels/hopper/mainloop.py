@@ -1,0 +1,149 @@
+"""A consumer's mainloop: wgmma over the stages of the pipeline into fp32 accumulators.
+
+A stage has TILE_K = 64 columns of both operands: four k blocks of 16. The wgmmas of a stage are one group, and a stage is
+released when the group after it has been issued, so that the tensor cores always have work.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from .config import EPI_TILE_N, TILE_K, WARPGROUP_M
+from .gemm_common import Shared, advance, major_mode
+
+
+def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
+    """One warpgroup's MMA: WARPGROUP_M x columns in one instruction."""
+    return sm90.make_trivial_tiled_mma(
+        dtype, dtype, major_mode(k_major_a), major_mode(k_major_b), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, columns)
+    )
+
+
+def columns_of_last_tile(width: int, columns: int) -> int:
+    """Columns of the last tile in whole epi tiles, where they are fewer than the other tiles'; otherwise 0."""
+    return -(-(width % columns) // EPI_TILE_N) * EPI_TILE_N % columns
+
+
+def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
+    """A consumer warpgroup's operands, and its accumulator, which the MMA adds to."""
+    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+    thread_mma = tiled_mma.get_slice(0)
+    fragment_a = tiled_mma.make_fragment_A(
+        thread_mma.partition_A(cute.local_tile(shared.a, (WARPGROUP_M, TILE_K), (half, 0, None)))
+    )
+    fragment_b = tiled_mma.make_fragment_B(thread_mma.partition_B(shared.b))
+    accumulator = cute.make_rmem_tensor(tiled_mma.partition_shape_C((WARPGROUP_M, columns)), Float32)
+    return fragment_a, fragment_b, accumulator
+
+
+def narrow_fragment(narrow_mma, shared: Shared, columns: int):
+    """B of a narrower last tile, or None."""
+    if narrow_mma is None:
+        return None
+    narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
+    first = cute.local_tile(shared.b, (columns, TILE_K), (0, 0, None))
+    return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
+
+
+@cute.jit
+def advance_by(stage: Int32, phase: Int32, count, stages: cutlass.Constexpr):
+    """`advance` by a number of stages."""
+    stage += count
+    laps = stage // stages
+    return stage - laps * stages, phase ^ (laps & 1)
+
+
+@cute.jit
+def issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage: Int32):
+    """Start the MMAs of one k block of a stage."""
+    for accumulator, fragment_a in zip(accumulators, fragments_a):
+        cute.gemm(
+            tiled_mma, accumulator, fragment_a[None, None, k_block, stage], fragment_b[None, None, k_block, stage],
+            accumulator,
+        )  # fmt: skip
+
+
+@cute.jit
+def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, stage: Int32, phase: Int32, arrivals):
+    """When the MMAs of a stage have been issued: wait for those of the stage before, and release that one.
+
+    Returns the stage committed, which is now the one before, and the pipeline's next stage with its phase.
+    """
+    warpgroup.commit_group()
+    warpgroup.wait_group(1)
+    if has_previous:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipeline.empty + previous, arrive_count=arrivals)
+    previous = stage
+    stage, phase = advance(stage, phase, pipeline.stages)
+    return previous, stage, phase
+
+
+@cute.jit
+def multiply(
+    tiled_mma, accumulators, fragments_a, fragment_b, pipeline: cutlass.Constexpr, stage: Int32, phase: Int32,
+    k_tiles: Int32, unused=None, order_barrier=None, arrivals=1, tail_k_blocks=None, pending=None,
+):  # fmt: skip
+    """accumulator = A B^T, summed over `k_tiles` stages, for each of a tuple of accumulators and A's.
+
+    tail_k_blocks: where > 0, as many k blocks of one more stage are added. unused: how many further stages are released
+    unread. order_barrier: every warp arrives there when all stages have arrived. arrivals: what a warp counts for when it
+    releases a stage. pending: (the stage before, whether there is one), whose MMAs are in flight and are added to.
+    Returns the pipeline's next stage and phase.
+    """
+    if const_expr(pending is None):
+        for accumulator in accumulators:
+            accumulator.fill(0.0)
+        pending = stage, False
+    previous, has_previous = pending
+    for k_tile in cutlass.range(k_tiles, unroll=1):
+        cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+        warpgroup.fence()
+        for k_block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
+            issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
+        previous, stage, phase = commit_stage(pipeline, previous, has_previous or k_tile > 0, stage, phase, arrivals)
+    has_previous = has_previous or k_tiles > 0
+    if const_expr(tail_k_blocks is not None):
+        if tail_k_blocks > 0:
+            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            warpgroup.fence()
+            for k_block in cutlass.range(tail_k_blocks, unroll=1):
+                issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
+            previous, stage, phase = commit_stage(pipeline, previous, has_previous, stage, phase, arrivals)
+            has_previous = tail_k_blocks > 0
+    if const_expr(order_barrier is not None):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(order_barrier)
+    warpgroup.wait_group(0)
+    if has_previous:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipeline.empty + previous, arrive_count=arrivals)
+    if const_expr(unused is not None):
+        for _ in cutlass.range(unused, unroll=1):
+            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(pipeline.empty + stage)
+            stage, phase = advance(stage, phase, pipeline.stages)
+    return stage, phase
+
+
+@cute.jit
+def multiply_tile(
+    tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, last_columns: cutlass.Constexpr, is_last,
+    arguments, mainloop: cutlass.Constexpr = multiply,
+):  # fmt: skip
+    """`mainloop`, which takes `arguments` beside the operands, on a tile; on the last tile of the columns with narrower
+    instructions where there are any."""
+    if const_expr(narrow_mma is None):
+        stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, *arguments)
+    else:
+        stage, phase = Int32(0), Int32(0)
+        if is_last:
+            layout = cute.make_layout(narrow_mma.partition_shape_C((WARPGROUP_M, last_columns)))
+            narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
+            stage, phase = mainloop(narrow_mma, narrow, fragments_a, narrow_b, *arguments)
+        else:
+            stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, *arguments)
+    return stage, phase

@@ -1,0 +1,373 @@
+"""What the GEMMs over rows sorted by expert share (varlen-M): operands, the order of work tiles, and the producer.
+
+A work tile is 128 rows of one expert times a column tile. Exceptions: up to 192 rows in a tall GEMM, and 64 in the last
+wave of a gathering one. A group of row tiles passes over all columns together, so that both operands of the tiles in
+flight stay in L2. Rows past an expert's end are computed from whatever lies there, and the epilogue's store clips them. A
+half of the tile without rows is neither loaded nor multiplied.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from .config import EPI_TILE_N, K_BLOCK, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
+from .gemm_common import (
+    advance,
+    epilogue_store,
+    load_atom,
+    look_up_tokens,
+    one_stage,
+    operand_layout,
+    partition,
+)
+from .mainloop import columns_of_last_tile, consumer_mma
+from .ptx import copy_async
+from .tile_scheduler import NO_WORK, rasterize
+
+MERGED = -2  # for an expert: the rows belong to the work tile before
+GATHER_ROWS = 4  # copied at a time by one producer warp, 128 bytes of each
+STAGE_BYTES_A = TILE_M * TILE_K * 2
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A producer thread's part of the row gather: 16 bytes of every `rows_per_pass`-th row of the tile from `first_row`.
+
+    vector: which 16 bytes of the stage's 128. targets: the shared addresses in stage 0, until after eight rows the
+    swizzle repeats. tokens: the rows' tokens. offsets: the rows' offsets in the source in bytes.
+    """
+
+    first_row: Int32
+    vector: Int32
+    rows_per_pass: int
+    targets: tuple
+    tokens: cute.Tensor
+    offsets: cute.Tensor
+
+    @property
+    def passes(self) -> int:
+        return TILE_M // self.rows_per_pass
+
+    def target(self, i: int, targets_in_stage):
+        """Where the i-th pass copies to."""
+        lap, place = divmod(i, len(targets_in_stage))
+        return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
+
+
+@dataclass(frozen=True)
+class ExtraDepth:
+    """An adapter's operands, by TMA: rows [P, J] in the order of the rows, factor [E, N, J] in the weight's order.
+
+    They are more depth: [source | rows] @ [weight | factor]^T. Their stages follow those of source and weight.
+    """
+
+    atom_rows: cute.CopyAtom
+    rows: cute.Tensor
+    atom_factor: cute.CopyAtom
+    factor: cute.Tensor
+
+
+def extra_depth(atom_rows, rows, atom_factor, factor) -> ExtraDepth | None:
+    """A kernel's arguments as one, or None without an adapter."""
+    return None if rows is None else ExtraDepth(atom_rows, rows, atom_factor, factor)
+
+
+def extra_atoms(extra: ExtraDepth | None):
+    return () if extra is None else (extra.atom_rows, extra.atom_factor)
+
+
+class VarlenMKernel:
+    """Shared by the kernels over sorted rows.
+
+    columns: of the tile; a narrower last tile is multiplied with narrower instructions, unless gated. gather: rows of the
+    source are named by `token`. gated: the weight's 2I rows are two halves, and a tile takes columns / 2 of each.
+    """
+
+    group = 8  # row tiles that pass over all columns together
+    gather_warps = 1  # of the producer warpgroup, copying rows; the first of them issues TMA too
+
+    def __init__(self, dtype, tile: Tile, gather: bool, gated: bool = False):
+        self.dtype = dtype
+        self.columns, self.stages, self.rows, self.static = tile
+        self.gather = gather
+        self.halves = 2 if gated else 1
+        self.epi_tiles = self.epi_stages = self.columns // EPI_TILE_N
+
+    def set_up_operands(self, source, weight):
+        """Layouts and TMA atoms of the operands; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
+        k_major = weight.stride[2] == 1
+        per_half = weight.shape[1] // self.halves
+        self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
+        self.k_tiles = self.whole_k_tiles = math.ceil(weight.shape[2] / TILE_K)
+        self.extra_k_tiles = self.tail_k_blocks = 0
+        self.layout_a = operand_layout(self.dtype, self.rows, True, self.stages)
+        self.layout_b = operand_layout(self.dtype, self.columns, k_major, self.stages)
+        self.tiled_mma = consumer_mma(self.dtype, True, k_major, self.columns)
+        narrow = self.halves == 1 and self.rows == TILE_M  # else what it saves is not worth the registers
+        self.last_columns = columns_of_last_tile(per_half, self.columns) if const_expr(narrow) else 0
+        self.narrow_mma = None
+        if const_expr(self.last_columns):
+            self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
+        atom_a, tensor_a = (None, source) if const_expr(self.gather) else self.row_atom(source)
+        return atom_a, tensor_a, *self.weight_atom(weight)
+
+    def set_up_extra(self, rows, factor):
+        """What ExtraDepth holds, or four times None without an adapter: rows [P, J], factor [E, N, J] in the order of the
+        weight. The last stage's k blocks are computed as far as there are any of the J columns."""
+        if rows is None:
+            return None, None, None, None
+        rank = rows.shape[1]
+        self.extra_k_tiles = math.ceil(rank / TILE_K)
+        self.whole_k_tiles = self.k_tiles + rank // TILE_K
+        self.tail_k_blocks = math.ceil(rank % TILE_K / K_BLOCK)
+        return *self.row_atom(rows), *self.weight_atom(factor)
+
+    def row_atom(self, rows):
+        """TMA loads of 64 rows of a stage."""
+        half_a = operand_layout(self.dtype, WARPGROUP_M, True, self.stages)
+        return load_atom(rows, one_stage(half_a), (WARPGROUP_M, TILE_K))
+
+    def weight_atom(self, weight):
+        """TMA loads of a stage of a weight [E, N, K], for gated kernels of half a stage."""
+        experts, rows, depth = weight.shape
+        stride_e, stride_n, stride_k = weight.stride
+        per_half = rows // self.halves
+        view = cute.make_tensor(
+            weight.iterator,
+            cute.make_layout(
+                (per_half, depth, self.halves, experts), stride=(stride_n, stride_k, stride_n * per_half, stride_e)
+            ),
+        )
+        half_b = operand_layout(self.dtype, self.columns // self.halves, stride_k == 1, self.stages)
+        return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
+
+    def mainloop_lengths(self, has_rows=None):
+        """(whole k tiles, stages released unread, tail k blocks or None) of a tile, for `multiply`; of half a tile all
+        stages are released unread unless it `has_rows`."""
+        if has_rows is None:
+            return Int32(self.whole_k_tiles), None, Int32(self.tail_k_blocks) if self.tail_k_blocks else None
+        k_tiles = has_rows * self.whole_k_tiles
+        unused = self.k_tiles - k_tiles
+        if self.extra_k_tiles:
+            unused = (1 - has_rows) * (self.k_tiles + self.extra_k_tiles)
+        return k_tiles, unused, has_rows * self.tail_k_blocks if self.tail_k_blocks else None
+
+    def whole_work_tiles(self, tiles):
+        """(how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are gathered,
+        those of a last wave are cut that would leave most blocks without work."""
+        total, blocks = tiles.shape[0] * self.column_tiles, cute.arch.grid_dim()[0]
+        over = total % blocks
+        cut = over * Int32(2 * over <= blocks) if const_expr(self.gather) else Int32(0)
+        return total - cut, cut
+
+    def num_work_tiles(self, tiles):
+        whole, cut = self.whole_work_tiles(tiles)
+        return whole + 2 * cut
+
+    @cute.jit
+    def find_work_tile(self, tiles: cute.Tensor, index: Int32):
+        """The work tile of an index, which may be -1; as a WorkTile's fields."""
+        expert, first, end, column_tile = NO_WORK
+        if index >= 0:
+            if const_expr(self.gather):
+                whole, _ = self.whole_work_tiles(tiles)
+                half = index - whole  # of those that are cut
+                index -= cutlass.max(half + 1, 0) // 2
+            row_tile, column_tile = rasterize(index, tiles.shape[0], self.column_tiles, self.group)
+            expert, first, end = tiles[row_tile, 0], tiles[row_tile, 1], tiles[row_tile, 2]
+            if const_expr(self.gather):
+                if half >= 0:
+                    first = cutlass.min(first + half % 2 * WARPGROUP_M, end)
+                    end = cutlass.min(first + WARPGROUP_M, end)
+            if const_expr(self.rows > TILE_M):
+                if end - first == TILE_M and row_tile + 1 < tiles.shape[0]:
+                    if tiles[row_tile + 1, 0] == expert and tiles[row_tile + 1, 2] - end <= WARPGROUP_M:
+                        end = tiles[row_tile + 1, 2]
+                if end - first <= WARPGROUP_M and row_tile > 0:
+                    if tiles[row_tile - 1, 0] == expert and first - tiles[row_tile - 1, 1] == TILE_M:
+                        expert = Int32(MERGED)
+        return expert, first, end, column_tile
+
+    @cute.jit
+    def find_unmerged(self, tiles: cute.Tensor, scheduler: cutlass.Constexpr, index: Int32):
+        """`find_work_tile`; where its rows are merged into another, that of the next index."""
+        expert, first, end, column_tile = self.find_work_tile(tiles, index)
+        if const_expr(self.rows > TILE_M):
+            while expert == MERGED:
+                next_index = scheduler.broadcast(scheduler.prefetch_dynamic())
+                expert, first, end, column_tile = self.find_work_tile(tiles, next_index)
+        return expert, first, end, column_tile
+
+    @cute.jit
+    def produce(
+        self, atom_a, tensor_a, atom_b, tensor_b, extra: cutlass.Constexpr, shared: cutlass.Constexpr,
+        token: cute.Tensor, tiles: cute.Tensor,
+    ):  # fmt: skip
+        """The producer warps' role: fill the pipeline for every work tile of this block.
+
+        The next work tile is found, and its tokens are looked up, while stages of this one are waited for. What is loaded
+        for that is used a stage later at the earliest, so that nothing waits for it.
+        """
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        scheduler, full, empty = shared.scheduler, shared.pipeline.full, shared.pipeline.empty
+        gather = self.set_up_gather(shared, warp)
+        tokens, offsets = gather.tokens, gather.offsets
+        index = scheduler.initial_index()
+        expert, first, end, column_tile = self.find_unmerged(tiles, scheduler, index)
+        scheduler.share(warp, (expert, first, end, column_tile), Int32(0))
+        if const_expr(self.gather):
+            look_up_tokens(tokens, token, first + gather.first_row, end, gather.rows_per_pass)
+        stage, phase, tile_count = Int32(0), Int32(1), Int32(1)
+        while expert >= 0:
+            if warp == 0:
+                index = scheduler.prefetch(index, tile_count)
+            next_expert, next_first, next_end, next_column_tile = NO_WORK
+            has_bottom = first + WARPGROUP_M < end
+            if const_expr(self.gather):
+                halves, tma_bytes = None, Int32(self.columns * TILE_K * 2)
+                for i in cutlass.range_constexpr(gather.passes):
+                    offsets[i] = (tokens[i] * tensor_a.shape[1] + gather.vector * VECTOR).to(Uint32) * 2
+            else:
+                halves, tma_bytes = self.partition_a(atom_a, tensor_a, shared, first, end, has_bottom)
+            for k_tile in cutlass.range(self.k_tiles, unroll=1):
+                if warp == 0:
+                    if k_tile == self.k_tiles // 2:
+                        next_expert, next_first, next_end, next_column_tile = self.find_unmerged(
+                            tiles, scheduler, scheduler.broadcast(index)
+                        )
+                if k_tile == self.k_tiles - 1:
+                    next_work_tile = next_expert, next_first, next_end, next_column_tile
+                    next_expert, next_first, next_end, next_column_tile = scheduler.share(
+                        warp, next_work_tile, tile_count
+                    )
+                    tile_count += 1
+                    if const_expr(self.gather):
+                        look_up_tokens(tokens, token, next_first + gather.first_row, next_end, gather.rows_per_pass)
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if warp == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tma_bytes)
+                    self.load_b(atom_b, tensor_b, shared, expert, column_tile, k_tile, stage)
+                if const_expr(self.gather):
+                    self.gather_a(tensor_a, gather, k_tile, stage, has_bottom)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                else:
+                    self.load_a(atom_a, halves, full + stage, first, end, k_tile, stage)
+                stage, phase = advance(stage, phase, self.stages)
+            if const_expr(extra is not None):
+                stage, phase = self.produce_extra(
+                    extra, shared, warp, expert, first, end, column_tile, has_bottom, stage, phase
+                )
+            expert, first, end, column_tile = next_expert, next_first, next_end, next_column_tile
+
+    @cute.jit
+    def produce_extra(
+        self, extra: cutlass.Constexpr, shared: cutlass.Constexpr, warp, expert: Int32, first: Int32, end: Int32,
+        column_tile: Int32, has_bottom, stage: Int32, phase: Int32,
+    ):  # fmt: skip
+        """Fill the stages of the extra depth, which is loaded by TMA also where the source is gathered: the gathering
+        threads only arrive. Returns the pipeline's next stage and phase."""
+        full, empty = shared.pipeline.full, shared.pipeline.empty
+        halves, tma_bytes = self.partition_a(extra.atom_rows, extra.rows, shared, first, end, has_bottom)
+        for k_tile in cutlass.range(self.extra_k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            if warp == 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tma_bytes)
+                self.load_b(extra.atom_factor, extra.factor, shared, expert, column_tile, k_tile, stage)
+                self.load_a(extra.atom_rows, halves, full + stage, first, end, k_tile, stage)
+            if const_expr(self.gather):
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+            stage, phase = advance(stage, phase, self.stages)
+        return stage, phase
+
+    def set_up_gather(self, shared, warp) -> Gather:
+        """What a producer thread copies; meaningless where rows are not gathered."""
+        lane = cute.arch.lane_idx()
+        vector, lane_row = lane % 8, lane // 8
+        rows_per_pass = self.gather_warps * GATHER_ROWS
+        first_row = warp * GATHER_ROWS + lane_row
+        targets = tuple(
+            shared.a.iterator.toint() + (first_row + row) * (TILE_K * 2) + (vector ^ (first_row + row) % 8) * 16
+            for row in range(0, 8, rows_per_pass)
+        )
+        tokens, offsets = (cute.make_rmem_tensor(TILE_M // rows_per_pass, kind) for kind in (Int32, Uint32))
+        return Gather(first_row, vector, rows_per_pass, targets, tokens, offsets)
+
+    def partition_a(self, atom_a, tensor_a, shared, first, end, has_bottom):
+        """The (shared, global) sides of the TMA loads of every 64 rows of A, and the bytes of a stage."""
+        rows_a = cute.domain_offset((first, 0), tensor_a)
+        halves = [
+            partition(
+                atom_a,
+                cute.local_tile(shared.a, (WARPGROUP_M, TILE_K), (half, 0, None)),
+                cute.local_tile(rows_a, (WARPGROUP_M, TILE_K), (half, None)),
+            )
+            for half in range(self.rows // WARPGROUP_M)
+        ]
+        tma_bytes = Int32(self.columns * TILE_K * 2) + STAGE_BYTES_A // 2 * (1 + Int32(has_bottom))
+        if self.rows > TILE_M:
+            tma_bytes += STAGE_BYTES_A // 2 * Int32(first + TILE_M < end)
+        return halves, tma_bytes
+
+    def load_b(self, atom_b, tensor_b, shared, expert, column_tile, k_tile, stage):
+        """Issue the TMA loads of a stage of the weight."""
+        half_columns = self.columns // self.halves
+        for half in range(self.halves):
+            box = cute.local_tile(tensor_b[None, None, half, expert], (half_columns, TILE_K), (column_tile, k_tile))
+            slot = cute.local_tile(shared.b[None, None, stage], (half_columns, TILE_K), (half, 0))
+            to_b, from_b = partition(atom_b, slot, box)
+            cute.copy(atom_b, from_b, to_b, tma_bar_ptr=shared.pipeline.full + stage)
+
+    @cute.jit
+    def load_a(self, atom_a, halves: cutlass.Constexpr, full, first: Int32, end: Int32, k_tile: Int32, stage: Int32):
+        """Issue the TMA loads of a stage of A; none of a half without rows."""
+        (to_top, from_top), *others = halves
+        cute.copy(atom_a, from_top[None, k_tile], to_top[None, stage], tma_bar_ptr=full)
+        for half, (to_half, from_half) in enumerate(others):
+            if first + WARPGROUP_M * (half + 1) < end:
+                cute.copy(atom_a, from_half[None, k_tile], to_half[None, stage], tma_bar_ptr=full)
+
+    @cute.jit
+    def gather_a(self, source: cute.Tensor, gather: cutlass.Constexpr, k_tile: Int32, stage: Int32, has_bottom):
+        """Start a thread's copies of a stage of gathered rows; none of a half without rows."""
+        address, size = source.iterator.toint() + Int64(k_tile * (TILE_K * 2)), None
+        if const_expr(source.shape[1] % TILE_K):
+            # columns past the last are zero, as the weight is there: infinity times that would be NaN
+            past = (k_tile * TILE_K + (gather.vector + 1) * VECTOR - source.shape[1]) * 2
+            address -= Int64(cutlass.max(past, 0))
+            size = 16 * Int32(past <= 0)
+        targets = [target + stage * STAGE_BYTES_A for target in gather.targets]
+        for i in cutlass.range_constexpr(gather.passes // 2):
+            copy_async(gather.target(i, targets), address + gather.offsets[i].to(Int64), size)
+        if has_bottom:
+            for i in cutlass.range_constexpr(gather.passes // 2, gather.passes):
+                copy_async(gather.target(i, targets), address + gather.offsets[i].to(Int64), size)
+
+    def store_of(self, tiled_mma, shared, consumer):
+        """A consumer's store, and the (row, column) of every value of its accumulators."""
+        thread = cute.arch.thread_idx()[0] % 128
+        store = epilogue_store(tiled_mma, shared.epilogue, self.dtype, thread, consumer, self.epi_stages)
+        coordinates = cute.make_identity_tensor((WARPGROUP_M, self.columns))
+        return store, store.retile(tiled_mma.get_slice(thread).partition_C(coordinates))
+
+    def producer_arrivals(self):
+        return 1 + (32 * self.gather_warps if self.gather else 0)
+
+
+@cute.jit
+def add_bias(
+    values, coordinates, start: cutlass.Constexpr, count: cutlass.Constexpr, bias: cute.Tensor, expert: Int32,
+    first: Int32, end: Int32,
+):  # fmt: skip
+    """values[start .. start + count] += bias[expert, first + column], nothing past column `end` of the bias."""
+    for v in cutlass.range_constexpr(start, start + count):
+        if const_expr(v // 2 % 2 == 0):  # the next two are of the same columns, eight rows below
+            column = first + coordinates[v][1]
+            if column < end:
+                value = bias[expert, column].to(Float32)
+                values[v] += value
+                values[v + 2] += value

@@ -1,0 +1,238 @@
+"""The weights of a PEFT LoRA adapter on disk, as products to add to the weights of a checkpoint.
+
+PEFT stores the factors of an experts parameter [E, out, in] as lora_A [r*E, in], the expert slowest, and lora_B
+[out, r*E], the expert fastest; of a matrix [out, in] as lora_A [r, in] and lora_B [out, r].
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError
+from .adapter import ADAPTER_WEIGHTS, NATIVE_ORDER, PARAMETERS, adapted_parameters, read_adapter_config
+from .files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
+from .layouts import holder
+from .source import Source
+
+WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
+NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
+KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+PREFIX = "base_model.model."
+PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate_bias", "down_proj_bias": "down_bias"}
+PARTS.update({native: PARTS[hub] for hub, native in PARAMETERS.items()})
+
+
+class Factors(NamedTuple):
+    """The names of a weight's lora_A and lora_B, what their product is multiplied by, and E; 1 for one matrix."""
+
+    a: str
+    b: str
+    scale: float
+    num_experts: int
+
+
+class LoraWeights:
+    """A LoRA adapter, opened and checked against the checkpoint `source`.
+
+    Attributes:
+        layout: the name in CHECKPOINT_LAYOUTS of the experts it was trained on.
+        factors: by name of an adapted weight. replaced: by name of a weight, the adapter's tensor that takes its place.
+    Raises:
+        CheckpointError: it is not plain LoRA, or does not fit the checkpoint; the message names what, and the remedy.
+    """
+
+    def __init__(self, folder: Path, source: Source):
+        refuse_model_beside_adapter(folder)
+        self.path, self.config_path = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
+        self.config = read_adapter_config(self.config_path)
+        self._check_plain()
+        self.headers = headers_of(self.path)
+        self.source = source
+        self.carried = {source.model_name(name): source.tensors[name].shape for name in source.carried}
+        self.native = self._trained_on_native()
+        hub_layout = "gpt_oss" if source.family.hub_layout == "gpt_oss" else "fused"
+        self.layout = "native" if self.native else hub_layout
+        self.replaced: dict[str, str] = {}
+        self.factors = {name: self._factors(name, sides) for name, sides in self._pairs().items()}
+        self._check_ties()
+        self._handle = opened(self.path)
+        self._layer: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    def _check_plain(self) -> None:
+        set_otherwise = {key: value for key, value in self.config.items() if key not in PLAIN and value}
+        if self.config.get("bias", "none") != "none":
+            set_otherwise["bias"] = self.config["bias"]
+        init = self.config.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
+            set_otherwise["init_lora_weights"] = init
+        for key, value in set_otherwise.items():
+            raise CheckpointError(f"{self.config_path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
+
+    def _trained_on_native(self) -> bool:
+        targets = self.config.get("target_parameters") or []
+        last = {target.rpartition(".")[2] for target in targets}
+        if last & set(PARAMETERS) and last & set(NATIVE_ORDER):
+            raise CheckpointError(f"{self.config_path}: target_parameters {targets} name experts of both layouts")
+        return bool(last & set(NATIVE_ORDER))
+
+    def _pairs(self) -> dict[str, dict[str, str]]:
+        """By name of a weight, its tensors of the sides A and B; those of other kinds go to `replaced`."""
+        pairs: dict[str, dict[str, str]] = {}
+        for name in self.headers:
+            key = name.removeprefix(PREFIX)
+            match = KEY.match(key)
+            if match is not None:
+                pairs.setdefault(self._weight_of(name, match), {})[match["side"]] = name
+            elif "lora_" in key or key not in self.carried:
+                raise CheckpointError(
+                    f"{self.path}: {name} is neither plain LoRA nor a weight of {self.source.folder} outside the "
+                    f"experts; {WITH_PEFT}"
+                )
+            else:
+                self._check_replacement(name, self.carried[key])
+                self.replaced[key] = name
+        for block in self.source.expected.blocks:
+            for parameter in self._adapted(f"{block}.experts"):
+                pairs.setdefault(f"{block}.experts.{parameter}", {})
+        if not pairs and not self.replaced:
+            raise CheckpointError(f"{self.path} has no weights")
+        return pairs
+
+    def _adapted(self, experts: str) -> list[str]:
+        """The parameters of this experts module that are adapted, the innermost wrapper's first."""
+        has_bias = self.source.expected.blocks[experts.removesuffix(".experts")].has_bias
+        names = NATIVE_ORDER if self.native else PARAMETERS
+        order = [name for name in names if has_bias or not name.endswith("bias")]
+        return adapted_parameters(experts, self.config.get("target_parameters") or [], order)
+
+    def _weight_of(self, name: str, match: re.Match) -> str:
+        """The name of the weight that a tensor of PEFT's adapts; wrappers of experts are nested."""
+        module, depth = match["module"], match["depth"].count("base_layer.")
+        if module.removesuffix(".experts") in self.source.expected.blocks:
+            adapted = self._adapted(module)
+            if depth < len(adapted):
+                return f"{module}.{adapted[len(adapted) - 1 - depth]}"
+        elif not depth and f"{module}.weight" in self.carried:
+            return f"{module}.weight"
+        raise CheckpointError(
+            f"{self.path}: {name} adapts no weight of {self.source.folder}; of experts only the fused parameters are "
+            "known (target_parameters): load adapters of Transformers 4 with PEFT in Transformers 5, and save them"
+        )
+
+    def _check_replacement(self, name: str, shape: tuple[int, ...]) -> None:
+        if self.headers[name].shape != shape:
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {self.headers[name].shape}, the base's {shape}; if the vocabulary was "
+                "resized, resize the base's and save it first"
+            )
+
+    def _factors(self, weight: str, sides: dict[str, str]) -> Factors:
+        """The names and the scale of a weight's factors, of which nothing is missing and whose shapes fit."""
+        if missing := {"A", "B"} - set(sides):
+            raise CheckpointError(f"{self.path} has no lora_{min(missing)} of {weight}, though it is adapted")
+        num_experts, shape = self._product_shape(weight)
+        rank = self._setting("rank_pattern", "r", weight)
+        alpha = self._setting("alpha_pattern", "lora_alpha", weight)
+        due = (rank * num_experts, shape[1]), (shape[0], rank * num_experts)
+        found = tuple(self.headers[sides[side]].shape for side in "AB")
+        if found != due or (due[0] == due[1][::-1] and num_experts > 1 and self._may_be_swapped()):
+            raise CheckpointError(
+                f"{self.path}: lora_A and lora_B of {weight} have shapes {found[0]} and {found[1]}, where {due[0]} and "
+                f"{due[1]} are due for r = {rank}; PEFT up to 0.19.0 took out for in, and peft_version is "
+                f"{self.config.get('peft_version')!r}: train the adapter with a newer PEFT"
+            )
+        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return Factors(sides["A"], sides["B"], scale, num_experts)
+
+    def _may_be_swapped(self) -> bool:
+        """Whether the PEFT that made the adapter took out features for in, which square weights do not show."""
+        version = [int(number) for number in re.findall(r"\d+", str(self.config.get("peft_version")))[:3]]
+        return self.layout != "gpt_oss" and version < NOT_SWAPPED
+
+    def _product_shape(self, weight: str) -> tuple[int, tuple[int, ...]]:
+        """(E, (out, in)) of the products of a weight."""
+        if weight in self.carried:
+            return 1, self.carried[weight]
+        block, _, parameter = weight.rpartition(".experts.")
+        shape = self.source.expected.blocks[block].shape(holder(self.layout, PARTS[parameter]).letters)
+        if len(shape) == 2:  # biases [E, out], which PEFT takes for one matrix
+            return 1, shape
+        return shape[0], shape[:0:-1] if self.layout == "gpt_oss" else shape[1:]
+
+    def _setting(self, pattern: str, default: str, weight: str) -> float:
+        """The rank or alpha of a weight, as PEFT looks it up: by the first pattern that ends its name matches."""
+        targets = self.config.get("target_parameters") or []
+        by_parameter = weight not in self.carried or any(f".{weight}".endswith(f".{target}") for target in targets)
+        name = weight if by_parameter else weight.removesuffix(".weight")
+        patterns = self.config.get(pattern) or {}
+        try:
+            key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
+        except re.error as error:
+            raise CheckpointError(f"{self.config_path}: {pattern} has a name that is no pattern: {error}") from error
+        value = self.config.get(default) if key is None else patterns[key]
+        kinds = int if default == "r" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            raise CheckpointError(
+                f"{self.config_path}: {default} of {weight} is {value!r}; it must be a positive number"
+            )
+        return value
+
+    def _check_ties(self) -> None:
+        tied = self.source.expected.optional
+        for name in (*self.factors, *self.replaced):
+            if tied and (name in tied or name.endswith("embed_tokens.weight")):
+                raise CheckpointError(
+                    f"{self.path} has {name}, which the base ties to another weight (tie_word_embeddings); {WITH_PEFT}"
+                )
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        try:
+            return self._handle.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+
+    def replacement(self, weight: str) -> torch.Tensor:
+        """The adapter's own copy of a weight (modules_to_save)."""
+        return self._tensor(self.replaced[weight])
+
+    def product(self, weight: str) -> torch.Tensor:
+        """What is added to a matrix, in fp32."""
+        a, b, scale, _ = self.factors[weight]
+        return scale * (self._tensor(b).float() @ self._tensor(a).float())
+
+    def expert_product(self, weight: str, expert: int) -> torch.Tensor:
+        """What is added to one expert's slice of a parameter that holds all, in fp32. The last one is kept: gate and up
+        are asked for in turn."""
+        if self._last is None or self._last[0] != (weight, expert):
+            a, b = self._factors_of_experts(weight)
+            scale = self.factors[weight].scale
+            product = scale * (b[expert] @ (a if weight.endswith("bias") else a[expert]))
+            self._last = ((weight, expert), product.T if product.dim() == 2 and self.layout == "gpt_oss" else product)
+        return self._last[1]
+
+    def _factors_of_experts(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [E, r, in] and B [E, out, r] in fp32; of biases, A [r, out] and B [E, r]. Those of one layer are kept."""
+        if weight not in self._layer:
+            layer = weight.rpartition(".")[0]
+            self._layer = {name: kept for name, kept in self._layer.items() if name.rpartition(".")[0] == layer}
+            name_a, name_b, _, num_experts = self.factors[weight]
+            a, b = self._tensor(name_a).float(), self._tensor(name_b).float()
+            if not weight.endswith("bias"):
+                a = a.unflatten(0, (num_experts, -1))
+                b = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
+            self._layer[weight] = (a, b)
+        return self._layer[weight]

@@ -1,0 +1,95 @@
+"""PyTorch's private parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+USED = {
+    "torch._C._are_functorch_transforms_active": ("2.11 to 2.13", "our functions under torch.func"),
+    "torch._C._current_graph_task_id": (
+        "2.11 to 2.13",
+        "token rounding in layers recomputed by gradient checkpointing",
+    ),
+    "torch._C._will_engine_execute_node": ("2.11 to 2.13", "leaving out gradients that nobody needs"),
+    "torch._disable_dynamo": ("2.11 to 2.13", "our ops, whose bodies torch.compile must not trace"),
+    "torch.autograd.forward_ad._current_level": ("2.11 to 2.13", "the error for forward-mode derivatives"),
+    "torch.overrides._get_current_function_mode": ("2.11 to 2.13", "the fast top-k of routers"),
+    "torch.utils._python_dispatch.is_in_torch_dispatch_mode": ("2.11 to 2.13", "our ops under a dispatch mode"),
+    "torch.utils._pytree.tree_flatten": ("2.11 to 2.13", "vmap over our functions"),
+    "torch.utils._pytree.tree_leaves": ("2.11 to 2.13", "noticing that a model's backward begins"),
+    "torch.utils._pytree.tree_unflatten": ("2.11 to 2.13", "vmap over our functions"),
+    "torch.nn.Module()._modules": ("2.11 to 2.13", "finding what PEFT, FSDP and checkpointing wrap"),
+    "torch.nn.Module()._parameters": ("2.11 to 2.13", "restoring experts from a Trainer's checkpoint in place"),
+    "torch.nn.Module()._buffers": ("2.11 to 2.13", "restoring experts from a Trainer's checkpoint in place"),
+    "torch.nn.Module()._forward_hooks": ("2.11 to 2.13", "finding and removing what patching installed"),
+    "torch.nn.Module()._forward_hooks_always_called": ("2.11 to 2.13", "removing what patching installed"),
+    "torch.nn.Module()._forward_hooks_with_kwargs": ("2.11 to 2.13", "removing what patching installed"),
+    "torch.nn.Module()._forward_pre_hooks": ("2.11 to 2.13", "finding and removing what patching installed"),
+    "torch.nn.Module()._forward_pre_hooks_with_kwargs": ("2.11 to 2.13", "removing what patching installed"),
+    "torch.nn.Module._get_name": ("2.11 to 2.13", "undoing what Liger bound to experts"),
+    "torch.nn.Module._load_from_state_dict": ("2.11 to 2.13", "the error for hub weights in native experts"),
+    # attributes that torch's wrappers set
+    "torch._dynamo.eval_frame: _orig_mod": ("2.11 to 2.13", "the model inside torch.compile"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper: _checkpoint_wrapped_module": (
+        "2.11 to 2.13",
+        "the module inside activation checkpointing",
+    ),
+    "torch.distributed.fsdp._common_utils: _fsdp_wrapped_module": ("2.11 to 2.13", "the module inside FSDP1"),
+    "torch.distributed.fsdp._flat_param: _fsdp_flattened": ("2.11 to 2.13", "experts' weights sharded by FSDP1"),
+    "torch.nn.modules.module: _is_replica": ("2.11 to 2.13", "the error for token rounding under DataParallel"),
+}
+
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
+disable_dynamo = torch._disable_dynamo
+will_engine_execute_node = torch._C._will_engine_execute_node
+
+__all__ = [
+    "are_functorch_transforms_active",
+    "current_function_mode",
+    "current_graph_task_id",
+    "disable_dynamo",
+    "forward_hooks",
+    "forward_mode_level",
+    "forward_pre_hooks",
+    "is_in_torch_dispatch_mode",
+    "remove_hooks",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+    "will_engine_execute_node",
+]
+
+
+def forward_mode_level() -> int:
+    """How many levels of forward-mode derivatives are being taken, less one."""
+    return forward_ad._current_level
+
+
+def forward_hooks(module: nn.Module) -> list:
+    """The forward hooks of a module, in order."""
+    return list(module._forward_hooks.values())
+
+
+def forward_pre_hooks(module: nn.Module) -> list:
+    """The forward pre-hooks of a module, in order."""
+    return list(module._forward_pre_hooks.values())
+
+
+def remove_hooks(module: nn.Module, remove) -> None:
+    """Remove the forward hooks and pre-hooks of a module for which `remove(hook)` is true."""
+    about = (
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+        module._forward_pre_hooks_with_kwargs,
+    )
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in list(hooks.items()) if remove(hook)]:
+            hooks.pop(key, None)
+            for keys in about:
+                keys.pop(key, None)

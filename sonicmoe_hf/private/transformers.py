@@ -1,0 +1,140 @@
+"""Transformers' private parts, and accelerate's.
+
+They are imported where they are used: parts of sonicmoe_hf are imported while Transformers still is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+USED = {
+    "transformers.integrations.moe._default_apply_gate": ("5.17 to 5.23", "telling which activation experts compute"),
+    "transformers.integrations.moe: _apply_gate": ("5.17 to 5.23", "telling which activation experts compute"),
+    "transformers.integrations.moe: _is_expert_parallel": (
+        "5.18 to 5.23",
+        "telling that experts are split over ranks",
+    ),
+    "transformers.PreTrainedConfig()._experts_implementation": ("5.17 to 5.23", "patching and its checks"),
+    "transformers.PreTrainedConfig()._experts_implementation_internal": ("5.17 to 5.23", "patching and unpatching"),
+    "transformers.CONFIG_MAPPING._extra_content": ("5.17 to 5.23", "the native model types in the Auto classes"),
+    "transformers.AutoModelForCausalLM._model_mapping": ("5.17 to 5.23", "doctor and warmup of a model's config"),
+    "transformers.PreTrainedModel._can_set_experts_implementation": ("5.17 to 5.23", "native models' experts"),
+    "transformers.PreTrainedModel._init_weights": ("5.17 to 5.23", "initial weights of native models"),
+    "transformers.PreTrainedModel._keep_in_fp32_modules_strict": ("5.17 to 5.23", "dtypes of converted checkpoints"),
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": ("5.17 to 5.23", "what checkpoints may hold"),
+    "transformers.PreTrainedModel._hf_peft_config_loaded": ("5.17 to 5.23", "telling adapters' checkpoints"),
+    "transformers.PreTrainedModel._load_pretrained_model": ("5.17 to 5.23", "restoring experts from checkpoints"),
+    "transformers.modeling_utils.LoadStateDictConfig": ("5.17 to 5.23", "restoring experts from checkpoints"),
+    "transformers.core_model_loading: _weight_conversions": ("5.17 to 5.23", "restoring experts from checkpoints"),
+    "transformers.Trainer._load_from_checkpoint": ("5.17 to 5.23", "restoring experts on resume"),
+    "transformers.Trainer._load_best_model": ("5.17 to 5.23", "restoring experts with load_best_model_at_end"),
+    "transformers.Trainer._issue_warnings_after_load": ("5.17 to 5.23", "warnings after restoring experts"),
+    "transformers.distributed.tensor_parallel: _is_hooked": ("5.17 to 5.23", "telling parallel forwards from others"),
+    "transformers.training_args: _n_gpu": ("5.17 to 5.23", "the demo on a machine with several GPUs"),
+    "accelerate.hooks: _hf_hook": ("1.10 to 1.15", "telling accelerate's forwards from others"),
+    "accelerate.hooks: _old_forward": ("1.10 to 1.15", "telling what accelerate's forwards call"),
+}
+LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
+_WARNING_METHOD = "_issue_warnings_after_load"
+
+
+def default_apply_gate():
+    """The `_apply_gate` of experts classes that define none."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return _default_apply_gate
+
+
+def experts_implementation(config) -> str | None:
+    """The experts implementation that a config asks for."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def set_experts_implementation(config, name: str | None) -> None:
+    """Have the experts of a config computed by another implementation; its sub-configs keep theirs."""
+    config._experts_implementation_internal = name
+
+
+def registered_configs() -> dict:
+    """Where AutoConfig.register puts config classes, by model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING._extra_content
+
+
+def replace_registered_configs(configs: dict) -> None:
+    """Have AutoConfig look registered model types up in `configs`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    CONFIG_MAPPING._extra_content = configs
+
+
+def builds(auto_class, config) -> bool:
+    """Whether an Auto class of models has one for this config."""
+    return type(config) in auto_class._model_mapping
+
+
+def strictly_fp32_modules(model) -> set[str]:
+    """Names of the modules whose weights a model never casts."""
+    return set(model._keep_in_fp32_modules_strict or ())
+
+
+def ignored_on_load(model) -> list[str]:
+    """Patterns of the names that a checkpoint may hold besides the model's."""
+    return list(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def has_peft_adapter(model) -> bool:
+    """Whether `load_adapter` or `add_adapter` of a model was called."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
+def weight_conversions(model) -> list | None:
+    """What from_pretrained did to a checkpoint and save_pretrained reverts; [] after fused ones, None without any."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def load_converted(model, files: list[str], conversions: list):
+    """Transformers' loader, through the conversions. It puts new tensors into the modules' slots; returns what it reports
+    on names. The model's own conversions stay.
+
+    Raises:
+        RuntimeError: this version of Transformers has no such loader.
+    """
+    from transformers import PreTrainedModel, modeling_utils
+
+    needed = ((PreTrainedModel, "_load_pretrained_model"), (modeling_utils, "LoadStateDictConfig"))
+    missing = [name for owner, name in needed if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(
+            f"this version of Transformers has no {' and no '.join(missing)}, which sonicmoe_hf needs to restore experts "
+            "from a checkpoint; load the model from the checkpoint's folder with from_pretrained instead"
+        )
+    config = modeling_utils.LoadStateDictConfig(weight_mapping=copy.deepcopy(conversions))
+    own_conversions = weight_conversions(model)
+    try:
+        return PreTrainedModel._load_pretrained_model(model, None, files, config)[0]
+    finally:
+        vars(model).pop("_weight_conversions", None)
+        if own_conversions is not None:
+            vars(model)["_weight_conversions"] = own_conversions
+
+
+def missing_loading_methods(trainer) -> list[str]:
+    """Which of the private methods that a Trainer loads checkpoints by this Trainer lacks."""
+    return [name for name in (*LOADING_METHODS, _WARNING_METHOD) if not hasattr(trainer, name)]
+
+
+@contextmanager
+def warnings_held_back(trainer) -> Iterator[tuple[list, Any]]:
+    """(the load results that a Trainer would have warned about inside the block, the function that warns about one)."""
+    warn: Any = trainer._issue_warnings_after_load
+    held: list = []
+    trainer._issue_warnings_after_load = held.append
+    try:
+        yield held, warn
+    finally:
+        trainer._issue_warnings_after_load = warn

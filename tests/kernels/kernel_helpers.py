@@ -1,0 +1,47 @@
+"""What several tests of kernels need: comparisons, scripts in processes of their own, CUDA graphs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+
+def relative_error(result, expected) -> float:
+    """|result - expected| / |expected|; a NaN counts as infinite."""
+    difference = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    return float("inf") if difference.isnan() else difference.item()
+
+
+def errors(results, expected) -> dict[str, float]:
+    """The relative error of every named tensor."""
+    return {name: relative_error(results[name], expected[name]) for name in expected}
+
+
+def same_bits(results, expected) -> bool:
+    """Whether every named tensor is equal to the expected one, bit by bit but for the sign of zeros."""
+    return all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def script_output(script, *arguments, environment=None) -> list[list[str]]:
+    """The lines of a script's output that have fields, split at "|"; in a process that does not interpret Triton."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=variables | (environment or {}))
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [line.split("|") for line in result.stdout.splitlines() if "|" in line]
+
+
+def captured(step):
+    """(a CUDA graph of `step`, what it returns), after a warm-up on a side stream, as capturing wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results

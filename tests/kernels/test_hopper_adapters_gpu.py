@@ -1,0 +1,200 @@
+"""Low-rank adapters inside the Hopper GEMMs, on a Hopper GPU: every product beside the eager backend's in fp32.
+
+The bar is that of test_triton_gpu.py: 1.15 times the error of the exact result rounded to the tensors' dtype once. In fp16,
+where the epilogue reads a product that has been rounded already, twice that error for what is computed from one."""
+
+from unittest import mock
+
+import pytest
+import torch
+from kernel_helpers import errors, relative_error, same_bits
+from moe_problems import layer, poisoned, routing_ids, stored
+from test_triton_gpu import _exact_fp32_reference  # noqa: F401
+
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.functional import LowRank, moe_experts
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels import triton as portable
+from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_bucket
+from sonicmoe_hf.kernels.interface import Activation, Extra
+from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.routing import Routing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+GEMMS = ("up", "down", "down_backward", "input_rows")
+RANKS = (8, 16, 24, 64, 100, 256)
+MAX_DW_ERROR = 1e-3  # a sum of I products of da', which the epilogue sees to 2^-11
+
+
+@pytest.fixture
+def hopper():
+    """The backend; a GEMM that falls back to Triton fails the test."""
+    from sonicmoe_hf.kernels import hopper
+
+    def fell_back(*args, **kwargs):
+        raise AssertionError("fell back to Triton")
+
+    with mock.patch.multiple(portable, **dict.fromkeys(GEMMS, fell_back)):
+        yield hopper
+
+
+class Problem:
+    """A layer in a layout, adapters of both weights, a different one for every expert, and operands of every product.
+
+    Row tensors are NaN past the last row.
+    """
+
+    def __init__(self, backend, rank, layout, T=3001, H=264, I=200, E=16, K=4, dtype=torch.bfloat16, kind="list"):
+        transposed, self.interleaved = LAYOUTS[layout]
+        expert, token = routing_ids(T, E, K, kind, "cuda", empty=(0, 7))
+        self.rows = backend.dispatch(expert, token, T, E, True)
+        self.num_rows, num_pairs = int(self.rows.offsets[-1]), expert.numel()
+        tensors, self.dout = layer(T, H, I, E, num_pairs, dtype, "cuda")
+        self.x, self.weight, self.bias, self.down_bias = (
+            tensors[name] for name in ("x", "weight", "gate_up_bias", "down_bias")
+        )
+        self.gate_up, self.down = (
+            stored(tensors[name], layout).transpose(1, 2) if transposed else tensors[name]
+            for name in ("gate_up", "down")
+        )
+
+        def of_rows(width):
+            tensor = torch.randn(num_pairs, width, device="cuda").to(dtype)
+            tensor[self.num_rows :] = float("nan")
+            return tensor
+
+        def adapter(weight):
+            _, size_out, size_in = weight.shape
+            a = torch.randn(E, rank, size_in, device="cuda") * rank**-0.5
+            return pack(a, torch.randn(E, size_out, rank, device="cuda") * rank**-0.5, 1.0, weight)
+
+        self.h, self.a, self.dh = of_rows(2 * I), of_rows(I), of_rows(2 * I)
+        first, second = adapter(self.gate_up), adapter(self.down)
+        padded = first.a_EJK.shape[1]
+        self.extras = {
+            "up": first.extra_forward(of_rows(padded)), "down": second.extra_forward(of_rows(padded)),
+            "down_backward": second.extra_backward(of_rows(padded)), "input_rows": first.extra_backward(of_rows(padded)),
+        }  # fmt: skip
+
+    def products(self, kernels, extras, convert=lambda tensor: tensor):
+        """Every product by name, up to the last row; `convert` is applied to all operands."""
+        t = {name: convert(tensor) for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+        extra = {name: Extra(*map(convert, value)) if value else None for name, value in extras.items()}
+        act, rows = Activation("swiglu"), self.rows
+        weight = self.weight.float()
+        h, a = kernels.up(t["x"], t["gate_up"], t["bias"], rows, act, self.interleaved, True, True, extra=extra["up"])
+        y = kernels.down(t["a"], t["down"], t["down_bias"], rows, extra=extra["down"])
+        dh, weighted_a, dw = kernels.down_backward(
+            t["dout"], t["down"], t["down_bias"], t["h"], weight, rows, act, self.interleaved, True, True, True,
+            extra=extra["down_backward"],
+        )  # fmt: skip
+        dx = kernels.input_rows(t["dh"], t["gate_up"], rows, extra=extra["input_rows"])
+        by_row = {"h": h, "a": a, "y": y, "dh": dh, "weighted_a": weighted_a, "dx": dx}
+        return {"dw": dw, **{name: tensor[: self.num_rows] for name, tensor in by_row.items()}}
+
+
+def check(problem, hopper):
+    exact = problem.products(eager, problem.extras, torch.Tensor.float)
+    with poisoned():
+        found = problem.products(hopper, problem.extras)
+    dtype = problem.x.dtype
+    rounded_once = {name: relative_error(tensor.to(dtype), tensor) for name, tensor in exact.items()}
+    in_fp16 = dtype == torch.float16
+    allowed = {
+        name: (2.0 if in_fp16 and name in ("a", "dh") else 1.15) * error for name, error in rounded_once.items()
+    }
+    allowed["dw"] = MAX_DW_ERROR
+    assert {n: (e, allowed[n]) for n, e in errors(found, exact).items() if e > allowed[n]} == {}
+    assert same_bits(problem.products(hopper, problem.extras), found), "a rerun gave other bits"
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_product_with_an_adapter(hopper, rank, layout):
+    check(Problem(hopper, rank, layout), hopper)
+
+
+@pytest.mark.parametrize("rank", (8, 100))
+@pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
+def test_fp16(hopper, rank, layout):
+    check(Problem(hopper, rank, layout, dtype=torch.float16), hopper)
+
+
+@pytest.mark.parametrize("rank", (16, 104))
+@pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
+def test_about_128_rows_per_expert(hopper, rank, layout):
+    """down and input_rows take an expert's last tile of up to 64 rows with the one before."""
+    T, H, I, E, K = 1101, 576, 328, 32, 4
+    assert gemm_down_tiles(H, I)[row_bucket(T * K, E)] == TALL
+    check(Problem(hopper, rank, layout, T, H, I, E, K, kind="top_k"), hopper)
+
+
+@pytest.mark.parametrize("rank", (16, 104))
+@pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
+def test_many_rows_of_deep_products(hopper, rank, layout):
+    """down and input_rows have cooperative consumers and epilogue warps."""
+    T, H, I, E, K = 3001, 512, 1544, 8, 4
+    assert all(gemm_down_tiles(H, depth)[row_bucket(T * K, E)] == WIDE for depth in (I, 2 * I))
+    check(Problem(hopper, rank, layout, T, H, I, E, K, kind="top_k"), hopper)
+
+
+@pytest.mark.parametrize("rank", (8, 64, 136))
+def test_an_adapter_of_zeros_leaves_every_bit(hopper, rank):
+    """So nothing of other stages, rows or experts gets into the extra depth's k blocks."""
+    problem = Problem(hopper, rank, "interleaved")
+    zeros = {name: Extra(rows, torch.zeros_like(factor)) for name, (rows, factor) in problem.extras.items()}
+    without = problem.products(hopper, dict.fromkeys(zeros))
+    assert same_bits(problem.products(hopper, zeros), without)
+
+
+def test_few_rows_per_expert_and_other_orders_fall_back():
+    """Where experts have few rows up and down_backward run on Triton; a factor in another order than the weight's does."""
+    from sonicmoe_hf.kernels import hopper
+
+    problem = Problem(hopper, 16, "concatenated", T=100)
+    exact = problem.products(eager, problem.extras, torch.Tensor.float)
+    assert all(error < 1e-2 for error in errors(problem.products(hopper, problem.extras), exact).values())
+    problem = Problem(hopper, 16, "concatenated")
+    exact = problem.products(eager, problem.extras, torch.Tensor.float)
+    other = {
+        name: Extra(rows, factor.transpose(1, 2).contiguous().transpose(1, 2))
+        if factor.is_contiguous()
+        else Extra(rows, factor.contiguous())
+        for name, (rows, factor) in problem.extras.items()
+    }
+    assert all(error < 1e-2 for error in errors(problem.products(hopper, other), exact).values())
+
+
+@pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
+def test_a_layer_with_frozen_experts_and_trained_adapters(hopper, layout):
+    """Gradients of the adapters, x and the routing weights; eager in fp32 is exact, eager in bf16 is what is allowed."""
+    T, H, I, E, K, rank = 2000, 256, 192, 16, 4, 16
+    expert, _ = routing_ids(T, E, K, "top_k", "cuda", empty=(3,))
+    tensors, dout = layer(T, H, I, E, T * K, torch.bfloat16, "cuda", bias=False)
+    gate_up, down = (stored(tensors[name], layout) for name in ("gate_up", "down"))
+    factors = {
+        "a1": torch.randn(E, rank, H, device="cuda") * H**-0.5, "b1": torch.randn(E, 2 * I, rank, device="cuda") / 4,
+        "a2": torch.randn(E, rank, I, device="cuda") * I**-0.5, "b2": torch.randn(E, H, rank, device="cuda") / 4,
+    }  # fmt: skip
+
+    def step(backend, dtype):
+        leaves = {"x": tensors["x"].to(dtype), "weight": tensors["weight"].view(T, K), **factors}
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
+        out = moe_experts(
+            leaves["x"], gate_up.to(dtype), down.to(dtype), Routing(expert, leaves["weight"]), layout=layout,
+            gate_up_adapter=LowRank(leaves["a1"], leaves["b1"], 0.5),
+            down_adapter=LowRank(leaves["a2"], leaves["b2"], 0.5), backend=backend,
+        )  # fmt: skip
+        gradients = torch.autograd.grad(out, list(leaves.values()), dout.to(dtype))
+        return {"out": out.detach(), **dict(zip(leaves, gradients))}
+
+    exact = step("eager", torch.float32)
+    allowed = errors(step("eager", torch.bfloat16), exact)
+    found = step("hopper", torch.bfloat16)
+    assert {n: (e, allowed[n]) for n, e in errors(found, exact).items() if e > 1.1 * allowed[n]} == {}
+    assert same_bits(step("hopper", torch.bfloat16), found)

@@ -1,0 +1,76 @@
+"""What the kernels use of Triton and of the CuTe DSL beyond their public API is still there. Each is used in one module,
+kernels/triton/launch.py and kernels/hopper/ptx.py; a failure here names what a new version has taken away."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("triton.runtime", "JITFunction"), ("triton.runtime", "driver"), ("triton.knobs", "runtime"),
+        ("triton.compiler", "CompiledKernel"), ("triton.backends.nvidia.driver", "CudaLauncher"),
+        ("triton.tools.tensor_descriptor", "TensorDescriptor"),
+    ],
+)  # fmt: skip
+def test_triton_has(module, name):
+    pytest.importorskip("triton")
+    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/triton/launch.py"
+
+
+def test_a_compiled_triton_kernel_is_launched_with_these_arguments():
+    pytest.importorskip("triton")
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.compiler import CompiledKernel
+
+    expected = ["gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata"]
+    parameters = list(inspect.signature(CudaLauncher.__call__).parameters)[1:]
+    assert parameters[:-1] == [*expected, "launch_enter_hook", "launch_exit_hook"], "CudaLauncher's arguments"
+    # attributes that __init__ sets, or properties
+    source = inspect.getsource(CompiledKernel)
+    assert [name for name in ("run", "function", "packed_metadata") if name not in source] == [], "CompiledKernel"
+
+
+def test_a_triton_function_tells_its_parameters_and_the_hooks_their_listeners():
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+    from triton import knobs
+    from triton.runtime import JITFunction
+
+    def add_kernel(to, number, SIZE: tl.constexpr):
+        pass
+
+    kernel = JITFunction(add_kernel, do_not_specialize=["number"])
+    assert [parameter.do_not_specialize for parameter in kernel.params] == [False, True, False], "JITFunction.params"
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    assert all(isinstance(hook.calls, list) for hook in hooks), f"triton {triton.__version__}: knobs.runtime's hooks"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("cutlass._mlir.dialects.llvm", "inline_asm"), ("cutlass.cutlass_dsl", "dsl_user_op"),
+        ("cutlass.cutlass_dsl", "T"), ("cutlass.memory", "SmemAllocator"), ("cutlass.tensor_utils", "LayoutEnum"),
+        ("cutlass.cute.runtime", "make_fake_compact_tensor"), ("cutlass.cute.runtime", "make_fake_stream"),
+        ("cutlass.cute.runtime", "load_module"),
+    ],
+)  # fmt: skip
+def test_the_cute_dsl_has(module, name):
+    pytest.importorskip("cutlass")
+    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/hopper/ptx.py"
+
+
+def test_a_compiled_cute_kernel_can_be_exported():
+    """What cache.py keeps on disk: an object file with the TVM FFI's symbols alone."""
+    pytest.importorskip("cutlass")
+    pytest.importorskip("triton")
+    from sonicmoe_hf.kernels.hopper import compiled
+    from sonicmoe_hf.kernels.hopper.config import tile
+
+    compile_kernel = compiled.gemm_wgrad.__wrapped__.__wrapped__  # past both caches
+    kernel = compile_kernel(torch.bfloat16, 128, 128, True, tile("gemm_wgrad", 128))
+    parameters = inspect.signature(kernel.export_to_c).parameters
+    assert "export_only_tvm_ffi_symbols" in parameters, "export_to_c"

@@ -1,0 +1,247 @@
+"""A merged checkpoint computes what base plus adapter do, in every layout; what is not plain LoRA is refused."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from helpers.checkpoints import FAMILIES, SHARDS, config_in, make, same_bits, tensors_in
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, relative_error
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
+from sonicmoe_hf.cli.main import main
+
+ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
+HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
+EVERYTHING = {
+    "use_rslora": True,
+    "rank_pattern": {r"layers\.1\..*gate_up_proj": 4, "o_proj": 1},
+    "alpha_pattern": {"experts.down_proj": 3, "mlp.gate.weight": 1.5, "o_proj": 7},
+    "modules_to_save": ["lm_head"],
+}
+
+
+def load(folder, dtype=torch.float32):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return model
+
+
+def adapt(base, family, parameters, folder, dtype=torch.float32, **options):
+    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
+    attention = ATTENTION.get(family, ["q_proj", "o_proj"])
+    config = LoraConfig(r=2, lora_alpha=5, target_modules=attention, target_parameters=parameters, **options)
+    adapted = get_peft_model(load(base, dtype), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3, generator=generator)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=batch()["input_ids"]).logits
+
+
+def expected_tensors(adapted, folder):
+    """The checkpoint of PEFT's own merge."""
+    adapted.merge_and_unload().save_pretrained(folder)
+    return tensors_in(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path):
+    make(tmp_path / "base", family, dtype=torch.float32)
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    biases = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"] if family == "gpt_oss" else []
+    adapted = adapt(tmp_path / "base", family, [*HUB, *biases, router], tmp_path / "adapter", **EVERYTHING)
+    expected = logits(adapted)
+    done = merge_adapter(
+        tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARDS, verify=True
+    )
+    assert done.shards > 1 and done.target_layout == done.source_layout
+    assert relative_error(logits(load(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits(load(tmp_path / "base")), expected) > 0.05, "the adapter does something"
+    merged, by_peft = tensors_in(tmp_path / "merged"), expected_tensors(adapted, tmp_path / "by peft")
+    assert_all_close(merged, by_peft, 1e-6, ORDER_OF_SUMS)
+    assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
+
+
+@pytest.mark.parametrize("parameters", [HUB[:1], HUB[1:], []], ids=["gate and up", "down", "attention only"])
+def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32)
+    adapted = adapt(tmp_path / "base", "qwen3_moe", parameters, tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    base, merged = tensors_in(tmp_path / "base"), tensors_in(tmp_path / "merged")
+    assert_all_close(merged, expected_tensors(adapted, tmp_path / "by peft"), 1e-6, ORDER_OF_SUMS)
+    changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
+    experts = {"gate_up_proj": {"gate_proj", "up_proj"}, "down_proj": {"down_proj"}}
+    assert changed == {"q_proj", "o_proj"}.union(*(experts[name.rpartition(".")[2]] for name in parameters))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
+    make(tmp_path / "hub", family, dtype=torch.float32)
+    convert_checkpoint(tmp_path / "hub", tmp_path / "native")
+    expected = logits(adapt(tmp_path / "native", family, NATIVE, tmp_path / "native adapter"))
+    convert_adapter(tmp_path / "native adapter", tmp_path / "hub adapter", "hub")
+    ways = [(base, adapter) for base in ("hub", "native") for adapter in ("hub", "native")]
+    for layout in ("hub", "native"):
+        for base, adapter in ways:
+            folder = tmp_path / f"{base} {adapter} {layout}"
+            wanted = None if layout == base else layout  # None: the base's own
+            merge_adapter(tmp_path / base, tmp_path / f"{adapter} adapter", folder, wanted)
+        alike = [tensors_in(tmp_path / f"{base} {adapter} {layout}") for base, adapter in ways]
+        assert all(same_bits(alike[0], other) for other in alike[1:])
+        assert relative_error(logits(load(folder)), expected) < 1e-5, ORDER_OF_SUMS
+
+
+def test_a_bf16_base_is_rounded_once(tmp_path):
+    make(tmp_path / "base", "qwen3_moe")
+    adapted = adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter")  # the same weights, in fp32
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    exact = expected_tensors(adapted, tmp_path / "by peft")
+    merged = tensors_in(tmp_path / "merged")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    for name, tensor in merged.items():
+        differing = (tensor != exact[name].bfloat16()).float().mean()
+        assert differing < 0.01, f"{name}: sums that lie between two bf16 values within fp32's rounding, and no others"
+
+
+@pytest.mark.parametrize("family, kind", [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fused")])
+def test_every_kind_of_base_gives_what_its_hub_form_gives(family, kind, tmp_path):
+    make(tmp_path / "source", family, kind)
+    convert_checkpoint(tmp_path / "source", tmp_path / "hub", "hub")
+    adapt(tmp_path / "hub", family, HUB, tmp_path / "adapter")
+    done = merge_adapter(tmp_path / "source", tmp_path / "adapter", tmp_path / "merged")
+    merge_adapter(tmp_path / "hub", tmp_path / "adapter", tmp_path / "merged hub")
+    assert same_bits(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "merged hub"))
+    assert config_in(tmp_path / "merged") == config_in(tmp_path / "merged hub")
+    assert any("bfloat16 now" in notice for notice in done.notices) == (kind != "fused")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """(base, adapter, where to)."""
+    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32)
+    adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter")
+    return tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+
+
+def _merge_until_killed(base, adapter, dst, share):
+    def kill(done, total):
+        if done >= share * total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    merge_adapter(base, adapter, dst, max_shard_size=SHARDS, on_progress=kill)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_a_kill_leaves_nothing_half_written(folders):
+    base, adapter, dst = folders
+    for share in (0.01, 0.5, 1.0):
+        arguments = (base, adapter, dst, share)
+        process = multiprocessing.get_context("fork").Process(target=_merge_until_killed, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL and not dst.exists()
+        assert (dst.parent / ".merged.converting").exists(), "it was killed in the middle"
+    merge_adapter(*folders)
+    assert sorted(path.name for path in dst.parent.iterdir()) == ["adapter", "base", "merged"]
+
+
+def assert_refused(folders, match):
+    with pytest.raises(CheckpointError, match=match):
+        merge_adapter(*folders)
+    assert not folders[2].exists()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"use_dora": True}, r"use_dora is True, which is not plain LoRA; merge it with PEFT: .*merge_and_unload\(\)"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"some_later_option": 3}, "some_later_option is 3"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"r": 3}, "are due for r = 3"),
+        ({"lora_alpha": None}, "lora_alpha of .* is None"),
+        ({"rank_pattern": {"(": 3}}, "rank_pattern has a name that is no pattern"),
+        ({"target_parameters": [HUB[0], NATIVE[1]]}, "name experts of both layouts"),
+        ({"target_parameters": HUB[:1]}, "adapts no weight of"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_plain_lora_is_refused_with_its_name(folders, changes, match):
+    path = folders[1] / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert_refused(folders, match)
+
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj."
+DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({Q_PROJ + "lora_B.weight": None}, "has no lora_B of model.layers.0.self_attn.q_proj.weight"),
+        ({DOWN_B: None}, "has no lora_B of model.layers.1.mlp.experts.down_proj"),
+        ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
+        ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values in torch.float32"),
+        ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "neither plain LoRA nor"),
+        ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts no weight of"),
+        ({"base_model.model.lm_head.weight": torch.zeros(65, 32)}, "if the vocabulary was resized"),
+        ({"base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight": torch.zeros(2, 32)},
+         "load adapters of Transformers 4 with PEFT in Transformers 5"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value))[-40:],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, match):
+    path = folders[1] / "adapter_model.safetensors"
+    weights = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}
+    save_file(weights, path)
+    assert_refused(folders, match)
+
+
+@pytest.mark.parametrize("version", ["0.19.0", None])
+def test_square_weights_of_an_older_peft_may_be_the_other_way_round(version, tmp_path):
+    make(tmp_path / "base", "olmoe")  # where 2I is H, as in OLMoE itself
+    adapt(tmp_path / "base", "olmoe", HUB[:1], tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
+    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), "PEFT up to 0.19.0")
+
+
+def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", tie_word_embeddings=True)
+    adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter", modules_to_save=["embed_tokens"])
+    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), "tie_word_embeddings")
+
+
+def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_path):
+    make(tmp_path / "other", "qwen3_moe", moe_intermediate_size=24)
+    assert_refused((tmp_path / "other", *folders[1:]), "lora_A and lora_B of .* have shapes")
+    assert_refused((folders[0], folders[0], folders[2]), "adapter_config.json")
+    (folders[1] / "adapter_model.safetensors").write_bytes(b"short")
+    assert_refused(folders, "not a whole safetensors file")
+
+
+def test_the_command_merges_and_says_what_it_did(folders, capsys):
+    arguments = ["merge", *map(str, folders)]
+    assert main([*arguments, "--layout", "native", "--verify"]) == 0
+    assert "per_expert -> native" in " ".join(capsys.readouterr().out.split())
+    adapted = PeftModel.from_pretrained(load(folders[0]), folders[1])
+    assert relative_error(logits(load(folders[2])), logits(adapted)) < 1e-5, ORDER_OF_SUMS
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert "exists; remove it" in error and "Traceback" not in error
