@@ -41,7 +41,15 @@ class Quantized(NamedTuple):
 
     codes: torch.Tensor
     scales: torch.Tensor
-    state: torch.Tensor | None
+    state: torch.Tensor | None = None
+
+
+class Shapes(NamedTuple):
+    """Those of a Quantized."""
+
+    codes: tuple[int, ...]
+    scales: tuple[int, int, int]
+    state: tuple[int] | None
 
 
 def weight_shape(packed: Quantized, name: str) -> tuple[int, int, int]:
@@ -50,7 +58,7 @@ def weight_shape(packed: Quantized, name: str) -> tuple[int, int, int]:
     return num_experts, size_out, groups * FORMATS[name]
 
 
-def stored_shapes(name: str, shape: tuple[int, int, int]) -> Quantized:
+def stored_shapes(name: str, shape: tuple[int, ...]) -> Shapes:
     """The shapes of what stores a weight of shape (E, N, K).
 
     Raises:
@@ -65,10 +73,10 @@ def stored_shapes(name: str, shape: tuple[int, int, int]) -> Quantized:
         )
     scales = num_experts, size_out, size_in // block
     if name == "mxfp4":
-        return Quantized((*scales, block // 2), scales, None)
+        return Shapes((*scales, block // 2), scales, None)
     num_scales = num_experts * size_out * (size_in // block)
     state = SCALE_SCALES.start + -(-num_scales // SCALES_PER_SCALE)
-    return Quantized((num_experts, size_out, size_in // 2), scales, (state,))
+    return Shapes((num_experts, size_out, size_in // 2), scales, (state,))
 
 
 def check_quantized(packed: Quantized, name: str) -> None:
@@ -100,7 +108,7 @@ def quantize(weight_ENK: torch.Tensor, name: str) -> Quantized:
     """
     shapes = stored_shapes(name, tuple(weight_ENK.shape))
     codes, scales = (torch.empty(shape, dtype=torch.uint8, device=weight_ENK.device) for shape in shapes[:2])
-    if name == "mxfp4":
+    if shapes.state is None:
         for expert, weight in enumerate(weight_ENK):
             codes[expert], scales[expert] = _quantize_mxfp4(weight)
         return Quantized(codes, scales, None)
@@ -187,6 +195,7 @@ def dequantize(packed: Quantized, name: str, dtype: torch.dtype, experts=None) -
 
 def _expert_of_nf4(packed: Quantized):
     codes, scales, state = packed
+    assert state is not None  # NF4 has one
     num_scales = scales[0].numel()
     values, scale_map = state[VALUE_MAP], state[SCALE_MAP]
 

@@ -39,10 +39,10 @@ class Inputs(NamedTuple):
     gate_up_b: torch.Tensor | None
     down_a: torch.Tensor | None
     down_b: torch.Tensor | None
-    gate_up_scales: torch.Tensor | None
-    gate_up_state: torch.Tensor | None
-    down_scales: torch.Tensor | None
-    down_state: torch.Tensor | None
+    gate_up_scales: torch.Tensor | None = None
+    gate_up_state: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
+    down_state: torch.Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -56,9 +56,9 @@ class Options(NamedTuple):
     interleaved: bool
     gate_up_scale: float
     down_scale: float
-    gate_up_format: str
-    down_format: str
     backend: str
+    gate_up_format: str = ""
+    down_format: str = ""
 
 
 class Keep(NamedTuple):

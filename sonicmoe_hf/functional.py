@@ -160,6 +160,6 @@ def moe_experts(
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
     keep_v = differentiable and down_b is not None and down_b.requires_grad
-    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, gate_up_format, down_format, backend)
+    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend, gate_up_format, down_format)
     out = experts_op.run(differentiable, inputs, rows, options, Keep(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)

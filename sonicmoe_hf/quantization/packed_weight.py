@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..kernels.quantized import Quantized, check_quantized, dequantize, quantize, weight_shape
+from ..private.torch import to_copy, tree_leaves, without_torch_function, wrapper_of
 
 aten = torch.ops.aten
 FROZEN = (
@@ -22,6 +23,11 @@ NOT_DENSE = (
 )
 
 
+def _each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
+    codes, scales, state = packed
+    return Quantized(function(codes), function(scales), None if state is None else function(state))
+
+
 class PackedWeight(torch.Tensor):
     """A weight of experts in 4 bits with the shape and dtype of the dense weight that it stands for.
 
@@ -29,10 +35,13 @@ class PackedWeight(torch.Tensor):
     `.to(torch.float32)`) leave it as it is, moves and copies move and copy what is stored. It is never trained, and
     every operation that would read it as a dense tensor raises RuntimeError.
 
-    packed: what is stored (kernels.quantized.Quantized), of the transpose if `is_transposed`. format: "nf4" or "mxfp4".
+    codes, scales, state: what is stored (kernels.quantized.Quantized), of the transpose if `is_transposed`.
+    format: "nf4" or "mxfp4".
     """
 
-    packed: Quantized
+    codes: torch.Tensor
+    scales: torch.Tensor
+    state: torch.Tensor | None
     format: str
     is_transposed: bool
 
@@ -40,7 +49,7 @@ class PackedWeight(torch.Tensor):
     def __new__(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
         num_experts, size_out, size_in = weight_shape(packed, format)
         shape = (num_experts, size_in, size_out) if is_transposed else (num_experts, size_out, size_in)
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.codes.device)
+        return wrapper_of(cls, shape, dtype=dtype, device=packed.codes.device)
 
     def __init__(self, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
         self._hold(packed)
@@ -68,7 +77,7 @@ class PackedWeight(torch.Tensor):
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
         """A weight from stored parts. Raises ValueError where they do not fit together."""
-        packed = Quantized(*(None if part is None else part.contiguous() for part in packed))
+        packed = _each(packed, torch.Tensor.contiguous)
         check_quantized(packed, format)
         return cls(packed, format, dtype, is_transposed)
 
@@ -78,20 +87,19 @@ class PackedWeight(torch.Tensor):
         return dense.transpose(1, 2) if self.is_transposed else dense
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes that are stored."""
         return sum(part.nbytes for part in self.packed if part is not None)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        packed = Quantized(*(None if part is None else function(part) for part in self.packed))
-        return PackedWeight(packed, self.format, self.dtype, self.is_transposed)
+        return PackedWeight(_each(self.packed, function), self.format, self.dtype, self.is_transposed)
 
     def _is_like(self, other) -> bool:
         if not isinstance(other, PackedWeight) or self.shape != other.shape:
             return False
         return (self.format, self.is_transposed) == (other.format, other.is_transposed)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = without_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -100,7 +108,7 @@ class PackedWeight(torch.Tensor):
             result = operation(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        first = next(tensor for tensor in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(tensor, cls))
+        first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls))
         raise RuntimeError(NOT_DENSE.format(operation=function, format=first.format))
 
     def __tensor_flatten__(self):
@@ -112,8 +120,8 @@ class PackedWeight(torch.Tensor):
         return PackedWeight(Quantized(tensors["codes"], tensors["scales"], tensors.get("state")), *context)
 
     # `weight.data = ...` would exchange the shape and the device, and leave what is stored
-    @property
-    def data(self) -> PackedWeight:
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
@@ -190,7 +198,7 @@ _OPERATIONS = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.clone.default: _clone,
-    aten._to_copy.default: _to,
+    to_copy: _to,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy,
 }

@@ -56,9 +56,9 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
             raise ValueError(f"{full_name}: {error}") from error
         hold_packed(module, name, packed)
     config = ExpertsQuantizationConfig(format)
-    model.hf_quantizer = ExpertsQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
-    model.is_quantized, model.quantization_method = True, QUANT_METHOD
+    quantizer = ExpertsQuantizer(config, pre_quantized=True)
+    vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)
     finish(model)
     return model
 

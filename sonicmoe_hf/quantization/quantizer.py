@@ -22,7 +22,7 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..patching.experts import weight_names
 from .packed_weight import PackedWeight, as_parameter
-from .state import SUFFIXES, from_stored, use_stored_names
+from .state import from_stored, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
 WEIGHTS = ("gate_up_proj", "down_proj", "c_fc", "c_proj")
@@ -34,7 +34,7 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
 
     def __init__(self, experts: str = "nf4", linear: BitsAndBytesConfig | dict | None = None, **_):
         check_choice("experts_quantization", experts, FORMATS)
-        self.quant_method = QUANT_METHOD
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a str is what register_quantizer takes
         self.experts = experts
         self.linear = BitsAndBytesConfig.from_dict(linear) if isinstance(linear, dict) else linear
 
@@ -166,13 +166,11 @@ class ExpertsQuantizer(HfQuantizer):
         conversions = [] if self.linear is None else self.linear.get_weight_conversions()
         if not self.pre_quantized:
             return conversions
-        suffixes = SUFFIXES[self.quantization_config.experts]
-        ours = [
-            WeightConverter(
-                [f"experts.{name}{suffix}$" for suffix in suffixes], f"experts.{name}", [_TakePacked(self)]
-            )
-            for name in WEIGHTS
-        ]
+        format = self.quantization_config.experts
+        ours = []
+        for name in WEIGHTS:
+            patterns = [f"experts.{stored}$" for stored in stored_as(name, format)]
+            ours.append(WeightConverter(patterns, f"experts.{name}", [_TakePacked(self)]))
         return [*ours, *conversions]
 
     def _process_model_before_weight_loading(self, model, **kwargs):
@@ -198,10 +196,13 @@ class ExpertsQuantizer(HfQuantizer):
 
 def finish(model: PreTrainedModel) -> None:
     """What a model with packed experts needs beside them."""
-    model._weight_conversions = []  # saved under the names it has: nothing splits packed weights into one per expert
+    state = vars(model)
+    state[
+        "_weight_conversions"
+    ] = []  # saved under the names it has: nothing splits packed weights into one per expert
     # DDP broadcasts parameters as dense tensors when it starts; PEFT puts prefixes before their names
     names = [name for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)]
-    model._ddp_params_and_buffers_to_ignore = [
+    state["_ddp_params_and_buffers_to_ignore"] = [
         f"{prefix}{module}.{nested}{name}"
         for module, _, name in (name.rpartition(".") for name in names)
         for prefix in ("", "base_model.model.")

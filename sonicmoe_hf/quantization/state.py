@@ -11,21 +11,27 @@ from torch import nn
 from ..kernels.quantized import Quantized
 from .packed_weight import PackedWeight, as_parameter
 
-SUFFIXES = {"nf4": ("_codes", "_absmax", "_state"), "mxfp4": ("_blocks", "_scales")}
+STORED = {"nf4": ("codes", "absmax", "state"), "mxfp4": ("blocks", "scales")}
+HOOKED = "_sonicmoe_hf_stored_names"  # attribute of modules that have our hooks
+
+
+def stored_as(name: str, format: str) -> list[str]:
+    """The names of the tensors that stand for the parameter `name`, in the order of Quantized."""
+    return [f"{name}_{part}" for part in STORED[format]]
 
 
 def stored_tensors(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
     """The tensors that stand for the parameter `name`, by their names."""
-    return {name + suffix: part for suffix, part in zip(SUFFIXES[weight.format], weight.packed)}
+    parts = (part for part in weight.packed if part is not None)
+    return dict(zip(stored_as(name, weight.format), parts, strict=True))
 
 
 def from_stored(
     name: str, tensors: dict[str, torch.Tensor], format: str, dtype: torch.dtype, is_transposed: bool
 ) -> PackedWeight:
     """The weight that `stored_tensors` took apart. Raises ValueError where they do not fit together."""
-    parts = [tensors[name + suffix] for suffix in SUFFIXES[format]]
-    packed = Quantized(*parts, *[None] * (len(Quantized._fields) - len(parts)))
-    return PackedWeight.of(packed, format, dtype, is_transposed)
+    codes, scales, *state = (tensors[stored] for stored in stored_as(name, format))
+    return PackedWeight.of(Quantized(codes, scales, *state), format, dtype, is_transposed)
 
 
 def stored_names(module: nn.Module) -> set[str]:
@@ -44,7 +50,8 @@ def hold_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
 
 def use_stored_names(module: nn.Module) -> None:
     """Have the module's state dicts hold what its packed weights store, under `stored_names`."""
-    if _write_stored not in module._state_dict_hooks.values():
+    if not hasattr(module, HOOKED):
+        setattr(module, HOOKED, True)
         module.register_state_dict_post_hook(_write_stored)
         module.register_load_state_dict_pre_hook(_read_stored)
 
