@@ -4,15 +4,26 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.checkpoints import edit_config, make, rewrite, tensors_in
-from helpers.models import batch, build, loss_and_gradients
+from helpers.models import VOCABULARY, batch, build, loss_and_gradients
 from helpers.native import save_both
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Mxfp4Config,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
 
 from sonicmoe_hf import PackedWeight, UnsupportedExpertsError, from_pretrained, patch_model, quantize_experts
 from sonicmoe_hf.kernels.quantized import FORMATS
@@ -142,6 +153,31 @@ def test_full_fine_tuning_is_refused():
         model.requires_grad_(True)
     with pytest.raises(ValueError, match="purely quantized models"):
         Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
+
+
+def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
+    small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
+    ids = Dataset.from_list([{"input_ids": row.tolist()} for row in batch(8, 16)["input_ids"]])
+    words = WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="2")
+
+    def train(resume):
+        torch.manual_seed(0)
+        trainer = SFTTrainer(
+            from_pretrained(tmp_path / "dense", experts_quantization="mxfp4"),
+            SFTConfig(
+                str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, bf16=True,
+                gradient_checkpointing=True, report_to=[], use_cpu=True, disable_tqdm=True,
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            train_dataset=ids, processing_class=tokenizer, peft_config=LoraConfig(r=4, target_parameters=EXPERTS),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if resume else None)
+        assert len(packed_in(trainer.model)) == 4
+        return {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+
+    straight, resumed = train(False), train(True)
+    assert len(straight) == 8 and all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 class LiveBytes(TorchDispatchMode):
