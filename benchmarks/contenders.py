@@ -20,7 +20,7 @@ class Unavailable(Exception):
     """Why a contender cannot run here."""
 
 
-def _module(name):
+def peer_module(name):
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:
@@ -38,7 +38,7 @@ def ours(shape: Shape, backend: str):
 
 def grouped_mm(shape: Shape):
     """Transformers' experts_implementation="grouped_mm"."""
-    moe = _module("transformers.integrations.moe")
+    moe = peer_module("transformers.integrations.moe")
 
     class Experts:
         num_experts, has_gate, has_bias, is_transposed, has_post_expert_norm = shape.E, True, False, False, False
@@ -56,7 +56,7 @@ def grouped_mm(shape: Shape):
 
 def scattermoe(shape: Shape):
     """ScatterMoE (kernels-community/scattermoe), the other Triton implementation."""
-    peer = _module("scattermoe")
+    peer = peer_module("scattermoe")
 
     def layer(x, gate_up, down, expert, weight):
         order = peer.flatten_sort_count(expert, num_experts=shape.E)
@@ -72,8 +72,8 @@ def scattermoe(shape: Shape):
 
 def upstream(shape: Shape):
     """The kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for minutes."""
-    peer = _module("sonic_moe")
-    swiglu = _module("sonic_moe.enums").ActivationType("swiglu")
+    peer = peer_module("sonic_moe")
+    swiglu = peer_module("sonic_moe.enums").ActivationType("swiglu")
 
     def layer(x, gate_up, down, expert, weight):
         token = torch.arange(shape.T, device=x.device, dtype=torch.int32).repeat_interleave(shape.K)

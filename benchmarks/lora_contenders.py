@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from contenders import Unavailable, _module, upstream
+from contenders import peer_module, upstream
 from peft import LoraConfig, get_peft_model
 from shapes import Shape
 from torch import nn
@@ -106,8 +106,8 @@ def over_upstream(shape: Shape, gate_up, down, rank: int) -> Experts:
 
 def axolotl(shape: Shape, gate_up, down, rank: int) -> Experts:
     """Axolotl's ScatterMoE with fused LoRA, called as its HFScatterMoEGatedMLP does."""
-    peer = _module("scattermoe_lora")
-    convert = _module("scattermoe_lora.layers").peft_lora_to_scattermoe
+    peer = peer_module("scattermoe_lora")
+    convert = peer_module("scattermoe_lora.layers").peft_lora_to_scattermoe
     wrappers = with_lora(experts_module(shape, gate_up, down, "grouped_mm"), rank)[1]
     weights = {"gate_up_proj": gate_up.transpose(2, 1), "down_proj": down.transpose(2, 1)}
     options = {"use_fused_dX": True, "use_fused_gather": True}
@@ -132,7 +132,7 @@ def axolotl(shape: Shape, gate_up, down, rank: int) -> Experts:
 def unsloth(shape: Shape, gate_up, down, rank: int) -> Experts:
     """Unsloth's separate low-rank products over grouped GEMMs, given what its ParamWrapper hook leaves on the module."""
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp())  # or it writes sources into this folder
-    peer = _module("unsloth_zoo.temporary_patches.moe_utils")
+    peer = peer_module("unsloth_zoo.temporary_patches.moe_utils")
     module = experts_module(shape, gate_up, down, "grouped_mm")
     wrappers = with_lora(module, rank)[1]
 
@@ -144,10 +144,5 @@ def unsloth(shape: Shape, gate_up, down, rank: int) -> Experts:
     return _experts(layer, wrappers)
 
 
-PEERS = {
-    "PEFT over grouped_mm": over_grouped_mm,
-    "PEFT over sonicmoe (Transformers)": over_upstream,
-    "Axolotl ScatterMoE LoRA": axolotl,
-    "Unsloth": unsloth,
-}
-__all__ = ["PEERS", "Experts", "Unavailable", "experts_module", "through_peft"]
+UPSTREAM, AXOLOTL = "PEFT over sonicmoe (Transformers)", "Axolotl ScatterMoE LoRA"
+PEERS = {"PEFT over grouped_mm": over_grouped_mm, UPSTREAM: over_upstream, AXOLOTL: axolotl, "Unsloth": unsloth}

@@ -1,12 +1,13 @@
 """LoRA on the experts of one MoE layer: time, memory and error of every contender, in one interleaved run.
 
-    python benchmarks/lora_layer.py [--shape T,H,I,E,K ...] [--rank R ...] [--contender NAME ...] [--upstream] [--out DIR]
+    python benchmarks/lora_layer.py [--shape T,H,I,E,K ...] [--rank R ...] [--contender NAME ...] [--upstream] [--axolotl]
 
 Forward and backward; bf16, SwiGLU, the data of moe_layer.py, adapters in fp32 on both weights as PEFT makes them, so that
 casts and reorders are part of every step. Ours with all weights trained ("full"), none ("frozen"), and LoRA of each rank;
 the others at --peer-rank. Ratios are to our frozen layer of the same round. Writes lora_layer.csv.
---upstream adds PEFT over Transformers' sonicmoe, which tunes for about 100 s at each new shape. See lora_contenders.py
-for Axolotl's and Unsloth's kernels. --device cpu checks the script on small shapes; its times mean nothing.
+--upstream adds PEFT over Transformers' sonicmoe, which tunes for about 100 s at each new shape; --axolotl Axolotl's
+kernels, which autotune up to 108 configurations of two kernels at two sizes each. lora_contenders.py says where these and
+Unsloth's come from. --device cpu checks the script on small shapes; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from lora_contenders import PEERS, Experts, Unavailable, experts_module, through_peft
+from contenders import Unavailable
+from lora_contenders import AXOLOTL, PEERS, UPSTREAM, Experts, experts_module, through_peft
 from moe_layer import Table, captured, first_step, interleaved_times, memory
 from shapes import add_shapes, chosen_shapes, problem
 
@@ -215,6 +217,7 @@ def main():
     parser.add_argument("--peer-rank", type=int, default=16)
     parser.add_argument("--contender", action="append", choices=list(PEERS), help="beside ours")
     parser.add_argument("--upstream", action="store_true", help="also PEFT over Transformers' sonicmoe")
+    parser.add_argument("--axolotl", action="store_true", help="also Axolotl's ScatterMoE LoRA")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -222,7 +225,8 @@ def main():
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --shape 64,32,16,8,2 checks the script")
     options.rank = options.rank or [8, 16, 64]
-    options.contender = options.contender or [n for n in PEERS if options.upstream or "Transformers" not in n]
+    tuned = {UPSTREAM: options.upstream, AXOLOTL: options.axolotl}
+    options.contender = options.contender or [name for name in PEERS if tuned.get(name, True)]
     backend = backends.choose(torch.device(options.device), torch.bfloat16)
     print(f"{OURS}: {backend.name} backend", flush=True)
     table = Table()

@@ -97,7 +97,8 @@ def adapted(model, case: Case):
         return model.requires_grad_(True)
     parameters = {} if case.trained == "LoRA" else {"target_parameters": []}
     adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=ATTENTION, **parameters)
-    return get_peft_model(model, adapters)
+    with torch.device(next(model.parameters()).device):  # PEFT initialises them where new tensors are made
+        return get_peft_model(model, adapters)
 
 
 def one_step(model, optimizer, tokens, device):

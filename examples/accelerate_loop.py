@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, small_config
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
         model, optimizer, train_batches, held_out_batches
     )
 
+    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    balancing.start(model)
     before = evaluate(model, held_out_batches, accelerator)
     accelerator.print(f"held-out loss {before:.3f} before training")
     model.train()
@@ -73,6 +75,7 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        balancing.step(model)  # updates the routers' biases, where LoadBalancing(bias_update=...) asks for it
         optimizer.zero_grad()
         if step % 10 == 0:
             accelerator.print(f"step {step:>4}  loss {loss.item():.3f}")

@@ -45,6 +45,7 @@ from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 from sonicmoe_hf.native.adapter import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
+SMALL_MODEL_LOSS = 0.05  # at 0.01 some experts of a random start are still without rows after 100 steps
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
@@ -90,6 +91,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     moe.add_argument("--min-tiles-per-expert", type=float, default=2.0)
     moe.add_argument("--start", type=moment, default=0.0, help="of token rounding: step, or fraction of training")
     moe.add_argument("--end", type=moment, default=1.0)
+    moe.add_argument("--per-layer-loss", type=float,
+                     help=f"balancing loss; default: {SMALL_MODEL_LOSS} for the small model, else none")  # fmt: skip
+    moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
     moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
     moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")
 
@@ -193,7 +197,7 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
 
 
 def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespace) -> Trainer:
-    """A Trainer with token rounding and the experts' load."""
+    """A Trainer with token rounding, balanced experts, and their load."""
     learning_rate = arguments.learning_rate
     if learning_rate is None:
         learning_rate = 1e-4 if arguments.lora_rank else 3e-3 if arguments.model is None else 1e-5
@@ -210,6 +214,11 @@ def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespa
             min_tiles_per_expert=arguments.min_tiles_per_expert,
         )
         callbacks.append(rounding)
+    per_layer_loss = arguments.per_layer_loss
+    if per_layer_loss is None and arguments.model is None:
+        per_layer_loss = SMALL_MODEL_LOSS
+    if per_layer_loss is not None or arguments.bias_update is not None:
+        callbacks.append(sonicmoe_hf.LoadBalancing(per_layer_loss, arguments.bias_update))
     trainer = Trainer(
         model=model,
         args=TrainingArguments(

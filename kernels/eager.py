@@ -112,14 +112,15 @@ def _activate(gate, up, activation: Activation, da=1.0):
     Where a clamp or relu is flat they are 0 whatever `da` is, NaN included, as autograd has it.
     """
     name = activation.name
-    if name == "clamped_swiglu":
-        alpha, limit = activation.alpha, activation.limit
+    if name in ("clamped_swiglu", "clamped_silu"):
+        limit = activation.limit
+        alpha, shift = (activation.alpha, 1.0) if name == "clamped_swiglu" else (1.0, 0.0)
         gate_clamped, up_clamped = gate.clamp(max=limit), up.clamp(-limit, limit)
         sigmoid = torch.sigmoid(alpha * gate_clamped)
         glu = gate_clamped * sigmoid
-        slope = (up_clamped + 1) * (sigmoid + alpha * glu * (1 - sigmoid))
+        slope = (up_clamped + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
         dgate = torch.where(gate <= limit, da * slope, 0.0)
-        return (up_clamped + 1) * glu, dgate, torch.where(up.abs() <= limit, da * glu, 0.0)
+        return (up_clamped + shift) * glu, dgate, torch.where(up.abs() <= limit, da * glu, 0.0)
     if name == "reglu":
         value = torch.relu(gate)
         return value * up, torch.where(gate <= 0, 0.0, da * up), da * value
@@ -238,6 +239,12 @@ def down_bias_gradient(dout_TH, weight_P, rows, like_EH):
 
 def _source_rows(source, rows, span, gathered):
     return source[rows.token[span]] if gathered else source[span]
+
+
+def reorder(source_ENj, out_ENJ):
+    rank = source_ENj.shape[2]
+    out_ENJ[:, :, :rank] = source_ENj
+    out_ENJ[:, :, rank:] = 0
 
 
 def rank_rows(source, a_EJK, rows, scale, gathered):

@@ -23,6 +23,8 @@ def gated_activation(gate, up, name="swiglu", alpha=1.702, limit=7.0):
     if name == "clamped_swiglu":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    if name == "clamped_silu":
+        return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     raise ValueError(f"unknown activation {name!r}")
 
 

@@ -1,10 +1,19 @@
-"""One file per model family: facts, no mechanism. To add a family, write its file and list it in FAMILIES."""
+"""Facts of model families, no mechanism. A file lists the families that share its formulas.
 
-from . import deepseek_v3, gpt_oss, olmoe, qwen3_moe
-from .family import Family
+To add a family, add it to the file whose router has the same forward (tests/patching/test_architectures.py compares the
+sources), or write a file with its formulas and list it here.
+"""
+
+from . import deepseek_v2, deepseek_v3, ernie4_5_moe, gpt_oss, mixtral, olmoe
+from .family import Family, NativeFamily
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (qwen3_moe, olmoe, deepseek_v3, gpt_oss)
+    family.name: family
+    for module in (olmoe, deepseek_v3, gpt_oss, mixtral, deepseek_v2, ernie4_5_moe)
+    for family in module.FAMILIES
+}
+NATIVE_FAMILIES: dict[str, NativeFamily] = {
+    name: family for name, family in FAMILIES.items() if isinstance(family, NativeFamily)
 }
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "NATIVE_FAMILIES", "Family", "NativeFamily"]

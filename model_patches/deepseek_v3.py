@@ -1,8 +1,9 @@
-"""DeepSeek-V3 and R1 (sigmoid scores, groups of experts, shared experts outside our reach)."""
+"""DeepSeek-V3 and R1 (sigmoid scores, groups of experts, shared experts outside our reach), and the families whose
+routers have a forward equal to DeepSeek-V3's, line by line."""
 
 import torch
 
-from .family import Family, Weighting
+from .family import Family, NativeFamily, Weighting, modeling_module, only_in_groups
 
 
 def _scores(router, logits_TE):
@@ -11,19 +12,16 @@ def _scores(router, logits_TE):
     with torch.no_grad():
         for_choice_TGN = (scores_TE + router.e_score_correction_bias).unflatten(-1, (router.num_group, -1))
         group_scores_TG = for_choice_TGN.topk(2, dim=-1).values.sum(-1)
-        chosen_TG = group_scores_TG.topk(router.topk_group, dim=-1, sorted=False).indices
-        outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, chosen_TG, False)
-        outside_TE = outside_TG.unsqueeze(-1).expand_as(for_choice_TGN).flatten(1)
-    return scores_TE, scores_TE.masked_fill(outside_TE, float("-inf"))
+    return scores_TE, only_in_groups(scores_TE, group_scores_TG, router.topk_group)
 
 
 def _weighting(router):
     return Weighting(bool(router.norm_topk_prob), 1e-20, float(router.routed_scaling_factor))
 
 
-FAMILY = Family(
+DEEPSEEK_V3 = NativeFamily(
     name="deepseek_v3",
-    module="transformers.models.deepseek_v3.modeling_deepseek_v3",
+    module=modeling_module("deepseek_v3"),
     block="DeepseekV3MoE",
     router="DeepseekV3TopkRouter",
     experts="DeepseekV3Experts",
@@ -32,7 +30,38 @@ FAMILY = Family(
     model="DeepseekV3Model",
     causal_lm="DeepseekV3ForCausalLM",
     hub_layout="per_expert",
-    router_attribute="gate",
     scores=_scores,
     weighting=_weighting,
+)
+SAME_ROUTER = (  # model_type, block, router, base class of the models
+    ("axk1", "AXK1MoE", "AXK1TopkRouter", "AXK1PreTrainedModel"),
+    ("bailing_hybrid", "BailingHybridMoE", "BailingHybridTopkRouter", "BailingHybridPreTrainedModel"),
+    ("deepseek_v32", "DeepseekV32MoE", "DeepseekV32TopkRouter", "DeepseekV32PreTrainedModel"),
+    ("dots1", "Dots1MoE", "Dots1TopkRouter", "Dots1PreTrainedModel"),
+    ("dots3_note", "Dots3NoteTextMoE", "Dots3NoteTextTopkRouter", "Dots3NotePreTrainedModel"),
+    ("exaone_moe", "ExaoneMoeSparseMoEBlock", "ExaoneMoeTopkRouter", "ExaoneMoePreTrainedModel"),
+    ("glm4_moe", "Glm4MoeMoE", "Glm4MoeTopkRouter", "Glm4MoePreTrainedModel"),
+    ("glm4_moe_lite", "Glm4MoeLiteMoE", "Glm4MoeLiteTopkRouter", "Glm4MoeLitePreTrainedModel"),
+    ("glm4v_moe", "Glm4vMoeTextMoE", "Glm4vMoeTextTopkRouter", "Glm4vMoePreTrainedModel"),
+    ("glm5_next", "Glm5NextTextMoE", "Glm5NextTextTopkRouter", "Glm5NextPreTrainedModel"),
+    ("glm_moe_dsa", "GlmMoeDsaMoE", "GlmMoeDsaTopkRouter", "GlmMoeDsaPreTrainedModel"),
+    ("hy_v4", "HYV4MoE", "HYV4TopkRouter", "HYV4PreTrainedModel"),
+    ("kimi_linear", "KimiLinearMoE", "KimiLinearTopkRouter", "KimiLinearPreTrainedModel"),
+    ("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashTopkRouter", "MiMoV2FlashPreTrainedModel"),
+    ("solar_open", "SolarOpenMoE", "SolarOpenTopkRouter", "SolarOpenPreTrainedModel"),
+)
+FAMILIES = (
+    DEEPSEEK_V3,
+    *(
+        Family(
+            name=name,
+            module=modeling_module(name),
+            block=block,
+            router=router,
+            pretrained=pretrained,
+            scores=_scores,
+            weighting=_weighting,
+        )
+        for name, block, router, pretrained in SAME_ROUTER
+    ),
 )

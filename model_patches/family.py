@@ -1,6 +1,6 @@
-"""What is to be known of a model family, and the weighting formulas that families share.
+"""What is to be known of a model family, and the formulas that families share.
 
-Letters: T tokens, E experts. Scores and weights are fp32 until the family's own final cast.
+Letters: T tokens, E experts, G groups of N experts. Scores and weights are fp32 until the family's own final cast.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from sonicmoe_hf.kernels.rounding import set_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The facts of one family of Transformers models.
+    """What token rounding, balancing and replay need to know of one family of Transformers models.
 
-    name: its model_type. module: where Transformers defines it. block, router, experts, pretrained, config, model,
-        causal_lm: class names there.
-    hub_layout: how its checkpoints on the hub store experts, a name of sonicmoe_hf.native.layouts.CHECKPOINT_LAYOUTS.
+    name: what sonicmoe_hf calls it: its model_type, where it has only one kind of block. module: where Transformers
+        defines it. block, router, pretrained: class names there; `pretrained` is the base class of its models.
     router_attribute: what the block calls its router.
     scores(router, logits_TE) -> (scores_TE, ranking_TE): S of every expert for every token, fp32, differentiable; and
         what token rounding ranks by, -inf where an expert must never be added to the token.
@@ -32,19 +31,34 @@ class Family:
     module: str
     block: str
     router: str
-    experts: str
     pretrained: str
-    config: str
-    model: str
-    causal_lm: str
-    hub_layout: str
-    router_attribute: str
+    router_attribute: str = "gate"
     scores: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     weighting: Callable[[nn.Module], Weighting]
 
     def weights(self, router: nn.Module, scores_TE: torch.Tensor, mask_TE: torch.Tensor) -> torch.Tensor:
         """weights_TE: the family's formula on each token's set, a mask; zeros elsewhere. Differentiable."""
         return set_weights(scores_TE, mask_TE, *self.weighting(router))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeFamily(Family):
+    """A family with a native layout of its checkpoints too (sonicmoe_hf.native).
+
+    experts, config, model, causal_lm: class names. hub_layout: how its checkpoints on the hub store experts, a name of
+        sonicmoe_hf.native.layouts.CHECKPOINT_LAYOUTS.
+    """
+
+    experts: str
+    config: str
+    model: str
+    causal_lm: str
+    hub_layout: str
+
+
+def modeling_module(folder: str) -> str:
+    """Where Transformers defines the models of this folder of transformers.models."""
+    return f"transformers.models.{folder}.modeling_{folder}"
 
 
 def softmax_scores(router: nn.Module, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,3 +70,16 @@ def softmax_scores(router: nn.Module, logits_TE: torch.Tensor) -> tuple[torch.Te
 def norm_topk_prob_weighting(router: nn.Module) -> Weighting:
     """S, divided by its sum where the router says norm_topk_prob."""
     return Weighting(normalised=bool(router.norm_topk_prob))
+
+
+def normalised_weighting(router: nn.Module) -> Weighting:
+    """S, divided by its sum. Softmax over the chosen logits equals this too."""
+    return Weighting(normalised=True)
+
+
+def only_in_groups(ranking_TE: torch.Tensor, group_scores_TG: torch.Tensor, topk_group: int) -> torch.Tensor:
+    """`ranking_TE`, with -inf for the experts of all but the `topk_group` groups with the highest scores."""
+    chosen_TG = group_scores_TG.topk(topk_group, dim=-1, sorted=False).indices
+    outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, chosen_TG, False)
+    outside_TGN = outside_TG.unsqueeze(-1).expand(*outside_TG.shape, ranking_TE.shape[1] // outside_TG.shape[1])
+    return ranking_TE.masked_fill(outside_TGN.flatten(1), float("-inf"))

@@ -1,10 +1,10 @@
-"""OLMoE (allenai/OLMoE-1B-7B and its kin)."""
+"""OLMoE, Qwen3-MoE, and the families whose routers have a forward equal to theirs, line by line."""
 
-from .family import Family, norm_topk_prob_weighting, softmax_scores
+from .family import Family, NativeFamily, modeling_module, norm_topk_prob_weighting, softmax_scores
 
-FAMILY = Family(
+OLMOE = NativeFamily(
     name="olmoe",
-    module="transformers.models.olmoe.modeling_olmoe",
+    module=modeling_module("olmoe"),
     block="OlmoeSparseMoeBlock",
     router="OlmoeTopKRouter",
     experts="OlmoeExperts",
@@ -13,7 +13,50 @@ FAMILY = Family(
     model="OlmoeModel",
     causal_lm="OlmoeForCausalLM",
     hub_layout="per_expert",
-    router_attribute="gate",
     scores=softmax_scores,
     weighting=norm_topk_prob_weighting,
+)
+QWEN3_MOE = NativeFamily(
+    name="qwen3_moe",
+    module=modeling_module("qwen3_moe"),
+    block="Qwen3MoeSparseMoeBlock",
+    router="Qwen3MoeTopKRouter",
+    experts="Qwen3MoeExperts",
+    pretrained="Qwen3MoePreTrainedModel",
+    config="Qwen3MoeConfig",
+    model="Qwen3MoeModel",
+    causal_lm="Qwen3MoeForCausalLM",
+    hub_layout="per_expert",
+    scores=softmax_scores,
+    weighting=norm_topk_prob_weighting,
+)
+SAME_ROUTER = (  # name, folder of transformers.models, beginning of the block's and the router's names, base class
+    ("flex_olmo", "flex_olmo", "FlexOlmo", "FlexOlmoPreTrainedModel"),
+    ("mellum", "mellum", "Mellum", "MellumPreTrainedModel"),
+    ("qwen2_moe", "qwen2_moe", "Qwen2Moe", "Qwen2MoePreTrainedModel"),
+    ("qwen3_next", "qwen3_next", "Qwen3Next", "Qwen3NextPreTrainedModel"),
+    (
+        "qwen3_omni_moe_thinker",
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeThinkerText",
+        "Qwen3OmniMoeThinkerTextPreTrainedModel",
+    ),
+    ("qwen3_omni_moe_talker", "qwen3_omni_moe", "Qwen3OmniMoeTalkerText", "Qwen3OmniMoePreTrainedModel"),
+    ("qwen4_exp", "qwen4_exp", "Qwen4ExpText", "Qwen4ExpPreTrainedModel"),
+)
+FAMILIES = (
+    QWEN3_MOE,
+    OLMOE,
+    *(
+        Family(
+            name=name,
+            module=modeling_module(folder),
+            block=f"{prefix}SparseMoeBlock",
+            router=f"{prefix}TopKRouter",
+            pretrained=pretrained,
+            scores=softmax_scores,
+            weighting=norm_topk_prob_weighting,
+        )
+        for name, folder, prefix, pretrained in SAME_ROUTER
+    ),
 )

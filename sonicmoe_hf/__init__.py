@@ -31,10 +31,13 @@ if TYPE_CHECKING:
         unpatch,
         unpatch_model,
     )
+    from .patching.recorded import RecordedRouting
+    from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
     from .peft_config import lora_config
     from .quantization.packed_weight import PackedWeight
     from .quantization.quantize import quantize_experts
+    from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
 _MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
@@ -50,10 +53,13 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "native.modeling": ("SonicMoEExperts",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
+    "patching.recorded": ("RecordedRouting",),
+    "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
     "peft_config": ("lora_config",),
     "quantization.packed_weight": ("PackedWeight",),
     "quantization.quantize": ("quantize_experts",),
+    "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -62,8 +68,10 @@ __all__ = [
     "CheckpointError",
     "ExpertLoadCallback",
     "LayerSupport",
+    "LoadBalancing",
     "PackedWeight",
     "PatchReport",
+    "RecordedRouting",
     "SonicMoEExperts",
     "TokenRounding",
     "TokenRoundingCallback",
@@ -83,6 +91,8 @@ __all__ = [
     "patch",
     "patch_model",
     "quantize_experts",
+    "record_routing",
+    "replay_routing",
     "routing",
     "set_routing",
     "supports",

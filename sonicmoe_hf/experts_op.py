@@ -88,11 +88,12 @@ class _Layer:
         self.activation = Activation(options.activation, options.alpha, options.limit)
         self.gate_up_adapter = pack(
             inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
-            self._in_order_of(inputs.gate_up, options.gate_up_format),
+            self._in_order_of(inputs.gate_up, options.gate_up_format), self.kernels,
         )  # fmt: skip
         self.down_adapter = pack(
-            inputs.down_a, inputs.down_b, options.down_scale, self._in_order_of(inputs.down, options.down_format)
-        )
+            inputs.down_a, inputs.down_b, options.down_scale, self._in_order_of(inputs.down, options.down_format),
+            self.kernels,
+        )  # fmt: skip
 
     def _in_order_of(self, weight, format) -> torch.Tensor:
         """A tensor of the dtype and order of the logical view, which for a packed weight is not there yet."""

@@ -7,10 +7,11 @@ engine asks for).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .kernels import eager
 from .kernels.interface import Extra
 
 RANK_MULTIPLE = 8
@@ -79,24 +80,25 @@ class Packed(NamedTuple):
         return Extra(drank_PJ, self.a_EJK.transpose(1, 2))
 
 
-def pack(a: torch.Tensor | None, b: torch.Tensor | None, scale: float, weight_EON: torch.Tensor) -> Packed | None:
-    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order; None where `a` is."""
-    if a is None:
+def pack(
+    a: torch.Tensor | None, b: torch.Tensor | None, scale: float, weight_EON: torch.Tensor, kernels: Any = eager
+) -> Packed | None:
+    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order; None where `a` is.
+    kernels: the backend."""
+    if a is None or b is None:
         return None
     rank, in_last = padded_rank(a), weight_EON.stride(2) == 1
-    a_EKJ = _packed(a.transpose(1, 2), rank, weight_EON.dtype, not in_last)
-    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, weight_EON.dtype, in_last), scale)
+    a_EKJ = _packed(a.transpose(1, 2), rank, weight_EON.dtype, not in_last, kernels)
+    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, weight_EON.dtype, in_last, kernels), scale)
 
 
-def _packed(factor_ENr, padded, dtype, rank_last):
+def _packed(factor_ENr, padded, dtype, rank_last, kernels):
     """[E, N, J] of a factor [E, N, r], with J or N contiguous."""
     num_experts, size, rank = factor_ENr.shape
     strides = (size * padded, padded, 1) if rank_last else (size * padded, 1, size)
     if rank == padded and factor_ENr.dtype == dtype and factor_ENr.stride() == strides:
         return factor_ENr
-    packed = factor_ENr.new_empty(strides[0] * num_experts, dtype=dtype).as_strided(
-        (num_experts, size, padded), strides
-    )
-    packed[:, :, :rank] = factor_ENr
-    packed[:, :, rank:] = 0
+    packed = factor_ENr.new_empty(strides[0] * num_experts, dtype=dtype)
+    packed = packed.as_strided((num_experts, size, padded), strides)
+    kernels.reorder(factor_ENr, packed)
     return packed

@@ -205,16 +205,19 @@ _differentiable = custom_op.without_dispatcher(_FORWARD, "token rounding", _setu
 _functional = custom_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
 
 
-def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None):
+def rounded_routing(
+    family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None, *, dtype: torch.dtype | None = None
+):
     """Token rounding as a model's router would have it.
 
     Args:
         family: a model_patches.Family. router: the model's router module.
         logits_TE, top_k_index_TK: what the router returned. valid_T: bool, or None when every token counts.
+        dtype: of the weights, as the family casts them; None: the logits'.
     Returns:
         (Routing, fell_back). The pairs are listed as rows are: expert by expert, by rising token; past them, up to the
         policy's `max_rows`, the lists name expert E: no expert. The weights follow the family's formula on each token's
-        final set, in the logits' dtype as the family casts them, differentiable; a token without experts gets none.
+        final set, differentiable; a token without experts gets none.
         fell_back, False or a bool tensor, says that padding left too few tokens and top-k stands.
     """
     num_tokens, num_experts = logits_TE.shape
@@ -225,7 +228,8 @@ def rounded_routing(family, router, logits_TE, top_k_index_TK, policy: TokenRoun
     run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
     how = _Rounding(
         policy.rounding, policy.tile_rows, policy.least_pairs(num_experts),
-        policy.max_rows(num_tokens, top_k, num_experts), logits_TE.dtype, backend,
+        policy.max_rows(num_tokens, top_k, num_experts),
+        logits_TE.dtype if dtype is None else dtype, backend,
     )  # fmt: skip
     weight_P, expert_P, *rows = run(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),

@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 
@@ -7,6 +8,12 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What the test modules imported stays: no later collection looks through it. The Trainer, for one, collects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

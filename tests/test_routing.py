@@ -143,7 +143,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ROUTERS)
 def test_the_routing_lists_the_masks_pairs_with_the_familys_weights_and_their_gradients(family, padding):
     facts, router, policy = FAMILIES[family], ROUTERS[family], TokenRounding(tile=8, rounding="up")
     logits = torch.randn(90, 8, requires_grad=True)
@@ -186,7 +186,7 @@ def test_known_rows_of_other_sizes_are_refused():
         routing.rows_for("eager", 60, 4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ROUTERS)
 def test_a_token_without_experts_gets_nothing_and_finite_gradients(family):
     facts, router = FAMILIES[family], ROUTERS[family]
     logits = torch.randn(6, 8, requires_grad=True)

@@ -18,6 +18,7 @@ from ..triton import factor_gradient as factor_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import rank_backward as rank_backward
 from ..triton import rank_rows as rank_rows
+from ..triton import reorder as reorder
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length

@@ -42,14 +42,15 @@ def _where(condition, x):
 def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
     """a of scalars and, of its gradient `da`, those of gate and up; what is not used costs nothing. Where a clamp or relu
     is flat they are 0 whatever `da` is."""
-    if const_expr(name == "clamped_swiglu"):
+    if const_expr(name in ("clamped_swiglu", "clamped_silu")):
+        alpha, shift = (alpha, 1.0) if const_expr(name == "clamped_swiglu") else (1.0, 0.0)
         clamped_gate = _clamp(gate, limit)
         clamped_up = _clamp(up, limit, -limit)
         sigmoid = _sigmoid(alpha * clamped_gate)
         glu = clamped_gate * sigmoid
-        slope = (clamped_up + 1) * (sigmoid + alpha * glu * (1 - sigmoid))
+        slope = (clamped_up + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
         inside = Boolean(up <= limit) & Boolean(up >= -limit)
-        return (clamped_up + 1) * glu, _where(gate <= limit, da * slope), _where(inside, da * glu)
+        return (clamped_up + shift) * glu, _where(gate <= limit, da * slope), _where(inside, da * glu)
     if const_expr(name == "reglu"):
         above = (gate > 0.0) | (gate != gate)
         value = _where(above, gate)

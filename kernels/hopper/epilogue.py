@@ -112,11 +112,11 @@ class EpilogueWarpsKernel(VarlenMKernel):
         expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
         tile_count = Int32(1)
         while expert >= 0:
-            k_tiles, unused, tail_k_blocks = self.mainloop_lengths(Int32(first + WARPGROUP_M * half < end))
+            has_rows = Int32(first + WARPGROUP_M * half < end)
             stage, phase = multiply_tile(
                 tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
                 column_tile == self.column_tiles - 1,
-                (shared.pipeline, stage, phase, k_tiles, unused, None, 1, tail_k_blocks),
+                self.mainloop_arguments(shared.pipeline, stage, phase, has_rows),
             )  # fmt: skip
             if const_expr(bias is not None):
                 width, limit = self.columns // self.halves, bias.shape[1] // self.halves

@@ -149,8 +149,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                 arrivals = 1
                 if const_expr(self.rows > TILE_M):
                     arrivals = 2 - Int32(first + TILE_M < end)  # for the other consumer too
-                k_tiles, unused, tail_k_blocks = self.mainloop_lengths()
-                mainloop = shared.pipeline, stage, phase, k_tiles, unused, other_order, arrivals, tail_k_blocks
+                mainloop = self.mainloop_arguments(shared.pipeline, stage, phase, None, other_order, arrivals)
                 if first + WARPGROUP_M < end:
                     stage, phase = multiply_tile(
                         tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
@@ -174,10 +173,9 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                     stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
                 else:
                     if first + TILE_M < end:
-                        k_tiles, _, tail_k_blocks = self.mainloop_lengths()
                         stage, phase = multiply(
-                            tiled_mma, (top,), (third_a,), fragment_b, shared.pipeline, stage, phase,
-                            k_tiles, tail_k_blocks=tail_k_blocks,
+                            tiled_mma, (top,), (third_a,), fragment_b,
+                            *self.mainloop_arguments(shared.pipeline, stage, phase),
                         )  # fmt: skip
                         self.store_rows(
                             store, top, coordinates, shared, atom_out, tensor_out, bias, expert, first + TILE_M, end,

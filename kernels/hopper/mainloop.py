@@ -84,14 +84,14 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, pipeline: cutlass.Constexpr, stage: Int32, phase: Int32,
-    k_tiles: Int32, unused=None, order_barrier=None, arrivals=1, tail_k_blocks=None, pending=None,
+    k_tiles: Int32, unused=None, order_barrier=None, arrivals=1, tail_k_blocks=None, has_tail=True, pending=None,
 ):  # fmt: skip
     """accumulator = A B^T, summed over `k_tiles` stages, for each of a tuple of accumulators and A's.
 
-    tail_k_blocks: where > 0, as many k blocks of one more stage are added. unused: how many further stages are released
-    unread. order_barrier: every warp arrives there when all stages have arrived. arrivals: what a warp counts for when it
-    releases a stage. pending: (the stage before, whether there is one), whose MMAs are in flight and are added to.
-    Returns the pipeline's next stage and phase.
+    tail_k_blocks: how many k blocks of one more stage are added: an Int32, or a number where `has_tail`. unused: how many
+    further stages are released unread. order_barrier: every warp arrives there when all stages have arrived. arrivals:
+    what a warp counts for when it releases a stage. pending: (the stage before, whether there is one), whose MMAs are in
+    flight and are added to. Returns the pipeline's next stage and phase.
     """
     if const_expr(pending is None):
         for accumulator in accumulators:
@@ -105,7 +105,15 @@ def multiply(
             issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
         previous, stage, phase = commit_stage(pipeline, previous, has_previous or k_tile > 0, stage, phase, arrivals)
     has_previous = has_previous or k_tiles > 0
-    if const_expr(tail_k_blocks is not None):
+    if const_expr(isinstance(tail_k_blocks, int)):
+        if has_tail:
+            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            warpgroup.fence()
+            for k_block in cutlass.range_constexpr(tail_k_blocks):  # in a dynamic loop ptxas may serialise them
+                issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
+            previous, stage, phase = commit_stage(pipeline, previous, has_previous, stage, phase, arrivals)
+            has_previous = has_tail
+    elif const_expr(tail_k_blocks is not None):
         if tail_k_blocks > 0:
             cute.arch.mbarrier_wait(pipeline.full + stage, phase)
             warpgroup.fence()

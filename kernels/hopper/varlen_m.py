@@ -144,16 +144,18 @@ class VarlenMKernel:
         half_b = operand_layout(self.dtype, self.columns // self.halves, stride_k == 1, self.stages)
         return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
 
-    def mainloop_lengths(self, has_rows=None):
-        """(whole k tiles, stages released unread, tail k blocks or None) of a tile, for `multiply`; of half a tile all
-        stages are released unread unless it `has_rows`."""
+    def mainloop_arguments(self, pipeline, stage, phase, has_rows=None, order_barrier=None, arrivals=1):
+        """What `multiply` takes beside the operands, for a tile, or for half a tile, whose stages are released unread
+        unless it `has_rows`."""
+        tail_k_blocks = self.tail_k_blocks or None
         if has_rows is None:
-            return Int32(self.whole_k_tiles), None, Int32(self.tail_k_blocks) if self.tail_k_blocks else None
+            k_tiles = Int32(self.whole_k_tiles)
+            return pipeline, stage, phase, k_tiles, None, order_barrier, arrivals, tail_k_blocks, True
         k_tiles = has_rows * self.whole_k_tiles
         unused = self.k_tiles - k_tiles
         if self.extra_k_tiles:
             unused = (1 - has_rows) * (self.k_tiles + self.extra_k_tiles)
-        return k_tiles, unused, has_rows * self.tail_k_blocks if self.tail_k_blocks else None
+        return pipeline, stage, phase, k_tiles, unused, order_barrier, arrivals, tail_k_blocks, has_rows > 0
 
     def whole_work_tiles(self, tiles):
         """(how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are gathered,

@@ -26,6 +26,7 @@ from .gemm_rank import rank_rows as _rank_rows
 from .gemm_up import up as _up
 from .gemm_wgrad import down_gradient as _down_gradient
 from .gemm_wgrad import gate_up_gradient as _gate_up_gradient
+from .reorder import reorder as _reorder
 from .rounding import round_rows as _round_rows
 from .rounding_backward import round_rows_backward as _round_rows_backward
 from .topk import top_k as _top_k
@@ -60,6 +61,7 @@ gate_up_gradient = _on_its_device(_gate_up_gradient)
 down_gradient = _on_its_device(_down_gradient)
 gate_up_bias_gradient = _on_its_device(_gate_up_bias_gradient)
 down_bias_gradient = _on_its_device(_down_bias_gradient)
+reorder = _on_its_device(_reorder)
 rank_rows = _on_its_device(_rank_rows)
 rank_backward = _on_its_device(_rank_backward)
 factor_gradient = _on_its_device(_factor_gradient)

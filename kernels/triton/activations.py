@@ -10,15 +10,17 @@ import triton.language as tl
 def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """a and, of its gradient `da`, those of gate and up, in fp32; names and formulas as in interface.Activation. Where a
     clamp or relu is flat they are 0 whatever `da` is. NaN goes through all of them."""
-    if NAME == "clamped_swiglu":
+    if NAME == "clamped_swiglu" or NAME == "clamped_silu":
+        alpha: tl.constexpr = ALPHA if NAME == "clamped_swiglu" else 1.0
+        shift: tl.constexpr = 1.0 if NAME == "clamped_swiglu" else 0.0
         gate_clamped = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up_clamped = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up_clamped = tl.minimum(up_clamped, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        sigmoid = tl.sigmoid(ALPHA * gate_clamped)
+        sigmoid = tl.sigmoid(alpha * gate_clamped)
         glu = gate_clamped * sigmoid
-        slope = (up_clamped + 1) * (sigmoid + ALPHA * glu * (1 - sigmoid))
+        slope = (up_clamped + shift) * (sigmoid + alpha * glu * (1 - sigmoid))
         dgate = tl.where(gate <= LIMIT, da * slope, 0.0)
-        return (up_clamped + 1) * glu, dgate, tl.where(tl.abs(up) <= LIMIT, da * glu, 0.0)
+        return (up_clamped + shift) * glu, dgate, tl.where(tl.abs(up) <= LIMIT, da * glu, 0.0)
     if NAME == "reglu":
         value = tl.where(gate <= 0, 0.0, gate)
         return value * up, tl.where(gate <= 0, 0.0, da * up), da * value

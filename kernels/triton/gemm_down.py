@@ -72,8 +72,9 @@ def gemm_down_kernel(
     if DESCRIBED:
         num_row_tiles = real_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
-        # flattened, the next tile's loads are under way while this one is stored
-        for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=True):
+        # flattened, the next tile's loads are under way while this one is stored; an adapter's part is not in that loop
+        FLATTEN: tl.constexpr = rank is None
+        for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=FLATTEN):
             tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
             _down_tile(
                 tile, column_tile, source, weight, bias, rank, factor, out, tiles,

@@ -7,10 +7,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 VOCAB_SIZE = 2048
 NUM_EXPERTS = 32
 TOP_K = 4
+PER_LAYER_LOSS = 0.01
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
-    """4 layers, 32 experts, 4 of them per token: with 2048 tokens in a batch an expert gets 256 rows on average."""
+    """4 layers, 32 experts, 4 of them per token: with 2048 tokens in a batch an expert gets 256 rows on average.
+
+    Train it with `LoadBalancing(per_layer_loss=PER_LAYER_LOSS)`: without, the router of a random start collapses.
+    """
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -22,8 +26,6 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         num_experts=NUM_EXPERTS,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
-        output_router_logits=True,  # adds the load-balancing loss: without it the router of a random start collapses
-        router_aux_loss_coef=0.01,
         initializer_range=0.05,
         max_position_embeddings=1024,
         tie_word_embeddings=True,

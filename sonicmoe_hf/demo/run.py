@@ -34,7 +34,7 @@ from ..comparing import relative_error, same_bytes
 from ..config import TokenRounding
 from ..doctor import versions
 from . import corpus, plots
-from .model import NUM_EXPERTS, TOP_K, VOCAB_SIZE, small_config
+from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
 
 SEQUENCE_LENGTH = 128
 BATCH_SIZE = 16  # 2048 tokens a step
@@ -176,7 +176,8 @@ def train(demo: Demo) -> None:
     routing = "top-k" if policy is None else f"token rounding ({policy.rounding}, tiles of {policy.tile_rows} rows)"
     demo.console.print(f"training: {settings.steps} steps of {BATCH_SIZE * SEQUENCE_LENGTH} tokens, {routing}")
     sonicmoe_hf.patch_model(demo.model)
-    callbacks = [demo.load, _PrintProgress(demo.console)]
+    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    callbacks = [balancing, demo.load, _PrintProgress(demo.console)]
     if policy is not None:
         callbacks.insert(0, sonicmoe_hf.TokenRoundingCallback(rounding=policy.rounding, tile=policy.tile))
     trainer = Trainer(
@@ -364,4 +365,5 @@ def _numbers(demo: Demo) -> list[tuple[str, str]]:
                                        f"{total['rows_dropped']:,} ({total['rows_dropped'] / rows:.1%})"),
         ("padded rows avoided", f"{avoided:,} ({avoided / rows:.1%})"),
         ("busiest expert / mean", f"{history[-1]['moe/load_max_over_mean']:.1f} at the end"),
+        ("experts without rows", f"{history[-1]['moe/dead_experts']} at the end"),
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ..config import check_choice
 from ..errors import CheckpointError
-from ..model_patches import Family
+from ..model_patches import NativeFamily
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
 from .convert import new_folder
 from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, read_json, refuse_model_beside_adapter
@@ -166,7 +166,7 @@ def adapted_parameters(experts: str, targets: list[str], order) -> list[str]:
     return [name for name in order if any(f".{names[name]}".endswith(f".{target}") for target in targets)]
 
 
-def _converted_weights(weights, config: dict, family: Family, model_config: dict, to_native: bool):
+def _converted_weights(weights, config: dict, family: NativeFamily, model_config: dict, to_native: bool):
     """The adapter's weights under the names of the other layout, lora_B's rows in its order."""
     _check_targets(config, native=not to_native)
     names = _new_names(to_native)

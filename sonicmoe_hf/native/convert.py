@@ -31,8 +31,8 @@ COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 class Conversion(NamedTuple):
     """What convert_checkpoint did.
 
-    path: the new checkpoint. family, source_layout, target_layout: names of FAMILIES and CHECKPOINT_LAYOUTS. tensors,
-    nbytes, shards: what was written. notices: what else a user should know, in sentences.
+    path: the new checkpoint. family, source_layout, target_layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS.
+    tensors, nbytes, shards: what was written. notices: what else a user should know, in sentences.
     """
 
     path: Path

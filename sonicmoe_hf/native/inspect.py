@@ -17,7 +17,8 @@ from .source import Source
 class Inspection(NamedTuple):
     """What a checkpoint is.
 
-    folder: where it is. family, layout: names of FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in words.
+    folder: where it is. family, layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in
+    words.
     quantisation: "mxfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in all.
     layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
     conversions: for each target, what would be written.

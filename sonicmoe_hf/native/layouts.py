@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..model_patches import Family
+from ..model_patches import NativeFamily
 
 LAYOUT_VERSION = 1
 NATIVE_PREFIX = "sonicmoe_"
@@ -160,7 +160,7 @@ def assemble(named: Named, dtype: torch.dtype, read: Callable[[str, int], torch.
     return tensor
 
 
-def detect_layout(names, block: str, family: Family) -> str | None:
+def detect_layout(names, block: str, family: NativeFamily) -> str | None:
     """Which layout the tensors of one block are in, by their names; None for none of them."""
     if f"{block}.experts.c_fc" in names:
         return "native"

@@ -68,7 +68,6 @@ class LoraWeights:
         self.replaced: dict[str, str] = {}
         self.factors = {name: self._factors(name, sides) for name, sides in self._pairs().items()}
         self._check_ties()
-        self._handle = opened(self.path)
         self._layer: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: tuple[tuple[str, int], torch.Tensor] | None = None
 
@@ -200,8 +199,10 @@ class LoraWeights:
                 )
 
     def _tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the file, which is open meanwhile only: its mapped pages count as memory."""
         try:
-            return self._handle.get_tensor(name)
+            with opened(self.path) as handle:
+                return handle.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
 

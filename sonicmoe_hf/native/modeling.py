@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import CheckpointError, UnsupportedModelError
 from ..functional import Activation, moe_experts
-from ..model_patches import FAMILIES, Family
+from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.adapters import adapters_of
 from ..patching.experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, note_reached, whole_shape
 from ..patching.support import load_family_class
@@ -138,7 +138,7 @@ def sizes_of(experts: nn.Module) -> Sizes:
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)
 
 
-def use_native_experts(model: nn.Module, family: Family) -> None:
+def use_native_experts(model: nn.Module, family: NativeFamily) -> None:
     """Replace the family's own experts in every block of `model` by uninitialised native ones."""
     block_class = load_family_class(family, "block")
     module: Any
@@ -174,7 +174,7 @@ class NativeConfig(_ConfigBase):
 class NativeModel(_ModelBase):
     """What native model classes add to their family's."""
 
-    sonicmoe_family: Family
+    sonicmoe_family: NativeFamily
 
     def post_init(self):
         """Swap the experts in, then the family's own: initialise weights, gather parallel plans."""
@@ -265,7 +265,7 @@ def _new_class(name: str, bases: tuple[type, ...], members: dict) -> type[Any]:
     return cls
 
 
-def _native_config(family: Family) -> type[Any]:
+def _native_config(family: NativeFamily) -> type[Any]:
     base = load_family_class(family, "config")
     members = {
         "__annotations__": {VERSION_KEY: int, HUB_CONFIG_KEY: dict | None},
@@ -279,7 +279,7 @@ def _native_config(family: Family) -> type[Any]:
     return _new_class(f"SonicMoE{base.__name__}", (NativeConfig, base), members)
 
 
-def _native_model(family: Family, role: str, config: type, **inner: type) -> type[Any]:
+def _native_model(family: NativeFamily, role: str, config: type, **inner: type) -> type[Any]:
     base = load_family_class(family, role)
     members = {
         "__doc__": f"{base.__name__} with its experts in the native layout.",
@@ -295,7 +295,7 @@ def _native_model(family: Family, role: str, config: type, **inner: type) -> typ
 class NativeClasses:
     """The native classes of one family: its config, its model, and that with a language model head."""
 
-    def __init__(self, family: Family):
+    def __init__(self, family: NativeFamily):
         self.config = _native_config(family)
         self.model = _native_model(family, "model", self.config)
         self.causal_lm = _native_model(family, "causal_lm", self.config, **{family.model: self.model})
@@ -311,7 +311,7 @@ class NativeClasses:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] = self.causal_lm.__name__
 
 
-NATIVE: dict[str, NativeClasses] = {name: NativeClasses(family) for name, family in FAMILIES.items()}
+NATIVE: dict[str, NativeClasses] = {name: NativeClasses(family) for name, family in NATIVE_FAMILIES.items()}
 
 for _classes in NATIVE.values():
     _classes.register()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-from ..model_patches import FAMILIES
+from ..model_patches import NATIVE_FAMILIES
 from ..private.transformers import registered_configs, replace_registered_configs
 from .layouts import NATIVE_PREFIX
 
@@ -34,5 +34,5 @@ class _BuiltOnDemand(dict):
 
 # what AutoConfig registers afterwards comes beside it
 replace_registered_configs(
-    _BuiltOnDemand({**{NATIVE_PREFIX + name: None for name in FAMILIES}, **registered_configs()})
+    _BuiltOnDemand({**{NATIVE_PREFIX + name: None for name in NATIVE_FAMILIES}, **registered_configs()})
 )

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..errors import CheckpointError
-from ..model_patches import FAMILIES, Family
+from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import UNREADABLE, without_code
@@ -47,21 +47,21 @@ class Expected(NamedTuple):
     keep_fp32: set[str]
 
 
-def family_of(config: dict, path: Path) -> tuple[Family, bool]:
+def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
     """The family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
     name = str(model_type).removeprefix(NATIVE_PREFIX)
-    if not isinstance(model_type, str) or name not in FAMILIES:
-        raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(FAMILIES)}")
+    if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
+        raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}")
     native = model_type.startswith(NATIVE_PREFIX)
     if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
         raise CheckpointError(
             f"{path}: {VERSION_KEY} is {config.get(VERSION_KEY)!r}; this sonicmoe-hf reads version {LAYOUT_VERSION}"
         )
-    return FAMILIES[name], native
+    return NATIVE_FAMILIES[name], native
 
 
-def hub_config(config: dict, family: Family) -> dict:
+def hub_config(config: dict, family: NativeFamily) -> dict:
     """config.json of the same model in the hub layout."""
     kept = {key: value for key, value in config.items() if key not in (VERSION_KEY, HUB_CONFIG_KEY)}
     if config.get("model_type") == family.name:
@@ -75,7 +75,7 @@ def hub_config(config: dict, family: Family) -> dict:
     }
 
 
-def native_config(config: dict, family: Family) -> dict:
+def native_config(config: dict, family: NativeFamily) -> dict:
     """config.json of the same model in the native layout; what it replaces is kept for the way back."""
     if config["model_type"] != family.name:
         return dict(config)
@@ -90,7 +90,7 @@ def native_config(config: dict, family: Family) -> dict:
     }
 
 
-def expected_tensors(config: dict, family: Family, path: Path, at_most: int) -> Expected:
+def expected_tensors(config: dict, family: NativeFamily, path: Path, at_most: int) -> Expected:
     """What the family's causal language model has under this hub config.
 
     Raises:

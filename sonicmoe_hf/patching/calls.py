@@ -8,23 +8,34 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config import TokenRounding
 from ..private.torch import current_graph_task_id
 
+if TYPE_CHECKING:
+    from .balance import Balancing
+    from .recorded import RecordedRouting, Replay
+
 
 class PatchState:
     """The settings that all hooks of one model share.
 
-    policy: token rounding, or None for top-k. counting: whether routers count their loads. said_top_k: whether it was
-    said that calls are too small for token rounding.
+    policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
+    balance, or None. said_top_k: whether it was said that calls are too small for token rounding. last: the outermost
+    call that ended last, while `balancing` wants its scale. recording, replaying: where calls note which experts they
+    use, and take them from, if they do.
     """
 
     def __init__(self) -> None:
         self.policy: TokenRounding | None = None
         self.counting = False
+        self.balancing: Balancing | None = None
+        self.last: ModelCall | None = None
+        self.recording: RecordedRouting | None = None
+        self.replaying: Replay | None = None
         self.said_top_k = False
 
 
@@ -33,7 +44,10 @@ class ModelCall:
 
     state: its model's settings; policy: theirs when it began. name: of the module called inside that model, "" for the
     whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None.
-    outer: the call of a model that this call is part of.
+    outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
+    share: what part of the optimiser step's tokens the outermost call has, as far as its loss says; loss_gradient: the
+    gradient of that loss, once backward began. Both are for balancing. recorded, replayed: {layer: indices [T, K]} that
+    the outermost call notes, or takes in place of the routers' own.
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
@@ -44,6 +58,11 @@ class ModelCall:
         self.outer: ModelCall | None = outer
         part_of = outer if outer is not None and outer.state is state else None
         self.gradients: bool = torch.is_grad_enabled() if part_of is None else part_of.gradients
+        self.outermost: ModelCall = self if part_of is None else part_of.outermost
+        self.share: torch.Tensor | float = 1.0
+        self.loss_gradient: torch.Tensor | None = None
+        self.recorded: dict[str, torch.Tensor] | None = None
+        self.replayed: dict[str, torch.Tensor] | None = None
 
 
 class _Latest:
@@ -66,14 +85,15 @@ def in_progress() -> ModelCall | None:
     return getattr(_thread, "call", None)  # not a class default: torch.compile would not notice its change
 
 
-def begin(state: PatchState, name: str, attention_mask: torch.Tensor | None) -> None:
-    """A model's forward begins. What an interrupted call of the same module left behind ends here."""
+def begin(state: PatchState, name: str, attention_mask: torch.Tensor | None) -> ModelCall:
+    """A model's forward begins: its call. What an interrupted call of the same module left behind ends here."""
     outer = left = in_progress()
     while left is not None:
         if left.state is state and left.name == name:
             outer = left.outer
         left = left.outer
-    _thread.call = ModelCall(state, name, attention_mask, outer)
+    _thread.call = call = ModelCall(state, name, attention_mask, outer)
+    return call
 
 
 def end(state: PatchState, name: str) -> ModelCall | None:

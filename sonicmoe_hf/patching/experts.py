@@ -43,6 +43,14 @@ ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our 
     F.relu: "reglu",
     torch.relu: "reglu",
 }
+FP32_GATES = (
+    "transformers.models.beam.modeling_beam.BeamExperts",
+)  # the default gate in fp32, as we compute it anyway
+CLAMPED_SILU_GATES = {  # _apply_gate of these classes is clamped_silu: where the limit is
+    "transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": "limit",
+    "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextExperts": "swiglu_limit",
+    "transformers.models.hy_v4.modeling_hy_v4.HYV4Experts": "swiglu_limit",
+}
 CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interleaved, where alpha is, where limit is)
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts": (True, "alpha", "limit"),
     "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": (
@@ -77,14 +85,27 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
     if gate is not DEFAULT_GATE:
         owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
         name = f"{owner.__module__}.{owner.__name__}"
-        if name not in CLAMPED_GATES:
+        if name in CLAMPED_GATES:
+            interleaved, *where = CLAMPED_GATES[name]
+            alpha, limit = (float(getattr(experts, attribute)) for attribute in where)
+            return Activation("clamped_swiglu", alpha, limit), interleaved
+        if name in CLAMPED_SILU_GATES:
+            return _clamped_silu(experts, float(getattr(experts, CLAMPED_SILU_GATES[name]))), False
+        if name not in FP32_GATES:
             _refuse(experts, f"its gate {name}._apply_gate is not one that sonicmoe_hf implements")
-        interleaved, alpha, limit = CLAMPED_GATES[name]
-        return Activation(
-            "clamped_swiglu", float(getattr(experts, alpha)), float(getattr(experts, limit))
-        ), interleaved
     if not getattr(experts, "is_concatenated", True):
         _refuse(experts, "its weights are declared interleaved, but the default gate reads them concatenated")
+    return Activation(_activation_name(experts)), False
+
+
+def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
+    if hasattr(experts, "act_fn") and _activation_name(experts) != "swiglu":
+        _refuse(experts, "its clamped gate has another activation than silu")
+    return Activation("clamped_silu", limit=limit)
+
+
+def _activation_name(experts: Any) -> str:
+    """Our name of the gated activation with the experts' own act_fn."""
     act_fn = experts.act_fn
     kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
     activation = ACTIVATIONS.get(kind)
@@ -93,7 +114,7 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
     if activation is None:
         known = sorted(set(ACTIVATIONS.values()))
         _refuse(experts, f"its activation {getattr(kind, '__name__', kind)} is not one of those behind {known}")
-    return Activation(activation), False
+    return activation
 
 
 def experts_facts(experts: nn.Module) -> ExpertsFacts:

@@ -21,10 +21,12 @@ from ..private.torch import forward_hooks, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation
 from ..routing import MISPLACED, rounded_routing
 from . import calls
+from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .experts import IMPLEMENTATION, was_reached
 from .forwards import why_not_reached
+from .recorded import replayed
 from .support import Layer, find_layers, make_ready, ways_to_experts
 
 logger = logging.getLogger(__name__)
@@ -43,23 +45,40 @@ def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | Non
 
 
 class RouterHook:
-    """Forward hook of a router: returns a Routing in place of the indices while token rounding is active.
+    """Forward hook of a router: replays and records its experts, where a context asks for it. In training it returns a
+    Routing in place of the indices while token rounding is active, counts its tokens, and has the balancing loss follow
+    its weights.
 
-    That is: a policy is set, the router is in training mode, and the outermost model call had gradients enabled.
+    Training is: the router is in training mode, and the outermost model call had gradients enabled.
     """
 
     def __init__(self, family_name: str, layer_name: str):
         self.family_name = family_name
         self.layer_name = layer_name
         self.load = ExpertLoad()
+        self.balance = TokenCounts()
 
     def __call__(self, router: nn.Module, args, output):
-        if not router.training:
-            return None
         call, recomputing = calls.current()
-        if call is None or not call.gradients or (call.policy is None and not call.state.counting):
+        if call is None:
             return None
-        logits_TE, _, index_TK = output
+        changed = None
+        if call.outermost.replayed is not None:
+            given_TK = call.outermost.replayed[self.layer_name]
+            output = changed = replayed(FAMILIES[self.family_name], router, output, given_TK)
+        if call.outermost.recorded is not None and not recomputing:
+            call.outermost.recorded[self.layer_name] = output[2].to(torch.int32)
+        if not router.training or not call.gradients:
+            return changed
+        if call.policy is None and call.state.balancing is None and not call.state.counting:
+            return changed
+        trained = self._in_training(router, output, call, recomputing)
+        return changed if trained is None else trained
+
+    def _in_training(self, router: nn.Module, output, call: ModelCall, recomputing: bool):
+        """What the router's output becomes by rounding and balancing, None where it stays as it is."""
+        balancing = call.state.balancing
+        logits_TE, weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
         policy, rounded, fell_back = call.policy, None, False
@@ -69,15 +88,34 @@ class RouterHook:
                 _say_top_k(call.state, policy, num_tokens, index_TK.shape[1], num_experts)
             else:
                 rounded, fell_back = rounded_routing(
-                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T
+                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T, dtype=weights_TK.dtype
                 )
         if call.state.counting and not recomputing:
             tile = 1 if policy is None else policy.tile_rows
             rows_E = None if rounded is None else rounded.rows.offsets.diff()
             with torch.no_grad():
                 self.load.record(index_TK, num_experts, rows_E=rows_E, fell_back=fell_back, tile=tile, valid_T=valid_T)
+        if balancing is not None:
+            if balancing.counting and not recomputing:
+                self.balance.record(index_TK, num_experts, valid_T)
+            if balancing.loss_weight and torch.is_grad_enabled():
+                weights = weights_TK if rounded is None else rounded.weights
+                weights = self._with_layer_loss(router, output, weights, valid_T, call, balancing.loss_weight)
+                if rounded is None:
+                    return logits_TE, weights, index_TK
+                rounded = rounded.weighted_by(weights)
         # the weights beside it too: DeepSpeed gathers the router's own for backward where a tensor of a tuple asks for it
         return None if rounded is None else (logits_TE, rounded.weights, rounded)
+
+    def _with_layer_loss(
+        self, router: nn.Module, output, weights: torch.Tensor, valid_T, call: ModelCall, loss_weight: float
+    ):
+        """The weights, whose backward adds this layer's balancing loss; it counts top-k, before rounding."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("LoadBalancing(per_layer_loss=...) does not work in a compiled model")
+        logits_TE, _, index_TK = output
+        scores_TE, _ = FAMILIES[self.family_name].scores(router, logits_TE)
+        return with_layer_loss(weights, loss_weight * layer_loss(scores_TE, index_TK, valid_T), call)
 
 
 def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k: int, num_experts: int):
@@ -153,7 +191,27 @@ class ModelEntryHook:
             mask = args[self.mask_position]
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             mask = None
-        calls.begin(self.state, self.name, mask)
+        call = calls.begin(self.state, self.name, mask)
+        if call is call.outermost:
+            self._prepare(call, kwargs)
+
+    def _prepare(self, call: ModelCall, kwargs: dict) -> None:
+        """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
+        state = self.state
+        if state.balancing is not None:
+            call.share = share_of_batch(kwargs)
+        if state.recording is None and state.replaying is None:
+            return
+        if torch.compiler.is_compiling() or state.policy is not None:
+            raise RuntimeError(
+                "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
+                'set_routing(model, "top_k")'
+            )
+        if state.replaying is not None:
+            call.replayed = state.replaying.next_call()
+        if state.recording is not None:
+            call.recorded = {}
+            state.recording.calls.append(call.recorded)
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
@@ -207,6 +265,9 @@ class ModelExitHook:
         if torch.compiler.is_compiling():
             calls.expect_backward(call)
             return
+        if self.state.balancing is not None and call is call.outermost:
+            hook_loss(call, output)
+            self.state.last = call
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(_Announcement(call))

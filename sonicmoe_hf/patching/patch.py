@@ -8,6 +8,7 @@ forward is rewritten.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -107,17 +108,17 @@ def _use_our_experts(root: PreTrainedModel, save: str) -> None:
         set_experts_implementation(experts.config, IMPLEMENTATION)
 
 
-def _routers(root: nn.Module) -> Iterator[tuple[Family, str, Any]]:
+def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
     """Every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps and
     does not call now."""
-    for layer in find_layers(root, copies=True):
+    for layer in find_layers(_root(model), copies=True):
         if layer.family is not None:
             for router in every_copy(getattr(layer.block, layer.family.router_attribute)):
                 yield layer.family, layer.name, router
 
 
 def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
-    for family, layer_name, router in _routers(root):
+    for family, layer_name, router in routers(root):
         hook = find_hook(forward_hooks(router), RouterHook)
         if hook is None:
             router.register_forward_hook(RouterHook(family.name, layer_name))
@@ -235,7 +236,7 @@ def start_counting(model: nn.Module) -> None:
         UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
     """
     check_routers_live(model)
-    for *_, router in _routers(_root(model)):
+    for *_, router in routers(model):
         find_hook(forward_hooks(router), RouterHook).load.start(router.num_experts, router.weight.device)
     patch_state(model).counting = True
 
@@ -303,8 +304,15 @@ class _PatchedPostInit:
 _patched_classes: dict[type[Any], _PatchedPostInit] = {}
 
 
+def _is_in_transformers(family: Family) -> bool:
+    """Whether this version has the family."""
+    folder, _, _ = family.module.rpartition(".")
+    return importlib.util.find_spec(folder) is not None
+
+
 def patch(families=None, routing=None) -> None:
-    """Patch every model of these families (default: all four) that is built from now on, by whatever builds it.
+    """Patch every model of these families (default: all of this Transformers version) that is built from now on, by
+    whatever builds it.
 
     Use it before something else (TRL, Axolotl) constructs the model. It wins over the experts_implementation given there.
 
@@ -312,7 +320,8 @@ def patch(families=None, routing=None) -> None:
         ValueError: an unknown family, or an unknown routing.
     """
     policy = as_routing_policy(routing)
-    names = list(FAMILIES) if families is None else [families] if isinstance(families, str) else list(families)
+    every = [name for name, family in FAMILIES.items() if _is_in_transformers(family)]
+    names = every if families is None else [families] if isinstance(families, str) else list(families)
     for name in names:
         check_choice("family", name, FAMILIES)
     for name in names:

@@ -103,9 +103,9 @@ def _not_called(model: nn.Module) -> set[nn.Module]:
 
 
 def _family_class(family: Family, role: str) -> type[Any] | None:
-    """The family's class in that role, or None where its module was never imported (so no instance exists)."""
-    module = sys.modules.get(family.module)
-    return None if module is None else getattr(module, getattr(family, role))
+    """The family's class in that role, or None where no instance exists: its module was never imported, or this version
+    of Transformers calls the class something else."""
+    return getattr(sys.modules.get(family.module), getattr(family, role), None)
 
 
 def load_family_class(family: Family, role: str) -> type[Any]:
@@ -158,18 +158,25 @@ def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def _hidden_size(block: Any) -> int:
+    experts: Any = _bare(block.experts)
+    return experts.config.hidden_size
+
+
 class _BlockProbe:
     """Stands in for a block's `self`: its router returns marks, and its experts note whether they arrive."""
 
     def __init__(self, block: nn.Module, router_attribute: str):
         self._block = block
         self._router_attribute = router_attribute
+        self.hidden_states = torch.zeros(1, 1, _hidden_size(block))
+        self.logits = torch.zeros(1, 1)
         self.marks = (object(), object())
         self.received: list = []
 
     def __getattr__(self, name):
         if name == self._router_attribute:
-            return lambda hidden_states, *args, **kwargs: (None, *self.marks)
+            return lambda hidden_states, *args, **kwargs: (self.logits, *self.marks)
         if name == "experts":
             return self._experts
         value = getattr(self._block, name)
@@ -185,7 +192,7 @@ def hands_indices_to_experts(block: nn.Module, family: Family) -> bool:
     them."""
     probe = _BlockProbe(block, family.router_attribute)
     try:
-        type(block).forward(probe, torch.zeros(1, 1, 8))
+        type(block).forward(probe, probe.hidden_states)
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
         return False  # it did something with a mark that a routing object cannot do
     return all(any(value is mark for value in probe.received) for mark in probe.marks)
@@ -215,7 +222,7 @@ def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping
 
 def _why_no_rounding(layer: Layer) -> str | None:
     if layer.family is None:
-        return f"token rounding knows the families {', '.join(FAMILIES)}"
+        return "token rounding does not know its router; docs/models.md lists the models it works in"
     if is_expert_parallel(layer.experts):
         return "token rounding does not work under expert parallelism"
     if is_tensor_parallel(layer.experts):

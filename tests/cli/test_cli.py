@@ -139,11 +139,11 @@ def test_doctor_prints_the_layers_as_a_table(capsys, tmp_path, monkeypatch):
 
 
 def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
-    code, facts = doctor_json(capsys, save_config(tmp_path, transformers.MixtralConfig, num_local_experts=8))
+    code, facts = doctor_json(capsys, save_config(tmp_path, transformers.PhimoeConfig, num_local_experts=8))
     (layers,) = facts["model"]["layers"]
     assert code == 0
     assert layers["supported"] and not layers["token_rounding"]
-    assert "qwen3_moe" in layers["reason"]
+    assert "docs/models.md" in layers["reason"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.patching.experts import is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
 
@@ -361,3 +361,38 @@ def packed_under_ddp(rank):
 def test_packed_experts_are_replicated_beside_adapters(ranks):
     (first, _), (second, _) = ranks.run(packed_under_ddp)
     assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# balancing
+
+
+def balanced_step(rank, family, sharded):
+    model = build(family)
+    sonicmoe_hf.patch_model(model)
+    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        prepared = model
+    else:
+        prepared = Accelerator(cpu=True).prepare(model)
+    balancing.start(model)
+    prepared(**batch(**OWN_BATCH[rank])).loss.backward()
+    balancing.step(model)
+    return gradients(prepared), [layer.router.e_score_correction_bias for layer in find_layers(model)
+                                 if balancing.bias_update]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
+def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
+    model = build(family)
+    sonicmoe_hf.patch_model(model)
+    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
+    balancing.start(model)
+    _, expected = mean_of_ranks(model)
+    balancing.step(model)
+    for actual, biases in ranks.run(balanced_step, family, sharded):
+        assert_all_close(actual, expected, 1e-5, SUMMATION)
+        for bias, layer in zip(biases, find_layers(model)):
+            assert torch.equal(bias, layer.router.e_score_correction_bias)

@@ -94,8 +94,10 @@ def products(variant: Variant):
     extra = {"up": None, "down": None, "down_backward": None, "input_rows": None}
     if variant.rank:
         rank, u = variant.rank, new(num_pairs, variant.rank)
-        a1, b1, a2, b2 = new(2, rank, HIDDEN), new(2, 2 * INNER, rank), new(2, rank, INNER), new(2, HIDDEN, rank)
+        a1, a2 = torch.empty(2, rank, HIDDEN), torch.empty(2, rank, INNER)  # fp32, as PEFT stores them
+        b1, b2 = (torch.empty(size, rank, 2).permute(2, 0, 1) for size in (2 * INNER, HIDDEN))
         first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
+        yield "reorder", lambda: kernels.reorder(b1, first.b_ENJ)
         extra = {
             "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
             "input_rows": first.extra_backward(u),

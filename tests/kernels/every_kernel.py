@@ -5,16 +5,31 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from moe_problems import layer, routing_ids, run
+from moe_problems import layer, routing_ids, run, stored
 
 from sonicmoe_hf.config import TokenRounding
+from sonicmoe_hf.functional import LowRank, moe_experts
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.hopper.config import MIN_WIDE_DEPTH
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.routing import rounded_routing
+from sonicmoe_hf.routing import Routing, rounded_routing
 
 H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as input_rows does
 FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 rows per expert
+
+
+def step_with_adapters(tokens, layout, rank, backend):
+    """out and gradients of a layer with frozen experts and adapters of both weights."""
+    expert, _ = routing_ids(tokens, E, K, "top_k", "cuda", empty=(0,))
+    tensors, dout = layer(tokens, H, I, E, tokens * K, torch.bfloat16, "cuda", bias=False)
+    sizes = ((E, rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank))
+    a1, b1, a2, b2 = leaves = [(torch.randn(size, device="cuda") / 16).requires_grad_() for size in sizes]
+    x, weight = (tensors[name].requires_grad_() for name in ("x", "weight"))
+    out = moe_experts(
+        x, stored(tensors["gate_up"], layout), stored(tensors["down"], layout), Routing(expert, weight.view(tokens, K)),
+        layout=layout, backend=backend, gate_up_adapter=LowRank(a1, b1), down_adapter=LowRank(a2, b2),
+    )  # fmt: skip
+    return [out, *torch.autograd.grad(out, [x, weight, *leaves], dout)]
 
 
 def main(backend):
@@ -30,6 +45,9 @@ def main(backend):
         for save in ("preactivation", "input"):
             found = run(tensors, dout, ids, layout, "swiglu", backend, save=save)
             assert all(t.isfinite().all() for t in found.values())
+    for tokens in (FEW, TALL, MANY):
+        for layout, rank in (("concatenated", 5), ("transposed_interleaved", 100)):
+            assert all(t.isfinite().all() for t in step_with_adapters(tokens, layout, rank, backend))
     logits = torch.randn(999, 60, device="cuda", requires_grad=True)
     index = kernels.top_k(logits.detach(), 4)
     family, router = FAMILIES["qwen3_moe"], SimpleNamespace(norm_topk_prob=True)

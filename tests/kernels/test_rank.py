@@ -23,11 +23,15 @@ def adapter(num_experts, rank, size_in, size_out, device):
     return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "shape, kind, rank",
-    [("odd", "list", 3), ("even", "list", 16), ("even", "top_k", 40), ("one row", "sentinels", 1)],
-)
+    "layout, shape, kind, rank",
+    [
+        *((layout, "odd", "list", 3) for layout in LAYOUTS),
+        ("concatenated", "even", "list", 16), ("transposed_interleaved", "even", "list", 16),
+        ("transposed_concatenated", "even", "top_k", 40), ("interleaved", "even", "top_k", 40),
+        ("concatenated", "one row", "sentinels", 1), ("concatenated", "one expert", "top_k", 8),
+    ],
+)  # fmt: skip
 def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind, rank):
     T, H, I, E, K = SHAPES[shape]
     ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())
@@ -37,7 +41,10 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
     interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
     a1, b1 = adapter(E, rank, H, 2 * I, device)
     a2, b2 = adapter(E, rank, I, H, device)
-    first, second = pack(a1, b1, SCALE, gate_up), pack(a2, b2, SCALE, down)
+    first, second = pack(a1, b1, SCALE, gate_up, kernels), pack(a2, b2, SCALE, down, kernels)
+    for packed, by_eager in ((first, pack(a1, b1, SCALE, gate_up)), (second, pack(a2, b2, SCALE, down))):
+        for factor, same in zip(packed[:2], by_eager[:2]):
+            assert torch.equal(factor, same) and factor.stride() == same.stride()
 
     def everything(kernels, rows, at=None):
         """Every product; `at` are another backend's operands, so that errors do not pile up."""

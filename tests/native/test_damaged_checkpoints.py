@@ -321,7 +321,7 @@ def _seconds_of_a_process(src, dst):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_a_kill_at_any_moment_leaves_nothing_or_the_whole(tmp_path):
     """50 processes killed with SIGKILL at random moments of a conversion, each after the litter of the one before."""
-    make(tmp_path / "hub", "qwen3_moe", num_hidden_layers=6)
+    make(tmp_path / "hub", "qwen3_moe", num_hidden_layers=3)
     convert_checkpoint(tmp_path / "hub", tmp_path / "expected", max_shard_size=SHARDS)
     duration = min(_seconds_of_a_process(tmp_path / "hub", tmp_path / f"timed {i}") for i in range(3))
     expected, target = tensors_in(tmp_path / "expected"), tmp_path / "native"

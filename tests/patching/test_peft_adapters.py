@@ -279,6 +279,16 @@ def test_an_adapter_of_another_parameter_is_left_to_peft_which_is_said_once(capl
     assert "PEFT itself computes the adapter of GptOssExperts.down_proj_bias" in record.message
 
 
+def test_adapters_of_experts_split_over_ranks_are_left_to_peft(caplog, monkeypatch):
+    monkeypatch.setattr(peft_adapters, "_said", set())
+    model = with_lora(patched(small("qwen3_moe")))
+    expected = fused_gradients(model)
+    next(find_layers(model)).experts._is_expert_parallel = True  # this rank holds all of them
+    with caplog.at_level(logging.WARNING, "sonicmoe_hf"):
+        assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
+    assert [record.message.count("split over ranks") for record in caplog.records] == [1, 1], "one for each weight"
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_experts_that_are_not_ours_are_pefts(implementation):
     model = with_lora(build("qwen3_moe", implementation, **ONE_LAYER))

@@ -1,6 +1,8 @@
 """TRL's trainers of reinforcement learning and preferences are recognised; those that compare no log-probabilities train."""
 
 import importlib
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,3 +193,27 @@ def test_names_decide_over_all_base_classes_and_ordinary_ones_are_let_through(tm
     with pytest.raises(ValueError, match="CustomDPOTrainer: token rounding"):
         sonicmoe_hf.attach(trainer)
     sonicmoe_hf.attach(trainer_for(build("qwen3_moe"), tmp_path, [rounding()]))
+
+
+def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "grpo_replay.py"
+    spec = importlib.util.spec_from_file_location("grpo_replay", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = model_of(tokenizer(), tmp_path)
+    sonicmoe_hf.patch_model(model)
+    options = {"config": {**GRPO["config"], "max_steps": 2, "learning_rate": 1e-1}, "reward_funcs": reward}
+    trainer = make(example.ReplayingGRPOTrainer, GRPOConfig, PREFERENCES, tmp_path, [], model, **options)
+    given, used, compute = [], [], trainer._compute_loss
+
+    def watched(model, inputs):
+        given.append(inputs[example.ROUTING].transpose(0, 1).flatten(1, 2))
+        with sonicmoe_hf.record_routing(model) as routing:
+            loss = compute(model, inputs)
+        used.extend(routing.tensors())
+        return loss
+
+    trainer._compute_loss = watched
+    trainer.train()
+    assert len(given) == len(used) == 2, "two iterations on one batch of completions"
+    assert all(torch.equal(a, b) for a, b in zip(given, used)), "also after the first update"

@@ -291,14 +291,14 @@ def test_a_model_without_our_layers_is_refused_when_training_begins(tmp_path):
 
 
 def test_layers_that_cannot_round_are_refused_with_what_the_caller_can_do(tmp_path):
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import PhimoeConfig, PhimoeForCausalLM
 
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                             num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))  # fmt: skip
+    model = PhimoeForCausalLM(PhimoeConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))  # fmt: skip
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
     with pytest.raises(
-        sonicmoe_hf.UnsupportedModelError, match=r"knows the families .*; leave TokenRoundingCallback out$"
+        sonicmoe_hf.UnsupportedModelError, match=r"does not know its router.*; leave TokenRoundingCallback out$"
     ):
         trainer.train()
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"knows the families .*; use routing=None$"):
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"does not know its router.*; use routing=None$"):
         sonicmoe_hf.patch_model(model, "token_rounding")

@@ -1,0 +1,36 @@
+"""ERNIE 4.5, text and vision-language: softmax scores; its top-k adds a correction to S, rounding ranks by S itself."""
+
+from sonicmoe_hf.errors import UnsupportedModelError
+
+from .family import Family, Weighting, modeling_module, softmax_scores
+
+
+def _weighting(router):
+    # the router divides by max(sum, norm_min): with its 1e-12 by the sum
+    if router.norm_min > 1e-6:
+        raise UnsupportedModelError(
+            f"moe_norm_min is {router.norm_min}, which token rounding takes for 0; it must be at most 1e-6"
+        )
+    return Weighting(normalised=True)
+
+
+FAMILIES = (
+    Family(
+        name="ernie4_5_moe",
+        module=modeling_module("ernie4_5_moe"),
+        block="Ernie4_5_MoeSparseMoeBlock",
+        router="Ernie4_5_MoeTopKRouter",
+        pretrained="Ernie4_5_MoePreTrainedModel",
+        scores=softmax_scores,
+        weighting=_weighting,
+    ),
+    Family(
+        name="ernie4_5_vl_moe",
+        module=modeling_module("ernie4_5_vl_moe"),
+        block="Ernie4_5_VLMoeSparseMoeBlock",
+        router="Ernie4_5_VLMoeMoeTopKRouter",
+        pretrained="Ernie4_5_VLMoePreTrainedModel",
+        scores=softmax_scores,
+        weighting=_weighting,
+    ),
+)

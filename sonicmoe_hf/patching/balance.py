@@ -1,0 +1,138 @@
+"""Balancing the experts of each layer: the loss of a router's call, and the update of a correction bias.
+
+Letters: T tokens, E experts, K experts per token. The loss follows Switch Transformers (arXiv 2101.03961, section 2.2),
+of each layer by itself; the bias update follows auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .calls import ModelCall
+
+NO_SCALE = (
+    "LoadBalancing(per_layer_loss=...): the backward of a model call began without that of a loss it knows, so it cannot "
+    "scale its gradients as the training loss is. Pass labels, so that the model returns its loss, and call backward on "
+    "that loss; or, with a loss computed outside the model, call balancing.scaled_as(model, loss) before loss.backward()"
+)
+
+
+class Balancing(NamedTuple):
+    """What routers do for balance while training. loss_weight: of every layer's loss, 0.0 for none; counting: whether
+    they count their tokens for the bias update."""
+
+    loss_weight: float
+    counting: bool
+
+
+def tokens_per_expert(
+    top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Tokens that top-k sends to every expert, [E]; without padding, which `valid_T` marks False."""
+    index_TK = top_k_index_TK.long()
+    ones_TK = torch.ones_like(index_TK, dtype=dtype)
+    if valid_T is not None:
+        ones_TK = ones_TK * valid_T.to(dtype).unsqueeze(1)
+    return ones_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), ones_TK.reshape(-1))
+
+
+def layer_loss(scores_TE: torch.Tensor, top_k_index_TK: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
+    """E * sum_e f_e P_e: K where the experts of this layer are balanced, up to E where K of them get all tokens.
+
+    f_e is the share of the tokens that top-k sends to expert e, P_e the mean over tokens of S divided by its sum over the
+    experts. Transformers' load_balancing_loss_func gives the same for a softmax router of one layer.
+
+    Args:
+        scores_TE: S, fp32, differentiable. top_k_index_TK: the model's own top-k. valid_T: False marks padding, which
+            does not count.
+    """
+    num_tokens, num_experts = scores_TE.shape
+    probabilities_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+    f_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, scores_TE.dtype)
+    count: int | torch.Tensor = max(num_tokens, 1)
+    if valid_T is not None:
+        count = valid_T.sum().clamp(min=1)
+        probabilities_TE = torch.where(valid_T.unsqueeze(1), probabilities_TE, 0.0)
+    return num_experts * (f_E / count * (probabilities_TE.sum(0) / count)).sum()
+
+
+class _WithLoss(torch.autograd.Function):
+    """The routing weights as they are; backward adds `loss` to what is minimised, scaled as the call's own loss is."""
+
+    @staticmethod
+    def forward(ctx, weights, loss, call):
+        ctx.call, ctx.device = call, loss.device
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        outermost = ctx.call.outermost
+        if outermost.loss_gradient is None:
+            raise RuntimeError(NO_SCALE)
+        scale = outermost.loss_gradient.float() * outermost.share
+        return gradient, scale.to(ctx.device), None
+
+
+def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) -> torch.Tensor:
+    """`weights`, whose backward adds `loss` to the training loss.
+
+    The returned router logits are no place for it: the experts depend on the weights alone, and reentrant checkpointing
+    gives gradients to nothing else that is made inside a layer.
+    """
+    return _WithLoss.apply(weights, loss, call)
+
+
+def share_of_batch(kwargs: dict) -> torch.Tensor | float:
+    """What part of the optimiser step's tokens a model call with these arguments has, where the model divides its loss by
+    their number, num_items_in_batch (as the Trainer has it do); otherwise 1.0, and the loss is scaled as a whole."""
+    num_items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    if labels is None and kwargs.get("labels") is not None:
+        labels = kwargs["labels"][..., 1:]
+    return 1.0 if num_items is None or labels is None else (labels != -100).sum() / num_items
+
+
+class ScaleHook:
+    """Hook of a loss: notes its gradient, which says how training scales this call."""
+
+    def __init__(self, call: ModelCall):
+        self.call = call
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.call.loss_gradient = gradient.detach()
+
+
+def hook_loss(call: ModelCall, output) -> None:
+    """Learn the scale of an outermost call from the gradient of the loss that it returned, if it did."""
+    loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+        loss.register_hook(ScaleHook(call))
+
+
+class TokenCounts:
+    """Tokens per expert of one layer since the last bias update, int64 on the router's device."""
+
+    def __init__(self) -> None:
+        self.counted_E: torch.Tensor | None = None
+
+    def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
+        """Count from zero; the counter."""
+        self.counted_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        return self.counted_E
+
+    @torch.no_grad()
+    def record(self, top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None) -> None:
+        """Count one forward."""
+        now_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, torch.int64)
+        counted_E = self.counted_E
+        if counted_E is None or counted_E.device != now_E.device:
+            counted_E = self.start(num_experts, now_E.device)
+        counted_E.add_(now_E)
+
+
+@torch.no_grad()
+def update_bias(bias_E: torch.Tensor, counted_E: torch.Tensor, rate: float) -> None:
+    """Raise a router's correction bias by `rate` where experts had fewer tokens than the mean, lower it elsewhere."""
+    counted_E = counted_E.float()
+    bias_E.add_((counted_E.mean() - counted_E).sign().to(bias_E), alpha=rate)

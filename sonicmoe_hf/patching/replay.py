@@ -1,0 +1,106 @@
+"""record_routing and replay_routing: have a later call of a model use the experts that an earlier one used.
+
+Letters: L layers with experts, T tokens of a call, K experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .patch import check_routers_live, patch_state, router_hooks
+from .recorded import RecordedRouting, Replay
+from .support import find_layers
+
+
+def _layers(model: nn.Module) -> dict[str, int]:
+    """{layer: its number of experts} of a patched model, in order.
+
+    Raises:
+        UnsupportedModelError: a layer's router is not known. ValueError, RuntimeError: as `check_routers_live`.
+    """
+    check_routers_live(model)
+    for layer in find_layers(model):
+        if layer.router is None:
+            raise UnsupportedModelError(
+                f"{layer.name}: recording and replaying do not know its router; docs/models.md lists the models they know"
+            )
+    return {hook.layer_name: layer.experts.num_experts for hook, layer in zip(router_hooks(model), find_layers(model))}
+
+
+def _calls_of(routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor], layers: dict[str, int]):
+    if isinstance(routing, RecordedRouting):
+        if routing.layers != tuple(layers):
+            raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
+        return routing.calls
+    calls = []
+    for index_LTK in [routing] if isinstance(routing, torch.Tensor) else routing:
+        if index_LTK.dim() != 3 or len(index_LTK) != len(layers) or index_LTK.dtype.is_floating_point:
+            raise ValueError(
+                f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
+                f"experts per token], of {len(layers)} layers"
+            )
+        for (name, num_experts), index_TK in zip(layers.items(), index_LTK):
+            if index_TK.numel() and index_TK.max() >= num_experts:
+                raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {index_TK.max()}")
+        calls.append(dict(zip(layers, index_LTK)))
+    return calls
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
+    """Record which experts each token uses, in every call of this patched model inside the `with`.
+
+    In training and evaluation, with top-k; layers that gradient checkpointing computes again are recorded once.
+
+    Yields:
+        A RecordedRouting, for `replay_routing`.
+    Raises:
+        UnsupportedModelError: a layer's router is not known (docs/models.md). ValueError: the model is not patched.
+        RuntimeError, from the model: it is compiled, or rounds tokens.
+    Example:
+        with torch.no_grad(), sonicmoe_hf.record_routing(model) as routing:
+            old = model(**batch).logits
+        with sonicmoe_hf.replay_routing(model, routing):
+            new = model(**batch).logits
+    """
+    routing = RecordedRouting(list(_layers(model)))
+    state = patch_state(model)
+    before, state.recording = state.recording, routing
+    try:
+        yield routing
+    finally:
+        state.recording = before
+
+
+@contextlib.contextmanager
+def replay_routing(
+    model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Have every call of this patched model inside the `with` use the recorded experts.
+
+    The weights follow from the call's own logits and are differentiable. Where a token's recorded experts are those that
+    the router chooses anyway, its weights are the router's own, bit for bit. Backward may run after the `with`.
+
+    Args:
+        routing: what `record_routing` gave: the first call of the model replays the first recorded one, and so on. Or
+            the experts of one call, an integer tensor [layers, tokens, experts per token] such as inference servers
+            return, or a sequence of such tensors, one a call. Tokens count batch row by batch row, padding included; a
+            token with an id below 0 keeps the router's choice.
+    Raises:
+        UnsupportedModelError: a layer's router is not known (docs/models.md).
+        ValueError: the model is not patched; another number of layers, or an expert that does not exist; from the model,
+            another number of tokens or of experts per token.
+        RuntimeError, from the model: more calls than were recorded; it is compiled, or rounds tokens.
+    """
+    replay = Replay(_calls_of(routing, _layers(model)))
+    state = patch_state(model)
+    before, state.replaying = state.replaying, replay
+    try:
+        yield
+    finally:
+        state.replaying = before

@@ -1,0 +1,159 @@
+"""LoadBalancing: a Trainer callback, or an object for a loop of one's own, that keeps the experts of every layer busy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..patching.balance import Balancing, ScaleHook, update_bias
+from ..patching.experts import is_expert_parallel
+from ..patching.hooks import RouterHook, find_hook
+from ..patching.patch import check_routers_live, patch_state, routers
+from ..patching.support import Layer, find_layers
+from ..private.torch import forward_hooks
+from .callbacks import _ExpertsInCheckpoints
+
+DEFAULTS = {"per_layer_loss": 0.01, "bias_update": 1e-3}
+
+
+def _check_rate(name: str, value: float | None) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):
+        raise ValueError(f"{name} is {value!r}; give a number above 0, such as {DEFAULTS[name]}, or None")
+
+
+class LoadBalancing(_ExpertsInCheckpoints):
+    """Balances the experts of every layer: by a loss, by the routers' correction biases, or both.
+
+    Tokens are counted as top-k sends them, before token rounding, without padding. Layers that gradient checkpointing
+    recomputes count once.
+
+    Args:
+        per_layer_loss: weight of the balancing loss, which is computed for every layer by itself and averaged over
+            layers. Use it in place of the model's own (`router_aux_loss_coef`, `output_router_logits`), which pools the
+            counts of all layers. Its gradient is scaled as the model's returned loss is: by gradient accumulation,
+            `num_items_in_batch`, a GradScaler, DDP. The load is that of one micro-batch of one rank.
+        bias_update: by how much the correction bias of an expert moves at every optimiser step: up where it had fewer
+            tokens than the mean, down where it had more. For routers that have one (DeepSeek-V3 and its kin). The load
+            is that of all ranks and micro-batches of the step. The biases are saved with the model, and made fp32.
+    Raises:
+        ValueError: neither is given, or not a number above 0.
+        Later, from `start` or the Trainer: UnsupportedModelError, where a layer's router is not known or has no bias.
+    Example:
+        Trainer(..., callbacks=[sonicmoe_hf.LoadBalancing(per_layer_loss=0.01)])
+
+        balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=0.01, bias_update=1e-3)
+        balancing.start(model)
+        for batch in batches:
+            (model(**batch).loss / accumulation).backward()
+            ...
+            optimizer.step()
+            balancing.step(model)
+    """
+
+    def __init__(self, per_layer_loss: float | None = None, bias_update: float | None = None):
+        if per_layer_loss is None and bias_update is None:
+            raise ValueError("LoadBalancing does nothing: give it per_layer_loss=0.01, bias_update=1e-3, or both")
+        _check_rate("per_layer_loss", per_layer_loss)
+        _check_rate("bias_update", bias_update)
+        self.per_layer_loss = per_layer_loss
+        self.bias_update = bias_update
+
+    def _arguments(self) -> dict:
+        """See `_ExpertsInCheckpoints`."""
+        return {"per_layer_loss": self.per_layer_loss, "bias_update": self.bias_update}
+
+    def start(self, model: nn.Module) -> None:
+        """Balance this patched model's experts from now on, whenever it trains.
+
+        Raises:
+            ValueError: the model is not patched; or the biases would change but not be saved, with PEFT's adapters.
+            UnsupportedModelError: a layer's router is not known, or has no bias to update.
+        """
+        check_routers_live(model)
+        layers = list(find_layers(model))
+        for layer in layers:
+            self._check(layer)
+        if self.bias_update is not None:
+            _check_saved(model, layers)
+            for *_, router in routers(model):
+                bias = router.e_score_correction_bias
+                bias.data = bias.data.float()  # 1e-3 vanishes in bf16
+                hook = find_hook(forward_hooks(router), RouterHook)
+                hook.balance.start(bias.numel(), bias.device)
+        weight = 0.0 if self.per_layer_loss is None else self.per_layer_loss / len(layers)
+        patch_state(model).balancing = Balancing(weight, self.bias_update is not None)
+
+    def step(self, model: nn.Module) -> None:
+        """Call it after every optimiser step: updates the biases, with the tokens of all ranks since the last call."""
+        if self.bias_update is None:
+            return
+        live = [layer.router for layer in find_layers(model)]
+        counts = [find_hook(forward_hooks(router), RouterHook).balance.counted_E for router in live]
+        flat = torch.cat([count_E.to(counts[0].device) for count_E in counts])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flat)
+        for router, count_E, total_E in zip(live, counts, flat.split([len(count_E) for count_E in counts])):
+            update_bias(router.e_score_correction_bias, total_E.to(count_E.device), self.bias_update)
+            count_E.zero_()
+
+    def stop(self, model: nn.Module) -> None:
+        """Balance no longer; the biases stay as they are."""
+        state = patch_state(model)
+        state.balancing = state.last = None
+
+    def scaled_as(self, model: nn.Module, loss: torch.Tensor, share: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Tell how training scales the model's last call: for a loss that is computed outside the model.
+
+        Args:
+            loss: a scalar; backward is called on it, or on something made from it. share: what part of the optimiser
+                step's tokens the call has, where `loss` is a sum that was divided by the number of all of them.
+        Returns:
+            `loss`.
+        Raises:
+            RuntimeError: the model was not called since `start`.
+        """
+        call = patch_state(model).last
+        if call is None:
+            raise RuntimeError("scaled_as comes after a training call of the model, which comes after start(model)")
+        call.share = share
+        loss.register_hook(ScaleHook(call))
+        return loss
+
+    def _check(self, layer: Layer) -> None:
+        what = f"LoadBalancing: {layer.name}: "
+        if layer.router is None:
+            raise UnsupportedModelError(f"{what}its router is not known; docs/models.md lists the models that are")
+        if is_expert_parallel(layer.experts):
+            raise UnsupportedModelError(f"{what}balancing does not work under expert parallelism")
+        if self.bias_update is not None and not hasattr(layer.router, "e_score_correction_bias"):
+            raise UnsupportedModelError(
+                f"{what}{type(layer.router).__name__} has no correction bias for bias_update; use per_layer_loss"
+            )
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Patch the model if nobody has; start."""
+        super().on_train_begin(args, state, control, model, **kwargs)
+        self.start(model)
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Update the biases."""
+        self.step(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        """Stop."""
+        self.stop(model)
+        super().on_train_end(args, state, control, model, **kwargs)
+
+
+def _check_saved(model: nn.Module, layers: list[Layer]) -> None:
+    """Raise ValueError where PEFT would save adapters without the routers' biases."""
+    saved = {module for name, module in model.named_modules() if ".modules_to_save." in name}
+    has_adapters = any(hasattr(module, "peft_config") for module in model.modules())
+    if has_adapters and any(layer.router not in saved for layer in layers):
+        raise ValueError(
+            "LoadBalancing(bias_update=...) changes the routers' biases, which an adapter's checkpoint leaves out; put "
+            "the routers into modules_to_save of the PEFT config, or use per_layer_loss"
+        )

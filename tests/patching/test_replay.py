@@ -1,0 +1,131 @@
+"""record_routing and replay_routing: the same experts, weights from the current logits, the same bits from the same model."""
+
+import pytest
+import torch
+from helpers.architectures import HIDDEN, TOKENS, architectures, family_of, layers_of
+from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error, twin
+from helpers.training import CHECKPOINTING, POLICY
+
+import sonicmoe_hf
+from sonicmoe_hf import UnsupportedModelError, record_routing, replay_routing
+from sonicmoe_hf.patching.recorded import replayed
+from sonicmoe_hf.patching.support import find_layers
+
+
+def patched(family, **changes):
+    model = build(family, **changes)
+    sonicmoe_hf.patch_model(model)
+    return model
+
+
+def changed(model):
+    """A copy whose routers have moved, as after some steps of training."""
+    other = twin(model)
+    with torch.no_grad():
+        for layer in find_layers(other):
+            layer.router.weight.add_(torch.randn_like(layer.router.weight), alpha=0.3)
+    return other
+
+
+def same_experts(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_same_model_gives_the_same_bits_and_a_changed_one_uses_the_recorded_experts(family):
+    model, inputs = patched(family), batch(padding=True)
+    plain = loss_and_gradients(model, inputs)
+    with torch.no_grad(), record_routing(model.eval()) as routing:
+        model(**inputs)
+    with replay_routing(model.train(), routing):
+        again = loss_and_gradients(model, inputs)
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+    other = changed(model)
+    with record_routing(other) as own:
+        loss_and_gradients(other, inputs)
+    with replay_routing(other, routing), record_routing(other) as used:
+        found = loss_and_gradients(other, inputs)
+    assert same_experts(used, routing) and not same_experts(own, routing)
+    assert len(routing.calls) == 1 and routing.tensors()[0].shape == (len(list(find_layers(model))), 96, 2)
+    for layer in find_layers(other):
+        assert layer.router.weight.grad.any() and found["loss"].isfinite(), "the weights are differentiable"
+
+
+@pytest.mark.parametrize("architecture", [a for a in architectures() if family_of(a)], ids=lambda a: a.experts)
+def test_replayed_weights_follow_the_familys_own_formula(architecture):
+    """Every family's own top-k in another order: the router's own weights, in that order, by the formula."""
+    model = layers_of(architecture).train()
+    (layer,) = find_layers(model)
+    output = layer.router(torch.randn(TOKENS, HIDDEN))
+    flipped = output[2].flip(-1)
+    _, weights, index = replayed(layer.family, layer.router, output, flipped)
+    assert torch.equal(index, flipped) and weights.dtype == output[1].dtype
+    assert relative_error(weights, output[1].flip(-1)) < 1e-6, "fp32: softmax over all, and over the chosen"
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_checkpointing_recomputes_with_the_replayed_experts_also_after_the_context(kind):
+    model, inputs = patched("qwen3_moe"), batch()
+    with torch.no_grad(), record_routing(model) as routing:
+        model(**inputs)
+    other = changed(model)
+    with replay_routing(other, routing):
+        expected = loss_and_gradients(other, inputs)
+    other.zero_grad()
+    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    with replay_routing(other, routing), record_routing(other) as used:
+        loss = other(**inputs).loss
+    loss.backward()
+    assert same_experts(used, routing), "recorded once"
+    for name, parameter in other.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_calls_are_replayed_in_order_and_tensors_do_too():
+    model = patched("qwen3_moe")
+    inputs = [batch(seed=seed) for seed in range(2)]
+    with torch.no_grad(), record_routing(model) as routing:
+        logits = [model(**each).logits for each in inputs]
+    tensors = [tensor.long() for tensor in routing.tensors()]
+    with torch.no_grad(), replay_routing(model, tensors):
+        again = [model(**each).logits for each in inputs]
+        with pytest.raises(RuntimeError, match="given 2 model calls, and this is one more"):
+            model(**inputs[0])
+    assert all(torch.equal(a, b) for a, b in zip(again, logits))
+    with torch.no_grad(), replay_routing(model, tensors[1]):
+        assert relative_error(model(**inputs[0]).logits, logits[0]) > 1e-3, "another batch's experts: not a test"
+    unknown = torch.full_like(tensors[1], -1)
+    with torch.no_grad(), replay_routing(model, unknown):
+        assert torch.equal(model(**inputs[0]).logits, logits[0]), "ids below 0 keep the router's choice"
+    with torch.no_grad():
+        assert torch.equal(model(**inputs[0]).logits, logits[0]), "nothing is left behind"
+
+
+def test_what_it_cannot_do_is_refused_by_name():
+    model, inputs = patched("qwen3_moe"), batch()
+    whole = torch.zeros(2, 96, 2, dtype=torch.long)
+    for routing, words in (
+        (whole[:1], r"must be integer \[layers, tokens, experts per token\], of 2 layers"),
+        (whole.float(), r"the routing is torch.float32"),
+        (whole + 8, r"model.layers.0.mlp has 8 experts, but its routing names expert 8"),
+    ):
+        with pytest.raises(ValueError, match=words), replay_routing(model, routing):
+            pass
+    shapes = r"has shape \(48, 2\), but this call's is \(96, 2\)"
+    with pytest.raises(ValueError, match=shapes), replay_routing(model, whole[:, :48]):
+        model(**inputs)
+    with record_routing(patched("qwen3_moe", num_hidden_layers=1)) as fewer:
+        pass
+    layers = r"the routing is of layers \['model.layers.0.mlp'\], but the model has"
+    with pytest.raises(ValueError, match=layers), replay_routing(model, fewer):
+        pass
+    sonicmoe_hf.set_routing(model, POLICY)
+    with pytest.raises(RuntimeError, match="nor with token rounding; use set_routing"), record_routing(model):
+        model(**inputs)
+    without = next(layers_of(a) for a in architectures() if a.experts == "JambaExperts")
+    sonicmoe_hf.patch_model(without)
+    unknown = "recording and replaying do not know its router"
+    with pytest.raises(UnsupportedModelError, match=unknown), record_routing(without):
+        pass

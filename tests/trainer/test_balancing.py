@@ -1,0 +1,198 @@
+"""LoadBalancing: the gradients of every layer's loss, its scale in training, and the update of correction biases."""
+
+import pytest
+import torch
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, twin
+from helpers.training import CHECKPOINTING, POLICY, trainer_for
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+import sonicmoe_hf
+from sonicmoe_hf import LoadBalancing
+from sonicmoe_hf.patching.support import find_layers
+
+WEIGHT, K, E = 0.5, 2, 8  # a weight at which the loss shows in every gradient
+KINDS = {"none": None, **CHECKPOINTING}
+
+
+class Routers:
+    """Logits and indices of every training call of the routers, in order, as they computed them."""
+
+    def __init__(self, model):
+        self.calls = []
+        for layer in find_layers(model):
+            layer.router.register_forward_hook(self, prepend=True)
+
+    def __call__(self, router, args, output):
+        if router.training:
+            self.calls.append((output[0], output[2]))
+
+    def take(self):
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def by_hand(family, calls, mask):
+    """The balancing loss of a forward's layers, from their logits: Transformers' own function, one layer at a time."""
+    losses = []
+    for logits, index in calls:
+        if family == "qwen3_moe":
+            losses.append(load_balancing_loss_func((logits,), E, K, mask))
+            continue
+        valid = mask.flatten().float()
+        scores = logits.sigmoid()
+        shares = (scores / scores.sum(-1, keepdim=True) * valid[:, None]).sum(0) / valid.sum()
+        counts = torch.nn.functional.one_hot(index, E).sum(1) * valid[:, None]
+        losses.append(E * (counts.sum(0) / valid.sum() * shares).sum())
+    return WEIGHT * sum(losses) / len(losses)
+
+
+def with_loss_by_hand(family, model, inputs, factor):
+    routers = Routers(model)
+    out = model(**inputs)
+    (factor * (out.loss + by_hand(family, routers.take(), inputs["attention_mask"]))).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_its_gradients_are_those_of_every_layers_loss_scaled_as_the_models_is(family, kind):
+    model, inputs = build(family), batch(padding=True)
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours)
+    if KINDS[kind] is not None:
+        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[kind])
+    balancing = LoadBalancing(per_layer_loss=WEIGHT)
+    balancing.start(ours)
+    (3.0 * ours(**inputs).loss).backward()
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert_all_close(found, with_loss_by_hand(family, model, inputs, 3.0), 1e-5, ORDER_OF_SUMS)
+    balancing.stop(ours)
+    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, ORDER_OF_SUMS)
+
+
+def test_a_loss_computed_outside_the_model_gives_the_scale():
+    model, inputs = build("qwen3_moe"), batch()
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours)
+    balancing = LoadBalancing(per_layer_loss=WEIGHT)
+    with pytest.raises(RuntimeError, match="scaled_as comes after a training call"):
+        balancing.start(ours)
+        balancing.scaled_as(ours, torch.zeros((), requires_grad=True))
+    labels = inputs.pop("labels")
+    with pytest.raises(RuntimeError, match=r"or, with a loss computed outside the model, call balancing.scaled_as"):
+        ours(**inputs).logits.sum().backward()
+    ours.zero_grad()
+    logits = ours(**inputs).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+    (2.0 * balancing.scaled_as(ours, loss)).backward()
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    expected = with_loss_by_hand("qwen3_moe", model, {**inputs, "labels": labels}, 2.0)
+    assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_under_token_rounding_it_counts_top_k():
+    model, inputs = build("qwen3_moe", num_hidden_layers=1), batch()
+    sonicmoe_hf.patch_model(model, POLICY)
+    rounded = loss_and_gradients(model, inputs)
+    LoadBalancing(per_layer_loss=WEIGHT).start(model)
+    balanced = loss_and_gradients(model, inputs)
+    assert torch.equal(balanced["logits"], rounded["logits"]), "the forward is as it was"
+    plain = build("qwen3_moe", num_hidden_layers=1)  # its only router sees what the rounded one's sees
+    routers = Routers(plain)
+    plain(**inputs)
+    by_hand("qwen3_moe", routers.take(), inputs["attention_mask"]).backward()
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            difference = balanced[name] - rounded[name]
+            assert (difference - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+
+
+def test_in_the_trainer_micro_batches_count_by_their_labels(tmp_path):
+    """One step of two micro-batches of different lengths; SGD with a rate of 1 leaves the gradient in the weights."""
+    model = build("qwen3_moe")
+    before, reference, routers = twin(model), twin(model), None
+    options = {
+        "max_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1.0,
+    }
+    trainer = trainer_for(model, tmp_path, [LoadBalancing(per_layer_loss=WEIGHT)], padding=True, **options)
+    trainer.train()
+
+    routers, total = Routers(reference), (trainer.train_dataset.columns["labels"][:4, 1:] != -100).sum()
+    for rows in (slice(0, 2), slice(2, 4)):
+        inputs = {name: column[rows] for name, column in trainer.train_dataset.columns.items()}
+        share = (inputs["labels"][:, 1:] != -100).sum() / total
+        loss = reference(**inputs).loss
+        (share * (loss + by_hand("qwen3_moe", routers.take(), inputs["attention_mask"]))).backward()
+    found = {name: old - new for (name, new), old in zip(model.named_parameters(), before.parameters())}
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    assert_all_close(found, expected, 1e-4, "fp32: differences of weights of size 1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_follow_the_counts_of_a_whole_step_and_are_saved(kind, tmp_path):
+    model = build("deepseek_v3").bfloat16()
+    before = [layer.router.e_score_correction_bias.float() for layer in find_layers(model)]
+    options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    if KINDS[kind] is not None:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": KINDS[kind]}
+    routers = Routers(model)
+    sonicmoe_hf.patch_model(model, POLICY)
+    trainer = trainer_for(model, tmp_path, [LoadBalancing(bias_update=1e-3)], padding=True, **options)
+    trainer.train()
+    layers, masks = list(find_layers(model)), trainer.train_dataset.columns["attention_mask"][:4]
+    calls = routers.take()
+    per_batch = len(calls) // 2  # recomputed ones follow those of the forward
+    counts = [0] * len(layers)
+    for number, mask in enumerate((masks[:2], masks[2:])):
+        for place, (_, index) in enumerate(calls[number * per_batch :][: len(layers)]):
+            counts[place] += torch.bincount(index[mask.flatten() != 0].flatten(), minlength=E)
+    for layer, old, count in zip(layers, before, counts):
+        bias = layer.router.e_score_correction_bias
+        expected = old + 1e-3 * (count.float().mean() - count).sign()
+        assert bias.dtype == torch.float32 and torch.allclose(bias, expected, rtol=0, atol=1e-7)
+        assert (bias != old).any()
+    trainer.save_model(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for layer, loaded in zip(layers, find_layers(again)):
+        assert torch.equal(loaded.router.e_score_correction_bias.float(), layer.router.e_score_correction_bias)
+
+
+def test_training_with_it_balances_a_router_that_starts_out_of_balance():
+    model, inputs = build("deepseek_v3", n_group=1, topk_group=1), batch(rows=8)
+    router = next(find_layers(model)).router
+    with torch.no_grad():
+        router.e_score_correction_bias.copy_(torch.linspace(0, 0.5, E))
+    sonicmoe_hf.patch_model(model)
+    balancing, routers, loads = LoadBalancing(bias_update=1e-2), Routers(model), []
+    balancing.start(model)
+    for _ in range(40):
+        model(**inputs)
+        counts = torch.bincount(routers.take()[0][1].flatten(), minlength=E).float()
+        loads.append((counts.max() / counts.mean()).item())
+        balancing.step(model)
+    assert loads[0] > 2.5 and loads[-1] < 1.3
+
+
+def test_what_it_cannot_do_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"LoadBalancing does nothing: give it per_layer_loss=0.01"):
+        LoadBalancing()
+    with pytest.raises(ValueError, match=r"per_layer_loss is -1; give a number above 0, such as 0.01"):
+        LoadBalancing(per_layer_loss=-1)
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not patched"):
+        LoadBalancing(per_layer_loss=1.0).start(build("qwen3_moe"))
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"Qwen3MoeTopKRouter has no correction bias"):
+        LoadBalancing(bias_update=1e-3).start(model)
+    LoadBalancing(per_layer_loss=1.0).start(model)
+    with pytest.raises(RuntimeError, match=r"does not work in a compiled model|Observed exception"):
+        torch.compile(model, backend="eager", fullgraph=True)(**batch())
+    adapted = get_peft_model(build("deepseek_v3"), LoraConfig(target_modules=["o_proj"]))
+    sonicmoe_hf.patch_model(adapted)
+    with pytest.raises(ValueError, match="which an adapter's checkpoint leaves out"):
+        LoadBalancing(bias_update=1e-3).start(adapted)
