@@ -243,8 +243,10 @@ def _source_rows(source, rows, span, gathered):
 
 def reorder(source_ENj, out_ENJ):
     rank = source_ENj.shape[2]
-    out_ENJ[:, :, :rank] = source_ENj
-    out_ENJ[:, :, rank:] = 0
+    if rank < out_ENJ.shape[2]:
+        out_ENJ[:, :, rank:] = 0
+        out_ENJ = out_ENJ[:, :, :rank]
+    out_ENJ.copy_(source_ENj)
 
 
 def rank_rows(source, a_EJK, rows, scale, gathered):

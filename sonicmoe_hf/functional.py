@@ -156,7 +156,8 @@ def moe_experts(
         x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b,
         gate_up_scales, gate_up_state, down_scales, down_state,
     )  # fmt: skip
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
+    differentiable = needs_gradients and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
     keep_v = differentiable and down_b is not None and down_b.requires_grad

@@ -96,9 +96,11 @@ def _packed(factor_ENr, padded, dtype, rank_last, kernels):
     """[E, N, J] of a factor [E, N, r], with J or N contiguous."""
     num_experts, size, rank = factor_ENr.shape
     strides = (size * padded, padded, 1) if rank_last else (size * padded, 1, size)
-    if rank == padded and factor_ENr.dtype == dtype and factor_ENr.stride() == strides:
-        return factor_ENr
-    packed = factor_ENr.new_empty(strides[0] * num_experts, dtype=dtype)
-    packed = packed.as_strided((num_experts, size, padded), strides)
+    if rank == padded and factor_ENr.stride() == strides:
+        return factor_ENr if factor_ENr.dtype == dtype else factor_ENr.to(dtype)
+    if rank_last:
+        packed = factor_ENr.new_empty(num_experts, size, padded, dtype=dtype)
+    else:
+        packed = factor_ENr.new_empty(num_experts, padded, size, dtype=dtype).transpose(1, 2)
     kernels.reorder(factor_ENr, packed)
     return packed

@@ -38,8 +38,10 @@ def reorder(source_ENj, out_ENJ):
     num_experts, size, rank = source_ENj.shape
     padded = out_ENJ.shape[2]
     if num_experts == 1 or (source_ENj.stride(0) == 1) == (out_ENJ.stride(0) == 1):
-        out_ENJ[:, :, :rank] = source_ENj
-        out_ENJ[:, :, rank:] = 0
+        if rank < padded:
+            out_ENJ[:, :, rank:] = 0
+            out_ENJ = out_ENJ[:, :, :rank]
+        out_ENJ.copy_(source_ENj)
         return
     other = out_ENJ if source_ENj.stride(0) == 1 else source_ENj
     experts = min(next_power_of_2(num_experts), EXPERTS)
