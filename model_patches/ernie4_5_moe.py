@@ -2,7 +2,7 @@
 
 from sonicmoe_hf.errors import UnsupportedModelError
 
-from .family import Family, Weighting, modeling_module, softmax_scores
+from .family import Family, Weighting, modeling_module, softmax_family, softmax_scores
 
 
 def _weighting(router):
@@ -15,15 +15,7 @@ def _weighting(router):
 
 
 FAMILIES = (
-    Family(
-        name="ernie4_5_moe",
-        module=modeling_module("ernie4_5_moe"),
-        block="Ernie4_5_MoeSparseMoeBlock",
-        router="Ernie4_5_MoeTopKRouter",
-        pretrained="Ernie4_5_MoePreTrainedModel",
-        scores=softmax_scores,
-        weighting=_weighting,
-    ),
+    softmax_family("ernie4_5_moe", "Ernie4_5_Moe", "Ernie4_5_MoePreTrainedModel", _weighting),
     Family(
         name="ernie4_5_vl_moe",
         module=modeling_module("ernie4_5_vl_moe"),

@@ -77,6 +77,21 @@ def normalised_weighting(router: nn.Module) -> Weighting:
     return Weighting(normalised=True)
 
 
+def softmax_family(
+    name: str, prefix: str, pretrained: str, weighting: Callable[[nn.Module], Weighting], folder: str | None = None
+) -> Family:
+    """A family with softmax scores whose block and router are `prefix`SparseMoeBlock and `prefix`TopKRouter."""
+    return Family(
+        name=name,
+        module=modeling_module(folder or name),
+        block=f"{prefix}SparseMoeBlock",
+        router=f"{prefix}TopKRouter",
+        pretrained=pretrained,
+        scores=softmax_scores,
+        weighting=weighting,
+    )
+
+
 def only_in_groups(ranking_TE: torch.Tensor, group_scores_TG: torch.Tensor, topk_group: int) -> torch.Tensor:
     """`ranking_TE`, with -inf for the experts of all but the `topk_group` groups with the highest scores."""
     chosen_TG = group_scores_TG.topk(topk_group, dim=-1, sorted=False).indices

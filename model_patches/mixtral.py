@@ -1,6 +1,6 @@
 """Mixtral and the families that also always divide S, a softmax over all experts, by its sum over the chosen ones."""
 
-from .family import Family, modeling_module, normalised_weighting, softmax_scores
+from .family import normalised_weighting, softmax_family
 
 ALWAYS_NORMALISED = (  # model_type, beginning of the block's and the router's names, base class of the models
     ("mixtral", "Mixtral", "MixtralPreTrainedModel"),
@@ -9,14 +9,5 @@ ALWAYS_NORMALISED = (  # model_type, beginning of the block's and the router's n
     ("qwen3_5_moe", "Qwen3_5Moe", "Qwen3_5MoePreTrainedModel"),
 )
 FAMILIES = tuple(
-    Family(
-        name=name,
-        module=modeling_module(name),
-        block=f"{prefix}SparseMoeBlock",
-        router=f"{prefix}TopKRouter",
-        pretrained=pretrained,
-        scores=softmax_scores,
-        weighting=normalised_weighting,
-    )
-    for name, prefix, pretrained in ALWAYS_NORMALISED
+    softmax_family(name, prefix, pretrained, normalised_weighting) for name, prefix, pretrained in ALWAYS_NORMALISED
 )

@@ -1,6 +1,6 @@
 """OLMoE, Qwen3-MoE, and the families whose routers have a forward equal to theirs, line by line."""
 
-from .family import Family, NativeFamily, modeling_module, norm_topk_prob_weighting, softmax_scores
+from .family import NativeFamily, modeling_module, norm_topk_prob_weighting, softmax_family, softmax_scores
 
 OLMOE = NativeFamily(
     name="olmoe",
@@ -48,15 +48,7 @@ FAMILIES = (
     QWEN3_MOE,
     OLMOE,
     *(
-        Family(
-            name=name,
-            module=modeling_module(folder),
-            block=f"{prefix}SparseMoeBlock",
-            router=f"{prefix}TopKRouter",
-            pretrained=pretrained,
-            scores=softmax_scores,
-            weighting=norm_topk_prob_weighting,
-        )
+        softmax_family(name, prefix, pretrained, norm_topk_prob_weighting, folder)
         for name, folder, prefix, pretrained in SAME_ROUTER
     ),
 )

@@ -14,15 +14,14 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ..config import check_choice
 from ..errors import CheckpointError
 from ..model_patches import NativeFamily
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
 from .convert import new_folder
-from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, read_json, refuse_model_beside_adapter
+from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, opened, read_json, refuse_model_beside_adapter
 from .hub import local_folder
 from .plan import TARGETS
 from .source import family_of
@@ -86,7 +85,8 @@ def convert_adapter(
     refuse_model_beside_adapter(src)
     model_config = _base_config(src, config, trained_on)
     family, native = family_of(model_config, src)
-    weights = _load(src / ADAPTER_WEIGHTS)
+    with opened(src / ADAPTER_WEIGHTS) as handle:
+        weights = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
     to_native = layout == "native"
     if native != to_native:
         weights = _converted_weights(weights, config, family, model_config, to_native)
@@ -140,13 +140,6 @@ def _base_config(src: Path, config: dict, trained_on: str | os.PathLike | None) 
         raise CheckpointError(
             f"the model that the adapter was trained on cannot be read; say trained_on=, its folder: {error}"
         ) from error
-
-
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _check_targets(config: dict, native: bool) -> None:
