@@ -6,10 +6,12 @@ Without arguments: a small Qwen3-MoE-architecture model with random weights, on 
     python examples/finetune.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --lora \
         --sequence-length 4096 --batch-size 4 --output outputs/lora
     python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16 --end 0.9
+    python examples/finetune.py --model openai/gpt-oss-20b --lora --experts-quantization mxfp4 --dataset my_texts.jsonl
     accelerate launch examples/finetune.py ...
 
 --lora is the recipe of docs/lora.md: adapters on experts and attention, bf16 weights and autocast, gradient
-checkpointing. `sonicmoe-hf merge` then adds the adapters to the model's weights, for serving.
+checkpointing; --experts-quantization makes it QLoRA. `sonicmoe-hf merge` then adds the adapters to the model's weights,
+for serving.
 Texts are joined into one stream and cut into blocks without padding: token rounding then counts real tokens only.
 `sonicmoe-hf doctor MODEL --batch-size B --sequence-length S` says beforehand what a model and batch will get.
 """
@@ -71,6 +73,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA")
     model.add_argument("--dtype", choices=("float32", "bfloat16"),
                        help="of the weights; default: bfloat16 for LoRA with --bf16, else float32")  # fmt: skip
+    model.add_argument("--experts-quantization", choices=("nf4", "mxfp4"),
+                       help="hold the experts packed in 4 bits and frozen; with --lora")  # fmt: skip
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
 
     data = parser.add_argument_group("data")
@@ -107,6 +111,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
     training.add_argument("--seed", type=int, default=0)
     found = parser.parse_args(arguments)
+    if found.experts_quantization and not found.lora_rank:
+        parser.error("--experts-quantization freezes the experts: it needs --lora")
     for switch in ("bf16", "gradient_checkpointing"):
         if getattr(found, switch) is None:
             setattr(found, switch, bool(found.lora_rank))
@@ -150,6 +156,8 @@ def load_small_model(texts: Dataset, arguments: argparse.Namespace):
     config = small_config(tokenizer)
     config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation)
+    if arguments.experts_quantization is not None:
+        sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
     sonicmoe_hf.patch_model(model, save=arguments.save)
     return model, tokenizer
 
@@ -157,7 +165,10 @@ def load_small_model(texts: Dataset, arguments: argparse.Namespace):
 def load_model(arguments: argparse.Namespace):
     """A pretrained model, patched, and its tokenizer."""
     frozen = arguments.lora_rank and arguments.bf16
-    options = {"dtype": arguments.dtype or ("bfloat16" if frozen else "float32")}
+    options = {
+        "dtype": arguments.dtype or ("bfloat16" if frozen else "float32"),
+        "experts_quantization": arguments.experts_quantization,
+    }
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
     if arguments.dequantize:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from .interface import Activation, Extra, Rounded, Rows, accumulation_dtype
+from .quantized import Quantized
+from .quantized import dequantize as _dequantize
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
 
 
@@ -90,6 +92,10 @@ def _spans(rows: Rows):
     """(expert, slice of its rows) for every expert that has rows."""
     offsets = rows.offsets.tolist()
     return [(e, slice(s, t)) for e, (s, t) in enumerate(itertools.pairwise(offsets)) if t > s]
+
+
+def dequantize(codes, scales, state, name, dtype, rows):
+    return _dequantize(Quantized(codes, scales, state), name, dtype, [expert for expert, _ in _spans(rows)])
 
 
 def _split(h, interleaved):

@@ -113,6 +113,10 @@ class Backend(Protocol):
     def round_rows_backward(self, dweight_P, scores_TE, expert_P, rows: Rows, weighting: Weighting) -> torch.Tensor:
         """dscores_TE."""
 
+    def dequantize(self, codes, scales, state, name: str, dtype: torch.dtype, rows: Rows) -> torch.Tensor:
+        """The weight [E, N, K] that a Quantized in the format `name` of quantized.py stores, contiguous. The values of
+        experts without rows are undefined."""
+
     def up(
         self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
         want_a: bool, extra: Extra | None = None,

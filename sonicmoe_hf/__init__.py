@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
     from .peft_config import lora_config
+    from .quantization.packed_weight import PackedWeight
+    from .quantization.quantize import quantize_experts
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
@@ -55,6 +57,8 @@ _MODULES = {  # of this package: what of each is exported here; a module with no
     "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
     "peft_config": ("lora_config",),
+    "quantization.packed_weight": ("PackedWeight",),
+    "quantization.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
@@ -65,6 +69,7 @@ __all__ = [
     "ExpertLoadCallback",
     "LayerSupport",
     "LoadBalancing",
+    "PackedWeight",
     "PatchReport",
     "RecordedRouting",
     "SonicMoEExperts",
@@ -85,6 +90,7 @@ __all__ = [
     "moe_experts",
     "patch",
     "patch_model",
+    "quantize_experts",
     "record_routing",
     "replay_routing",
     "routing",

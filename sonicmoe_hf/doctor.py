@@ -16,12 +16,14 @@ from .native.config_only import build_on_meta
 from .native.modeling import sizes_of
 from .patching.layer_ranges import LayerRange, collapse
 from .patching.support import REMEDIES, LayerSupport, supported_layers, supports
+from .quantization.quantizer import QUANT_METHOD
 from .warmup import placement
 
 PACKAGES = (
     "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PACKED_AS = "packed as "
 NO_REMEDY = "use a checkpoint that is not quantised"
 
 
@@ -156,7 +158,9 @@ def examine(
     model = build_on_meta(name)
     quantisation = _quantisation(model.config)
     found = supports(model)
-    if quantisation is not None:
+    if quantisation is not None and quantisation.startswith(PACKED_AS):
+        found = [layer._replace(reason=f"{layer.reason}; its experts are {quantisation}, frozen") for layer in found]
+    elif quantisation is not None:
         reason = (
             f"the checkpoint is quantised ({quantisation}): its experts would never reach sonicmoe_hf; "
             f"{REMEDIES.get(quantisation, NO_REMEDY)}"
@@ -170,12 +174,13 @@ def examine(
 
 
 def _quantisation(config) -> str | None:
-    """The quantisation method that the checkpoint's config declares, also inside a multimodal model."""
+    """The quantisation method that the checkpoint's config declares, also inside a multimodal model; of ours, the format
+    with PACKED_AS before it."""
     for part in (config, config.get_text_config()):
         declared = getattr(part, "quantization_config", None)
         if declared:
             method = declared.get("quant_method", "unnamed method") if isinstance(declared, dict) else declared
-            return str(method)
+            return PACKED_AS + declared["experts"] if method == QUANT_METHOD else str(method)
     return None
 
 

@@ -26,7 +26,8 @@ def _without_autocast(device: torch.device):
 
 class Inputs(NamedTuple):
     """The tensors that a layer can be differentiated by, in the order of `needs` and of the gradients. Factors a and b
-    are LowRank's. Backward has no x where it needs none."""
+    are LowRank's. Backward has no x where it needs none. Of packed weights gate_up and down are the codes; they, scales
+    and state (kernels/quantized.py) have no gradient."""
 
     x: torch.Tensor | None
     gate_up: torch.Tensor
@@ -38,10 +39,15 @@ class Inputs(NamedTuple):
     gate_up_b: torch.Tensor | None
     down_a: torch.Tensor | None
     down_b: torch.Tensor | None
+    gate_up_scales: torch.Tensor | None = None
+    gate_up_state: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
+    down_state: torch.Tensor | None = None
 
 
 class Options(NamedTuple):
-    """What else decides the function that a layer computes, and the backend. The scales are the adapters'."""
+    """What else decides the function that a layer computes, and the backend. The scales are the adapters'; formats are
+    those of packed weights, "" of dense ones."""
 
     activation: str
     alpha: float
@@ -51,6 +57,8 @@ class Options(NamedTuple):
     gate_up_scale: float
     down_scale: float
     backend: str
+    gate_up_format: str = ""
+    down_format: str = ""
 
 
 class Keep(NamedTuple):
@@ -71,19 +79,45 @@ class Kept(NamedTuple):
 
 class _Layer:
     """A layer's weights as logical views, its adapters as the kernels take them, and its first half, which backward
-    computes again where h was not kept."""
+    computes again where h was not kept. dtype: what is computed in."""
 
-    def __init__(self, inputs: Inputs, rows: Rows, options: Options):
+    def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
         self.kernels = backends.load(options.backend)
-        self.inputs, self.rows, self.interleaved = inputs, rows, options.interleaved
+        self.inputs, self.rows, self.options, self.dtype = inputs, rows, options, dtype
+        self.interleaved = options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
-        self.gate_up, self.down = inputs.gate_up, inputs.down
-        if options.transposed:
-            self.gate_up, self.down = self.gate_up.transpose(1, 2), self.down.transpose(1, 2)
         self.gate_up_adapter = pack(
-            inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, self.gate_up, self.kernels
+            inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
+            self._in_order_of(inputs.gate_up, options.gate_up_format), self.kernels,
+        )  # fmt: skip
+        self.down_adapter = pack(
+            inputs.down_a, inputs.down_b, options.down_scale, self._in_order_of(inputs.down, options.down_format),
+            self.kernels,
+        )  # fmt: skip
+
+    def _in_order_of(self, weight, format) -> torch.Tensor:
+        """A tensor of the dtype and order of the logical view, which for a packed weight is not there yet."""
+        if format:
+            return weight.new_empty(0, 0, 0, dtype=self.dtype)
+        return weight.transpose(1, 2) if self.options.transposed else weight
+
+    def _logical_view(self, weight, scales, state, format):
+        """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
+        if format:
+            return self.kernels.dequantize(weight, scales, state, format, self.dtype, self.rows)
+        return weight.transpose(1, 2) if self.options.transposed else weight
+
+    @property
+    def gate_up(self) -> torch.Tensor:
+        inputs = self.inputs
+        return self._logical_view(
+            inputs.gate_up, inputs.gate_up_scales, inputs.gate_up_state, self.options.gate_up_format
         )
-        self.down_adapter = pack(inputs.down_a, inputs.down_b, options.down_scale, self.down, self.kernels)
+
+    @property
+    def down(self) -> torch.Tensor:
+        inputs = self.inputs
+        return self._logical_view(inputs.down, inputs.down_scales, inputs.down_state, self.options.down_format)
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """u, computed unless it is given (None without an adapter), h and a."""
@@ -104,7 +138,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
     with _without_autocast(x_TH.device):
-        layer = _Layer(inputs, rows, options)
+        layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
         if adapter is not None:
@@ -118,7 +152,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
 def _fake_forward(inputs, rows, options, keep):
     num_rows, x = rows.token.shape[0], inputs.x
     widths = (
-        inputs.gate_up.shape[2 if options.transposed else 1],
+        inputs.gate_up.shape[2 if options.transposed and not options.gate_up_format else 1],
         *(None if a is None else padded_rank(a) for a in (inputs.gate_up_a, inputs.down_a)),
     )
     return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, keep) if wanted)]
@@ -139,7 +173,7 @@ def _run_backward(dout, held: list[Kept], inputs: Inputs, rows: Rows, options: O
     """
     need, dout = Inputs._make(needs), dout.contiguous()
     with _without_autocast(dout.device):
-        layer = _Layer(inputs, rows, options)
+        layer = _Layer(inputs, rows, options, dout.dtype)
         gradients, dh, a, u = _down_backward(layer, need, dout, held)
         gradients |= _up_backward(layer, need, dh, u, dout.shape[0])
         kernels, x = layer.kernels, inputs.x

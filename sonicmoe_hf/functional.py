@@ -12,6 +12,7 @@ from .dispatch import dispatch
 from .experts_op import Inputs, Keep, Options
 from .kernels.interface import ACTIVATIONS, Activation, accumulation_dtype
 from .low_rank import LowRank, check_low_rank, side_by_side
+from .quantization.packed_weight import PackedWeight
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
@@ -27,7 +28,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
         raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
     tensors = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
     for name, tensor in tensors:
-        if tensor is not None and tensor.dtype != dtype:
+        if tensor is not None and tensor.dtype != dtype and not isinstance(tensor, PackedWeight):
             raise ValueError(
                 f"{name} has dtype {tensor.dtype} but x has {dtype}; cast one of them, or run under torch.autocast"
             )
@@ -55,12 +56,33 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
             raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {(num_experts, size)}")
 
 
+def _compute_dtype(x, gate_up, down):
+    """The dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return next((weight.dtype for weight in (gate_up, down) if isinstance(weight, PackedWeight)), None)
+
+
+def _stored(name, weight, transposed):
+    """What the op takes of a weight: its tensor, or codes, scales, state and the format of a packed one."""
+    if not isinstance(weight, PackedWeight):
+        return weight, None, None, ""
+    if weight.is_transposed != transposed:
+        raise ValueError(
+            f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
+            "`layout` contradicts; quantise it in the layout that it is used in"
+        )
+    return weight.codes, weight.scales, weight.state, weight.format  # no property: torch.compile traces attributes
+
+
 def _factors(name, adapter, weight, transposed):
     """a, b and scale of one adapter, or of several as one."""
     if not adapter:
         return NO_ADAPTER
     adapter = side_by_side(adapter)
-    check_low_rank(name, adapter, weight.transpose(1, 2) if transposed else weight)
+    check_low_rank(
+        name, adapter, weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape, weight.device
+    )
     return adapter.a, adapter.b, float(adapter.scale)
 
 
@@ -84,7 +106,8 @@ def moe_experts(
     Args:
         x: [T, H], fp64, fp32, bf16 or fp16.
         gate_up, down: the experts' weights in x's dtype, stored as `layout` says: [E, 2I, H] and [E, H, I], or for the
-            transposed layouts [E, H, 2I] and [E, I, H].
+            transposed layouts [E, H, 2I] and [E, I, H]. A `PackedWeight` stands for one of that shape: it is expanded to
+            x's dtype for as long as a product takes, and has no gradient.
         routing: a `Routing`, or (expert_index [T, K], weights [T, K]). Weights are computed with in fp32.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
         gate_up_adapter, down_adapter: `LowRank` adapters a [E, r, H], b [E, 2I, r] and a [E, r, I], b [E, H, r] of the
@@ -96,7 +119,8 @@ def moe_experts(
         save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
         backend: overrides the automatic choice (see `sonicmoe-hf doctor`).
     Returns:
-        [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype.
+        [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype, else with packed weights in
+        theirs.
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, with the value and the remedy.
         NotImplementedError, RuntimeError: forward-mode and second derivatives, which there are not.
@@ -108,9 +132,9 @@ def moe_experts(
     if not isinstance(routing, Routing):
         routing = Routing(*routing)
     dtype_out = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    if (dtype := _compute_dtype(x, gate_up, down)) is not None:
+        x = x.to(dtype)
+        gate_up, down = (w if isinstance(w, PackedWeight) else w.to(dtype) for w in (gate_up, down))
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
@@ -126,14 +150,17 @@ def moe_experts(
         )  # fmt: skip
     weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
+    gate_up, gate_up_scales, gate_up_state, gate_up_format = _stored("gate_up", gate_up, transposed)
+    down, down_scales, down_state, down_format = _stored("down", down, transposed)
     inputs = Inputs(
-        x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b
-    )
+        x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b,
+        gate_up_scales, gate_up_state, down_scales, down_state,
+    )  # fmt: skip
     needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
     differentiable = needs_gradients and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
     keep_v = differentiable and down_b is not None and down_b.requires_grad
-    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend)
+    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend, gate_up_format, down_format)
     out = experts_op.run(differentiable, inputs, rows, options, Keep(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)

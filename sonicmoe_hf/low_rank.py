@@ -40,15 +40,15 @@ def side_by_side(adapter: LowRank | Sequence[LowRank]) -> LowRank:
     return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in adapter], dim=2))
 
 
-def check_low_rank(name: str, adapter: LowRank, weight_EON: torch.Tensor) -> None:
-    """Raise ValueError where `adapter` does not fit the weight's logical view [E, out, in]."""
-    num_experts, size_out, size_in = weight_EON.shape
+def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: torch.device) -> None:
+    """Raise ValueError where `adapter` does not fit the weight, whose logical view [E, out, in] has this shape."""
+    num_experts, size_out, size_in = shape_EON
     for part, factor in (("a", adapter.a), ("b", adapter.b)):
         if not factor.dtype.is_floating_point or factor.dtype.itemsize < 2:
             raise ValueError(f"{name}.{part} has dtype {factor.dtype}; use fp64, fp32, bf16 or fp16")
-        if factor.device != weight_EON.device:
+        if factor.device != device:
             raise ValueError(
-                f"{name}.{part} is on {factor.device} but its weight is on {weight_EON.device}; move them to one device"
+                f"{name}.{part} is on {factor.device} but its weight is on {device}; move them to one device"
             )
     rank = adapter.a.shape[1] if adapter.a.dim() == 3 else 0
     shapes = (num_experts, rank, size_in), (num_experts, size_out, rank)

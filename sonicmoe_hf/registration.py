@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 REGISTRATIONS = (  # when this module has been imported, so is that one of ours, which registers what it defines
     ("transformers.integrations.moe", "patching.experts"),
     ("transformers.modeling_utils", "patching.unreached_warning"),
+    ("transformers.modeling_utils", "quantization.quantizer"),
     ("transformers.models.auto.configuration_auto", "native.registry"),
     ("peft", "patching.peft_adapters"),
 )

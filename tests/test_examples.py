@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus, run
@@ -133,6 +134,15 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_p
     assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
 
 
+def test_finetune_trains_adapters_beside_packed_experts(tmp_path):
+    finetune = load("finetune")
+    options = ["--experts-quantization", "nf4", "--steps", "2", "--output", str(tmp_path / "small"), *TINY]
+    with pytest.raises(SystemExit):
+        finetune.main(options)
+    assert finetune.main([*options, "--lora", "2", "--held-out-blocks", "4"])["eval_loss"] < 9
+    assert (tmp_path / "small" / "adapter_model.safetensors").exists()
+
+
 def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     finetune = load("finetune")
     texts = tmp_path / "texts.jsonl"
@@ -193,15 +203,17 @@ def test_the_python_of_the_document_on_token_rounding_runs():
 def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
     tokenizer = corpus.train_tokenizer([TEXT], 300)
     config = Qwen3MoeConfig(
-        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
+        vocab_size=300, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, intermediate_size=16,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
     text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("bf16=True", "max_steps=1")
-    (python,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(python, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
+    in_bf16, in_4_bits = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(in_bf16, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
+    exec(in_4_bits, names := {})
+    assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
     assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
 
 

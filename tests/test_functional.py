@@ -375,10 +375,12 @@ def test_the_custom_ops_pass_torchs_own_checks(layout):
     torch.library.opcheck(forward, (*tensors, *rows, *options, True, True, True))
     torch.library.opcheck(forward, (*plain, *rows, *options, False, False, False))
     torch.library.opcheck(torch.ops.sonicmoe_hf.dispatch.default, (index, None, 5, 4, False, "eager"))
-    detached = [tensor.detach() for tensor in tensors]
+    detached = [None if tensor is None else tensor.detach() for tensor in tensors]
     out, *kept = forward(*detached, *rows, *options, True, True, True)
     assert [tensor.shape[1] for tensor in kept] == [10, 8, 8], "ranks are padded to multiples of 8"
-    torch.library.opcheck(backward, (torch.ones_like(out), *kept, *detached, *rows, *options, [True] * 10))
+    torch.library.opcheck(
+        backward, (torch.ones_like(out), *kept, *detached, *rows, *options, [True] * 10 + [False] * 4)
+    )
 
 
 @pytest.mark.parametrize("combination", itertools.product(("concatenated", "transposed_interleaved"), (False, True)))

@@ -11,6 +11,7 @@ import torch
 
 from .. import triton as portable
 from ..triton import combine as combine
+from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
 from ..triton import down_bias_gradient as down_bias_gradient
 from ..triton import factor_gradient as factor_gradient

@@ -13,6 +13,7 @@ import torch
 from .bias_gradient import down_bias_gradient as _down_bias_gradient
 from .bias_gradient import gate_up_bias_gradient as _gate_up_bias_gradient
 from .combine import combine as _combine
+from .dequantize import dequantize as _dequantize
 from .dispatch import dispatch as _dispatch
 from .dispatch import tile_table_length as tile_table_length
 from .gemm_dgated import down_backward as _down_backward
@@ -47,6 +48,7 @@ def _on_its_device(function):
 
 dispatch = _on_its_device(_dispatch)
 top_k = _on_its_device(_top_k)
+dequantize = _on_its_device(_dequantize)
 round_rows = _on_its_device(_round_rows)
 round_rows_backward = _on_its_device(_round_rows_backward)
 up = _on_its_device(_up)

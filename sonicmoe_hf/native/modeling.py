@@ -24,6 +24,7 @@ from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.adapters import adapters_of
 from ..patching.experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, note_reached, whole_shape
 from ..patching.support import load_family_class
+from ..quantization.state import stored_names
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, Sizes
 
 if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into
@@ -110,7 +111,7 @@ class SonicMoEExperts(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         foreign = [name for name in state_dict if name.startswith(prefix)]
-        foreign = [name for name in foreign if name[len(prefix) :] not in self._parameters]
+        foreign = [name for name in foreign if name[len(prefix) :] not in stored_names(self)]
         if foreign:
             raise CheckpointError(
                 f"{foreign[0]} is not a weight of the native layout (experts.c_fc, experts.c_proj): it belongs to the "

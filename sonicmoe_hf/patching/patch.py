@@ -21,6 +21,7 @@ from ..errors import UnsupportedModelError
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, remove_hooks
 from ..private.transformers import experts_implementation, set_experts_implementation
+from ..quantization.quantize import with_packed_experts
 from .calls import PatchState
 from .experts import IMPLEMENTATION
 from .fast_topk import FastTopKEntry, FastTopKExit
@@ -257,13 +258,19 @@ def from_pretrained(
     routing=None,
     save: str = "preactivation",
     fast_top_k: bool = True,
+    experts_quantization: str | None = None,
     auto_class=AutoModelForCausalLM,
     **kwargs,
 ) -> PreTrainedModel:
     """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save, fast_top_k=fast_top_k)`.
 
+    Args:
+        experts_quantization: "nf4" or "mxfp4": experts are packed and frozen, one weight after the other as the
+            checkpoint streams in (see `quantize_experts`); gpt-oss's MXFP4 checkpoints are taken as they are. A
+            BitsAndBytesConfig given as quantization_config is for the linear layers.
     Raises:
-        ValueError: experts_implementation names another implementation. UnsupportedModelError: as patch_model.
+        ValueError: experts_implementation names another implementation, or the checkpoint is quantised otherwise.
+        UnsupportedModelError: as patch_model. UnsupportedExpertsError: experts of a size that the format does not take.
     """
     policy = as_routing_policy(routing)
     asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
@@ -272,6 +279,8 @@ def from_pretrained(
             f"experts_implementation={asked!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or load with "
             f"{auto_class.__name__}.from_pretrained"
         )
+    if experts_quantization is not None:
+        kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
     model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     patch_model(model, policy, save=save, fast_top_k=fast_top_k)
     return model

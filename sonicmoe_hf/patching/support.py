@@ -18,7 +18,8 @@ from .experts import check_weights, experts_facts, is_expert_parallel, is_tensor
 from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
 
 REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
-    "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True)",
+    "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True), or, to keep its experts packed and frozen, "
+    'with sonicmoe_hf.from_pretrained(..., experts_quantization="mxfp4")',
     "fp8": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
 }
 QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones

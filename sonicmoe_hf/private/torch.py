@@ -16,6 +16,9 @@ USED = {
         "token rounding in layers recomputed by gradient checkpointing",
     ),
     "torch._C._will_engine_execute_node": ("2.11 to 2.13", "leaving out gradients that nobody needs"),
+    "torch._C._disabled_torch_function_impl": ("2.11 to 2.13", "packed weights"),
+    "torch.Tensor._make_wrapper_subclass": ("2.11 to 2.13", "packed weights"),
+    "torch.ops.aten._to_copy": ("2.11 to 2.13", "moving packed weights"),
     "torch._disable_dynamo": ("2.11 to 2.13", "our ops, whose bodies torch.compile must not trace"),
     "torch.autograd.forward_ad._current_level": ("2.11 to 2.13", "the error for forward-mode derivatives"),
     "torch.overrides._get_current_function_mode": ("2.11 to 2.13", "the fast top-k of routers"),
@@ -41,6 +44,7 @@ USED = {
     ),
     "torch.distributed.fsdp._common_utils: _fsdp_wrapped_module": ("2.11 to 2.13", "the module inside FSDP1"),
     "torch.distributed.fsdp._flat_param: _fsdp_flattened": ("2.11 to 2.13", "experts' weights sharded by FSDP1"),
+    "torch.nn.parallel.distributed: _ddp_params_and_buffers_to_ignore": ("2.11 to 2.13", "packed weights under DDP"),
     "torch.nn.modules.module: _is_replica": ("2.11 to 2.13", "the error for token rounding under DataParallel"),
 }
 
@@ -48,6 +52,11 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
 disable_dynamo = torch._disable_dynamo
 will_engine_execute_node = torch._C._will_engine_execute_node
+to_copy = torch.ops.aten._to_copy.default
+without_torch_function = (
+    torch._C._disabled_torch_function_impl
+)  # for subclasses: their operations go to the dispatcher
+wrapper_of = torch.Tensor._make_wrapper_subclass
 
 __all__ = [
     "are_functorch_transforms_active",
@@ -59,10 +68,13 @@ __all__ = [
     "forward_pre_hooks",
     "is_in_torch_dispatch_mode",
     "remove_hooks",
+    "to_copy",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
     "will_engine_execute_node",
+    "without_torch_function",
+    "wrapper_of",
 ]
 
 

@@ -159,6 +159,14 @@ def test_doctor_never_passes_quantised_experts_as_supported(capsys, tmp_path, me
     assert method in layers["reason"] and remedy in layers["reason"]
 
 
+def test_doctor_names_the_format_of_packed_experts(capsys, tmp_path):
+    declared = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
+    code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config=declared))
+    (layers,) = facts["model"]["layers"]
+    assert code == 0 and layers["supported"] and layers["token_rounding"]
+    assert facts["model"]["quantisation"] == "packed as nf4" and "packed as nf4, frozen" in layers["reason"]
+
+
 def test_doctor_says_that_a_dense_model_has_nothing_to_accelerate(capsys, tmp_path):
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
     config.save_pretrained(tmp_path)

@@ -1,5 +1,6 @@
 """Two gloo ranks: DDP, FSDP2, expert and tensor parallelism, and metrics summed over ranks."""
 
+import copy
 from dataclasses import fields
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.models import assert_all_close, batch, build, loss_and_gradients, t
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch, trainer_for
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, TrainerState
 from transformers.distributed import DistributedConfig
 
@@ -340,6 +342,25 @@ def load_under_expert_parallelism(rank, folder):
 def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     assert ranks.run(load_under_expert_parallelism, str(tmp_path)) == [{}, {}]
+
+
+def packed_under_ddp(rank):
+    model = sonicmoe_hf.quantize_experts(build("qwen3_moe", hidden_size=64, moe_intermediate_size=64))
+    sonicmoe_hf.patch_model(model)
+    peft = with_lora(model, target_modules=["q_proj"])
+    loss_and_gradients(DistributedDataParallel(peft), batch(seed=rank))
+    gradients = {name: parameter.grad for name, parameter in peft.named_parameters() if parameter.grad is not None}
+    with pytest.raises(RuntimeError, match="ignored_params"):
+        fully_shard(copy.deepcopy(model.model.layers[0]))
+    packed = {weight for weight in model.parameters() if isinstance(weight, sonicmoe_hf.PackedWeight)}
+    for layer in model.model.layers:
+        fully_shard(layer, ignored_params=packed)
+    return gradients, peft(**batch(seed=rank)).loss.item()
+
+
+def test_packed_experts_are_replicated_beside_adapters(ranks):
+    (first, _), (second, _) = ranks.run(packed_under_ddp)
+    assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # balancing

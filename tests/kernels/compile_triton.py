@@ -26,13 +26,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, Weighting
+from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.low_rank import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "i1",
+    torch.bool: "i1", torch.uint8: "u8",
 }  # fmt: skip
 HIDDEN, INNER = 2048, 768
 
@@ -141,6 +142,11 @@ def others():
             options = mask, uniform, rounding, 128, 0, num_pairs, weighting, torch.bfloat16
             yield f"round_rows, {rounding}", lambda o=options: kernels.round_rows(scores, scores, index, *o)
     expert = torch.empty(num_pairs, dtype=torch.int32)
+    for name in FORMATS:
+        shapes = stored_shapes(name, (num_experts, 2 * INNER, HIDDEN))
+        dtypes = torch.uint8, torch.uint8, torch.float32
+        packed = [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+        yield f"dequantize, {name}", lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)
     yield "round_rows_backward", lambda: kernels.round_rows_backward(weight, scores, expert, rows, weighting)
 
 

@@ -1,0 +1,1 @@
+"""Frozen experts in 4 bits."""

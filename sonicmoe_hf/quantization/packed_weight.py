@@ -1,0 +1,206 @@
+"""PackedWeight: experts' weights in 4 bits, as the parameter that they are to Transformers and PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..kernels.quantized import Quantized, check_quantized, dequantize, quantize, weight_shape
+from ..private.torch import to_copy, tree_leaves, without_torch_function, wrapper_of
+
+aten = torch.ops.aten
+FROZEN = (
+    "experts packed as {format} are frozen and have no gradient; train adapters on them (peft.LoraConfig("
+    'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])), or load the model in bf16 for full '
+    "fine-tuning"
+)
+NOT_DENSE = (
+    "{operation} takes a dense tensor, but these experts are packed as {format}, which Transformers' experts, merging "
+    "in memory and sharding (FSDP, DeepSpeed) do not take: compute with sonicmoe_hf (patch_model, SonicMoEExperts), "
+    "replicate the weight (DDP; fully_shard's ignored_params), or take weight.dequantize()"
+)
+
+
+def _each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
+    codes, scales, state = packed
+    return Quantized(function(codes), function(scales), None if state is None else function(state))
+
+
+class PackedWeight(torch.Tensor):
+    """A weight of experts in 4 bits with the shape and dtype of the dense weight that it stands for.
+
+    Shape: [E, N, K], or [E, K, N] if `is_transposed` (gpt-oss). dtype: what experts compute in; casts (`.half()`,
+    `.to(torch.float32)`) leave it as it is, moves and copies move and copy what is stored. It is never trained, and
+    every operation that would read it as a dense tensor raises RuntimeError.
+
+    codes, scales, state: what is stored (kernels.quantized.Quantized), of the transpose if `is_transposed`.
+    format: "nf4" or "mxfp4".
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    state: torch.Tensor | None
+    format: str
+    is_transposed: bool
+
+    @staticmethod
+    def __new__(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
+        num_experts, size_out, size_in = weight_shape(packed, format)
+        shape = (num_experts, size_in, size_out) if is_transposed else (num_experts, size_out, size_in)
+        return wrapper_of(cls, shape, dtype=dtype, device=packed.codes.device)
+
+    def __init__(self, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
+        self._hold(packed)
+        self.format, self.is_transposed = format, is_transposed
+
+    def _hold(self, packed: Quantized) -> None:
+        self.codes, self.scales, self.state = packed
+
+    @property
+    def packed(self) -> Quantized:
+        """What is stored."""
+        return Quantized(self.codes, self.scales, self.state)
+
+    @classmethod
+    def quantize(cls, weight: torch.Tensor, format: str, is_transposed: bool = False) -> PackedWeight:
+        """`weight` [E, N, K] ([E, K, N] if `is_transposed`) in 4 bits, on its device.
+
+        Raises:
+            ValueError: NaN or infinity, or K no multiple of the format's block.
+        """
+        weight = weight.detach()
+        packed = quantize(weight.transpose(1, 2) if is_transposed else weight, format)
+        return cls(packed, format, weight.dtype, is_transposed)
+
+    @classmethod
+    def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
+        """A weight from stored parts. Raises ValueError where they do not fit together."""
+        packed = _each(packed, torch.Tensor.contiguous)
+        check_quantized(packed, format)
+        return cls(packed, format, dtype, is_transposed)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense weight, of this shape, in `dtype` (default: its own)."""
+        dense = dequantize(self.packed, self.format, dtype or self.dtype)
+        return dense.transpose(1, 2) if self.is_transposed else dense
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that are stored."""
+        return sum(part.nbytes for part in self.packed if part is not None)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
+        return PackedWeight(_each(self.packed, function), self.format, self.dtype, self.is_transposed)
+
+    def _is_like(self, other) -> bool:
+        if not isinstance(other, PackedWeight) or self.shape != other.shape:
+            return False
+        return (self.format, self.is_transposed) == (other.format, other.is_transposed)
+
+    __torch_function__ = without_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        operation = _OPERATIONS.get(function)
+        if operation is not None:
+            result = operation(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls))
+        raise RuntimeError(NOT_DENSE.format(operation=function, format=first.format))
+
+    def __tensor_flatten__(self):
+        names = ["codes", "scales"] if self.state is None else ["codes", "scales", "state"]
+        return names, (self.format, self.dtype, self.is_transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return PackedWeight(Quantized(tensors["codes"], tensors["scales"], tensors.get("state")), *context)
+
+    # `weight.data = ...` would exchange the shape and the device, and leave what is stored
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        if not self._is_like(value):
+            raise RuntimeError(NOT_DENSE.format(operation="weight.data = ...", format=self.format))
+        torch.Tensor.data.__set__(self, value)
+        self._hold(value.packed)
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool):
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
+        """Itself. Raises RuntimeError if a gradient is asked for."""
+        if requires_grad:
+            raise RuntimeError(FROZEN.format(format=self.format))
+        return self
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = _rebuilt(*self.clone().__reduce_ex__(2)[1][:-1], isinstance(self, nn.Parameter))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        is_parameter = isinstance(self, nn.Parameter)
+        return _rebuilt, (*self.packed, self.format, self.dtype, self.is_transposed, is_parameter)
+
+    def __repr__(self, *, tensor_contents=None):
+        kind = "Parameter" if isinstance(self, nn.Parameter) else "tensor"
+        return f"PackedWeight({kind}, {self.format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+def _rebuilt(codes, scales, state, format, dtype, is_transposed, is_parameter):
+    weight = PackedWeight.of(Quantized(codes, scales, state), format, dtype, is_transposed)
+    return as_parameter(weight) if is_parameter else weight
+
+
+def as_parameter(weight: PackedWeight) -> nn.Parameter:
+    """A packed weight as a parameter of a module."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _same(weight, *_):
+    return weight._map(lambda part: part)
+
+
+def _clone(weight, *, memory_format=None):
+    return weight._map(torch.clone)
+
+
+def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
+    return weight._map(lambda part: part.to(device=device or part.device, non_blocking=non_blocking))
+
+
+def _empty_like(weight, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return weight._map(lambda part: torch.empty_like(part, device=device or part.device))
+
+
+def _copy(weight, source, non_blocking=False):
+    if not isinstance(weight, PackedWeight) or not weight._is_like(source):
+        return NotImplemented
+    for part, values in zip(weight.packed, source.packed):
+        if part is not None:
+            part.copy_(values, non_blocking=non_blocking)
+    return weight
+
+
+_OPERATIONS = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _clone,
+    to_copy: _to,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy,
+}
+
+torch.serialization.add_safe_globals([_rebuilt])

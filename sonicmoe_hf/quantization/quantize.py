@@ -1,0 +1,100 @@
+"""quantize_experts, and what from_pretrained(experts_quantization=...) hands to Transformers."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import BitsAndBytesConfig
+
+from ..config import check_choice
+from ..errors import UnsupportedExpertsError
+from ..kernels.quantized import FORMATS
+from .packed_weight import PackedWeight
+from .quantizer import (
+    QUANT_METHOD,
+    ExpertsQuantizationConfig,
+    ExpertsQuantizer,
+    check_packable,
+    finish,
+    is_transposed,
+)
+from .state import hold_packed
+
+FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder", "trust_remote_code")
+
+
+def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedModel:
+    """Hold the experts of a model in memory packed and frozen, one weight after the other, on their devices.
+
+    Args:
+        model: a Transformers model, not yet in PEFT, DDP, FSDP or DeepSpeed. It computes with packed experts once it is
+            patched (`patch_model`), before or after.
+        format: "nf4" (bitsandbytes' NF4 with double quantisation, 4.13 bits a weight) or "mxfp4" (4.25 bits).
+    Returns:
+        The same model. Save it with save_pretrained, and load it with from_pretrained.
+    Raises:
+        UnsupportedExpertsError: a weight is sharded or of a size that the format does not take; nothing is changed.
+        ValueError: an unknown format, weights with NaN or infinity, or a model quantised otherwise already.
+    """
+    check_choice("format", format, FORMATS)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"quantize_experts takes the Transformers model itself, not a {type(model).__name__} around it"
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the model is quantised already; quantise its experts while it is loaded: "
+            "sonicmoe_hf.from_pretrained(..., experts_quantization=...)"
+        )
+    weights = check_packable(model, format)
+    for full_name, module, name in weights:
+        if getattr(module, name).is_meta:
+            raise UnsupportedExpertsError(f"{full_name} is on the meta device; load the model's weights first")
+    for full_name, module, name in weights:
+        try:
+            packed = PackedWeight.quantize(getattr(module, name), format, is_transposed(module))
+        except ValueError as error:
+            raise ValueError(f"{full_name}: {error}") from error
+        hold_packed(module, name, packed)
+    config = ExpertsQuantizationConfig(format)
+    model.config.quantization_config = config
+    quantizer = ExpertsQuantizer(config, pre_quantized=True)
+    vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)
+    finish(model)
+    return model
+
+
+def with_packed_experts(name, kwargs: dict, format: str) -> dict:
+    """The keyword arguments of from_pretrained(name, **kwargs) with which Transformers loads experts packed.
+
+    Raises:
+        ValueError: an unknown format, a quantiser of the linear layers that is not bitsandbytes', or a checkpoint that is
+            quantised otherwise.
+    """
+    check_choice("experts_quantization", format, FORMATS)
+    linear = kwargs.get("quantization_config")
+    if linear is not None and not isinstance(linear, BitsAndBytesConfig):
+        raise ValueError(
+            f"quantization_config is a {type(linear).__name__}; beside experts_quantization={format!r} it may be a "
+            "BitsAndBytesConfig, for the linear layers, or None"
+        )
+    config = kwargs.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
+    declared = declared if isinstance(declared, dict) else declared.to_dict()
+    method = str(getattr(declared["quant_method"], "value", declared["quant_method"]))
+    stored = declared.get("experts") if method == QUANT_METHOD else method
+    if stored != format:
+        raise ValueError(
+            f"experts_quantization is {format!r}, but the checkpoint is quantised already ({stored}); name that "
+            "format if it is nf4 or mxfp4, or convert the checkpoint to bf16 first: sonicmoe-hf convert SRC DST"
+        )
+    if linear is not None:
+        raise ValueError(
+            f"quantization_config cannot be given for a checkpoint that is quantised already ({stored}); leave it out"
+        )
+    if method != QUANT_METHOD:  # gpt-oss as it comes
+        config.quantization_config = ExpertsQuantizationConfig(format).to_dict()
+    return {**kwargs, "config": config}

@@ -1,0 +1,210 @@
+"""Transformers' quantiser of experts: packs them one by one while a checkpoint streams in, or takes packed ones as they
+are, beside a quantiser of the linear layers.
+
+Importing this module makes quant_method "sonicmoe_hf" in a checkpoint's config.json known to Transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
+
+from ..config import check_choice
+from ..errors import UnsupportedExpertsError
+from ..kernels.quantized import FORMATS, stored_shapes
+from ..patching.experts import weight_names
+from .packed_weight import PackedWeight, as_parameter
+from .state import from_stored, stored_as, use_stored_names
+
+QUANT_METHOD = "sonicmoe_hf"
+WEIGHTS = ("gate_up_proj", "down_proj", "c_fc", "c_proj")
+
+
+@register_quantization_config(QUANT_METHOD)
+class ExpertsQuantizationConfig(QuantizationConfigMixin):
+    """experts: "nf4" or "mxfp4". linear: a BitsAndBytesConfig (or its dict) for the linear layers, or None."""
+
+    def __init__(self, experts: str = "nf4", linear: BitsAndBytesConfig | dict | None = None, **_):
+        check_choice("experts_quantization", experts, FORMATS)
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a str is what register_quantizer takes
+        self.experts = experts
+        self.linear = BitsAndBytesConfig.from_dict(linear) if isinstance(linear, dict) else linear
+
+    def to_dict(self) -> dict:
+        """As config.json has it."""
+        linear = None if self.linear is None else self.linear.to_dict()
+        return {"quant_method": self.quant_method, "experts": self.experts, "linear": linear}
+
+
+def packable(module: nn.Module) -> tuple[str, ...]:
+    """The names of an experts module's weights that are packed; none of another module."""
+    names = weight_names(module)
+    is_experts = hasattr(type(module), "_apply_gate") or hasattr(type(module), "weight_names")
+    return names if is_experts and all(name in module._parameters for name in names) else ()
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether the module stores weights as [E, in, out]."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, str]]:
+    """(name, experts module, its parameter) of every weight to pack.
+
+    Raises:
+        UnsupportedExpertsError: there is none, or one is sharded, on the meta device without a checkpoint to come, or of
+            a size that the format does not take.
+    """
+    found = []
+    for prefix, module in model.named_modules():
+        for name in packable(module):
+            weight, full_name = getattr(module, name), f"{prefix}.{name}"
+            if type(weight) not in (nn.Parameter, torch.Tensor, PackedWeight) or hasattr(weight, "ds_id"):
+                raise UnsupportedExpertsError(
+                    f"{full_name} is sharded ({type(weight).__name__}); quantise experts before the model is sharded"
+                )
+            shape = weight.shape[:1] + weight.shape[:0:-1] if is_transposed(module) else weight.shape
+            try:
+                stored_shapes(format, tuple(shape))
+            except ValueError as error:
+                raise UnsupportedExpertsError(f"{full_name}: {error}") from error
+            found.append((full_name, module, name))
+    if not found:
+        raise UnsupportedExpertsError(
+            f"{type(model).__name__} has no experts that go through Transformers' experts interface; leave out "
+            "experts_quantization"
+        )
+    return found
+
+
+class _Pack(ConversionOps):
+    """Packs an experts' weight, or hands a linear layer's to its quantiser."""
+
+    def __init__(self, hf_quantizer: ExpertsQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
+        if not self.hf_quantizer.packs(model, full_layer_name):
+            operation = self.hf_quantizer.linear.get_quantize_ops()
+            return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        module, _ = get_module_from_name(model, full_layer_name)
+        packed = PackedWeight.quantize(value, self.hf_quantizer.quantization_config.experts, is_transposed(module))
+        return {full_layer_name: as_parameter(packed)}
+
+
+class _TakePacked(ConversionOps):
+    """A packed weight of what a checkpoint stores."""
+
+    def __init__(self, hf_quantizer: ExpertsQuantizer):
+        self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
+
+    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
+        module, name = get_module_from_name(model, full_layer_name)
+        tensors = {
+            pattern.rstrip("$").rpartition(".")[2]: value[0] if isinstance(value, list) else value
+            for pattern, value in input_dict.items()
+        }
+        weight = getattr(module, name)
+        format = self.hf_quantizer.quantization_config.experts
+        packed = from_stored(name, tensors, format, weight.dtype, is_transposed(module))
+        return {full_layer_name: as_parameter(packed)}
+
+
+@register_quantizer(QUANT_METHOD)
+class ExpertsQuantizer(HfQuantizer):
+    """See the module. `linear` is the quantiser of the linear layers, or None."""
+
+    quantization_config: ExpertsQuantizationConfig
+
+    def __init__(self, quantization_config: ExpertsQuantizationConfig, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        self.linear = None
+        if quantization_config.linear is not None:
+            linear = copy.deepcopy(quantization_config.linear)
+            self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=self.pre_quantized)
+
+    def packs(self, model: PreTrainedModel, param_name: str) -> bool:
+        """Whether the parameter is a weight of experts."""
+        module, name = get_module_from_name(model, param_name)
+        return name in packable(module)
+
+    def validate_environment(self, *args, **kwargs):
+        if self.linear is not None:
+            self.linear.validate_environment(*args, **kwargs)
+
+    def update_device_map(self, device_map):
+        return device_map if self.linear is None else self.linear.update_device_map(device_map)
+
+    def param_element_size(self, model, param_name, param) -> float:
+        if self.packs(model, param_name):
+            return 0.6  # NF4: 4.13 bits and its scales; MXFP4: 4.25
+        return (
+            super().param_element_size(model, param_name, param)
+            if self.linear is None
+            else (self.linear.param_element_size(model, param_name, param))
+        )
+
+    def param_needs_quantization(self, model, param_name, **kwargs) -> bool:
+        if self.packs(model, param_name):
+            return True
+        return self.linear is not None and self.linear.param_needs_quantization(model, param_name, **kwargs)
+
+    def get_quantize_ops(self):
+        return _Pack(self)
+
+    def get_weight_conversions(self):
+        conversions = [] if self.linear is None else self.linear.get_weight_conversions()
+        if not self.pre_quantized:
+            return conversions
+        format = self.quantization_config.experts
+        ours = []
+        for name in WEIGHTS:
+            patterns = [f"experts.{stored}$" for stored in stored_as(name, format)]
+            ours.append(WeightConverter(patterns, f"experts.{name}", [_TakePacked(self)]))
+        return [*ours, *conversions]
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        check_packable(model, self.quantization_config.experts)
+        if self.linear is not None:
+            self.linear._process_model_before_weight_loading(model, **kwargs)
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for module in model.modules():
+            if any(isinstance(weight, PackedWeight) for weight in module._parameters.values()):
+                use_stored_names(module)
+        finish(model)
+        return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+def finish(model: PreTrainedModel) -> None:
+    """What a model with packed experts needs beside them."""
+    state = vars(model)
+    state[
+        "_weight_conversions"
+    ] = []  # saved under the names it has: nothing splits packed weights into one per expert
+    # DDP broadcasts parameters as dense tensors when it starts; PEFT puts prefixes before their names
+    names = [name for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)]
+    state["_ddp_params_and_buffers_to_ignore"] = [
+        f"{prefix}{module}.{nested}{name}"
+        for module, _, name in (name.rpartition(".") for name in names)
+        for prefix in ("", "base_model.model.")
+        for nested in ("", "base_layer.", "base_layer.base_layer.")
+    ]

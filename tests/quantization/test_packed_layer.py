@@ -1,0 +1,139 @@
+"""moe_experts over packed weights: what it computes from the dequantised ones, to the bit, and what it keeps."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sonicmoe_hf import PackedWeight, moe_experts
+from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.functional import LowRank
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.quantization.packed_weight import as_parameter
+
+T, H, I, E, K, R = 7, 64, 64, 4, 2, 3
+NAMES = ("x", "weights", "a1", "b1", "a2", "b2")
+
+
+def packed_weights(name, layout, dtype=torch.float32):
+    transposed = LAYOUTS[layout][0]
+    gate_up, down = torch.randn(E, 2 * I, H, dtype=dtype) * H**-0.5, torch.randn(E, H, I, dtype=dtype) * I**-0.5
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return PackedWeight.quantize(gate_up, name, transposed), PackedWeight.quantize(down, name, transposed)
+
+
+def inputs(dtype=torch.float32):
+    tensors = [torch.randn(T, H, dtype=dtype), torch.rand(T, K)]
+    tensors += [torch.randn(E, R, H), torch.randn(E, 2 * I, R), torch.randn(E, R, I), torch.randn(E, H, R)]
+    return [tensor.requires_grad_() for tensor in tensors], torch.randint(0, E - 1, (T, K))  # one expert has no rows
+
+
+def out_and_gradients(gate_up, down, leaves, index, **options):
+    x, weights, a1, b1, a2, b2 = leaves
+    biases = torch.linspace(-1, 1, E * 2 * I).view(E, 2 * I), torch.linspace(-1, 1, E * H).view(E, H)
+    out = moe_experts(
+        x, gate_up, down, (index, weights), gate_up_bias=biases[0].to(gate_up.dtype),
+        down_bias=biases[1].to(gate_up.dtype), gate_up_adapter=LowRank(a1, b1, 0.5), down_adapter=LowRank(a2, b2, 0.5),
+        **options,
+    )  # fmt: skip
+    return dict(zip(("out", *NAMES), (out, *torch.autograd.grad(out.float().square().sum(), leaves))))
+
+
+def assert_same(actual, expected):
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+def test_it_computes_what_dequantised_weights_give(name, layout, save):
+    gate_up, down = packed_weights(name, layout)
+    leaves, index = inputs()
+    dense = [weight.dequantize() for weight in (gate_up, down)]
+    if LAYOUTS[layout][0]:  # expanded weights are never stored transposed, and the order of sums depends on that
+        dense = [weight.transpose(1, 2) for weight in dense]
+    expected = out_and_gradients(*dense, leaves, index, save=save, layout=layout.removeprefix("transposed_"))
+    assert_same(out_and_gradients(gate_up, down, leaves, index, save=save, layout=layout), expected)
+
+
+def test_it_computes_in_the_packed_weights_dtype_or_autocasts():
+    gate_up, down = packed_weights("nf4", "concatenated", torch.bfloat16)
+    leaves, index = inputs()
+    dense = gate_up.dequantize(), down.dequantize()
+    found = out_and_gradients(gate_up, down, leaves, index)
+    assert found["out"].dtype == torch.float32
+    narrow = [leaves[0].detach().bfloat16().requires_grad_(), *leaves[1:]]
+    expected = out_and_gradients(*dense, narrow, index)
+    assert_same({"out": found["out"]}, {"out": expected["out"].float()})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autocast = out_and_gradients(*packed_weights_as(torch.float32, gate_up, down), leaves, index)
+    assert_same(autocast, found)
+
+
+def packed_weights_as(dtype, *weights):
+    return [PackedWeight(w.packed, w.format, dtype, w.is_transposed) for w in weights]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_expanded_weight_outlives_its_product(name, monkeypatch):
+    gate_up, down = packed_weights(name, "concatenated")
+    leaves, index = inputs()
+    alive, counts = [], []
+
+    def dequantize(*args):
+        counts.append(sum(reference() is not None for reference in alive))
+        weight = original(*args)
+        alive.append(weakref.ref(weight))
+        return weight
+
+    original = eager.dequantize
+    monkeypatch.setattr(eager, "dequantize", dequantize)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel() * t.itemsize) or t, lambda t: t):
+        out_and_gradients(gate_up, down, leaves, index)
+    assert counts == [0, 0, 0, 0]  # gate_up and down, forward and backward
+    assert all(reference() is None for reference in alive)
+    assert max(saved) <= gate_up.codes.nbytes
+
+
+class Layer(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.gate_up, self.down = (as_parameter(weight) for weight in packed_weights(name, "concatenated"))
+
+    def forward(self, x, index, weights):
+        return moe_experts(self.linear(x), self.gate_up, self.down, (index, weights))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_checkpointed_and_under_torch_func_it_stays_the_same(name):
+    module, (leaves, index) = Layer(name), inputs()
+    x, weights = leaves[:2]
+
+    def run(function):
+        out = function(x, index, weights)
+        return dict(zip(("out", "x", "w"), (out, *torch.autograd.grad(out.square().sum(), (x, weights)))))
+
+    expected = run(module)
+    torch._dynamo.reset()
+    assert_same(run(torch.compile(module, backend="aot_eager", fullgraph=True)), expected)
+    assert_same(run(lambda *args: checkpoint(module, *args, use_reentrant=False)), expected)
+    parameters = dict(module.named_parameters())
+
+    def loss(x):
+        return torch.func.functional_call(module, parameters, (x, index, weights)).square().sum()
+
+    assert_same({"x": torch.func.grad(loss)(x.detach())}, {"x": expected["x"]})
+
+
+def test_a_layout_that_contradicts_the_packing_is_refused():
+    gate_up, _ = packed_weights("nf4", "concatenated")
+    leaves, index = inputs()
+    square = PackedWeight.quantize(torch.randn(E, H, H), "nf4", is_transposed=True)
+    with pytest.raises(ValueError, match="down is packed from a weight that is stored transposed"):
+        moe_experts(leaves[0], gate_up, square, (index, leaves[1]))

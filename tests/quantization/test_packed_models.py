@@ -1,0 +1,260 @@
+"""Models with packed experts: in memory, from and to checkpoints, with adapters, beside bitsandbytes, and over ranks."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.checkpoints import edit_config, make, rewrite, tensors_in
+from helpers.models import VOCABULARY, batch, build, loss_and_gradients
+from helpers.native import save_both
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Mxfp4Config,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+from sonicmoe_hf import PackedWeight, UnsupportedExpertsError, from_pretrained, patch_model, quantize_experts
+from sonicmoe_hf.kernels.quantized import FORMATS
+
+SIZES = {  # NF4 needs multiples of 64
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "olmoe": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+BATCH = batch(2, 8)
+
+
+def small(family, **changes):
+    return build(family, **{**SIZES[family], "num_hidden_layers": 2, **changes})
+
+
+def packed_in(model):
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
+
+
+def dequantised(model):
+    """A copy that holds the dense weights that the packed ones stand for, in the order they are expanded to."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if isinstance(weight, PackedWeight):
+                setattr(module, name, nn.Parameter(weight.dequantize(), requires_grad=False))
+    return model
+
+
+def logits(model):
+    return model.train()(**BATCH).logits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", SIZES)
+def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, name, tmp_path):
+    for folder in save_both(small(family).bfloat16(), tmp_path):
+        streamed = from_pretrained(folder, experts_quantization=name)
+        in_memory = quantize_experts(from_pretrained(folder), name)
+        assert len(packed_in(streamed)) == len(packed_in(in_memory)) > 0
+        expected = logits(in_memory)
+        assert torch.equal(logits(streamed), expected)
+        # gpt-oss's dense weights are stored transposed, which changes the order of bf16 sums
+        tolerance = 0.05 if family == "gpt_oss" and folder.name == "hub" else 0.0
+        torch.testing.assert_close(logits(dequantised(streamed)), expected, rtol=tolerance, atol=tolerance)
+        streamed.save_pretrained(tmp_path / f"{folder.name} {name}")
+        again = from_pretrained(tmp_path / f"{folder.name} {name}")
+        assert torch.equal(logits(again), expected)
+        again.load_state_dict(in_memory.state_dict())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_pefts_adapters_train_on_packed_experts_as_on_the_dequantised(family, name):
+    model = quantize_experts(small(family), name)
+    patch_model(model)
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
+    found = []
+    for base in (model, dequantised(model)):
+        torch.manual_seed(1)
+        peft = get_peft_model(base, config)
+        for parameter_name, parameter in peft.named_parameters():
+            if "lora_B" in parameter_name:
+                nn.init.normal_(parameter, std=0.1)
+        found.append(loss_and_gradients(peft, BATCH))
+    packed, dense = found
+    assert set(packed) == set(dense) and len(packed) == 2 + 2 * 2 * 3  # logits, loss, A and B of three in two layers
+    for key in dense:  # gpt-oss's dense weights are stored transposed: the same numbers summed in another order
+        torch.testing.assert_close(packed[key], dense[key], rtol=1e-4, atol=1e-5)
+
+
+def test_pefts_own_path_and_merging_in_memory_are_errors():
+    model = quantize_experts(small("qwen3_moe"))
+    peft = get_peft_model(model, LoraConfig(r=2, target_parameters=EXPERTS))
+    with pytest.raises(RuntimeError, match=r"baddbmm.* takes a dense tensor.*patch_model"):
+        peft(**BATCH)
+    patch_model(peft)
+    peft(**BATCH)
+    with pytest.raises(RuntimeError, match=r"takes a dense tensor.*merging"):
+        peft.merge_and_unload()
+
+
+def test_gpt_oss_is_taken_as_it_comes(tmp_path):
+    make(tmp_path, "gpt_oss", "mxfp4")
+    model = from_pretrained(tmp_path, experts_quantization="mxfp4")
+    stored, state = tensors_in(tmp_path), model.state_dict()
+    kept = [key for key in stored if key.endswith(("_blocks", "_scales"))]
+    assert len(kept) == 8 and all(torch.equal(state[key], stored[key]) for key in kept)
+    dense = from_pretrained(tmp_path, quantization_config=Mxfp4Config(dequantize=True))
+    torch.testing.assert_close(logits(model), logits(dense), rtol=0.02, atol=0.02)  # bf16, other order of sums
+    for key, weight in packed_in(model).items():
+        assert torch.equal(weight.dequantize(), dense.get_parameter(key))
+
+
+def test_bitsandbytes_quantises_the_linear_layers_beside_packed_experts(tmp_path):
+    from bitsandbytes.nn import Params4bit
+
+    small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
+    linear = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = from_pretrained(tmp_path / "dense", experts_quantization="nf4", quantization_config=linear)
+    assert len(packed_in(model)) == 4
+    theirs = [key for key, weight in model.named_parameters() if isinstance(weight, Params4bit)]
+    assert len(theirs) == 8 and all("self_attn" in key for key in theirs)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(from_pretrained(tmp_path / "packed")), expected)
+
+
+def test_kbit_preparation_leaves_packed_experts_and_what_they_compute_in(tmp_path):
+    model = quantize_experts(small("gpt_oss").bfloat16())
+    patch_model(model)
+    before = {key: weight.dequantize() for key, weight in packed_in(model).items()}
+    prepare_model_for_kbit_training(model)
+    assert {weight.dtype for key, weight in model.named_parameters() if key not in before} == {torch.float32}
+    after = packed_in(model)
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
+    assert all(torch.equal(after[key].dequantize(), dense) for key, dense in before.items())
+    assert logits(model).dtype == torch.float32
+
+
+def test_full_fine_tuning_is_refused():
+    model = quantize_experts(small("qwen3_moe"))
+    with pytest.raises(RuntimeError, match="frozen and have no gradient"):
+        model.requires_grad_(True)
+    with pytest.raises(ValueError, match="purely quantized models"):
+        Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
+
+
+def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
+    small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
+    ids = Dataset.from_list([{"input_ids": row.tolist()} for row in batch(8, 16)["input_ids"]])
+    words = WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="2")
+
+    def train(resume):
+        torch.manual_seed(0)
+        trainer = SFTTrainer(
+            from_pretrained(tmp_path / "dense", experts_quantization="mxfp4"),
+            SFTConfig(
+                str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, bf16=True,
+                gradient_checkpointing=True, report_to=[], use_cpu=True, disable_tqdm=True,
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            train_dataset=ids, processing_class=tokenizer, peft_config=LoraConfig(r=4, target_parameters=EXPERTS),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if resume else None)
+        assert len(packed_in(trainer.model)) == 4
+        return {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+
+    straight, resumed = train(False), train(True)
+    assert len(straight) == 8 and all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors alive at once, as seen after every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, PackedWeight) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self.live.values()))
+        return result
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
+    experts, layers = 16, 6
+    small("qwen3_moe", num_experts=experts, num_hidden_layers=layers).bfloat16().save_pretrained(tmp_path)
+    layer = experts * 3 * 64 * 64 * 2
+    with LiveBytes() as memory:
+        model = from_pretrained(tmp_path, experts_quantization=name)
+    result = sum(weight.nbytes for weight in model.parameters())
+    assert layer < memory.most <= result + 2 * layer
+    assert (
+        sum(weight.nbytes for weight in packed_in(model).values()) < 0.35 * layers * layer
+    )  # NF4's 256-entry map counts
+
+
+@pytest.mark.parametrize("source, asked, match", [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {}, r"'nf4', but the checkpoint is quantised already \(fp8\)"),
+    ({"quant_method": "sonicmoe_hf", "experts": "mxfp4"}, {}, r"quantised already \(mxfp4\)"),
+    ({"quant_method": "sonicmoe_hf", "experts": "nf4"}, {"quantization_config": BitsAndBytesConfig()}, "cannot be given"),
+    (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
+    (None, {"experts_quantization": "int4"}, "experts_quantization is 'int4'; choose one of 'nf4', 'mxfp4'"),
+])  # fmt: skip
+def test_contradictions_are_refused(source, asked, match, tmp_path):
+    small("qwen3_moe").save_pretrained(tmp_path)
+    if source is not None:
+        edit_config(tmp_path, quantization_config=source)
+    with pytest.raises(ValueError, match=match):
+        from_pretrained(tmp_path, **{"experts_quantization": "nf4", **asked})
+
+
+def test_sizes_that_a_format_does_not_take_are_refused_before_anything_changes(tmp_path):
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    match = r"layers\.0\.mlp\.experts\.gate_up_proj: nf4 stores 64 values .* 32 input features"
+    with pytest.raises(UnsupportedExpertsError, match=match):
+        quantize_experts(model)
+    assert packed_in(model) == {}
+    with pytest.raises(UnsupportedExpertsError, match=match):
+        from_pretrained(tmp_path, experts_quantization="nf4")
+
+
+def test_what_cannot_be_packed_is_refused():
+    model = quantize_experts(small("qwen3_moe"), "mxfp4")
+    with pytest.raises(ValueError, match="quantised already"):
+        quantize_experts(model, "nf4")
+    with torch.device("meta"), pytest.raises(UnsupportedExpertsError, match="meta device"):
+        quantize_experts(AutoModelForCausalLM.from_config(small("qwen3_moe").config))
+    with pytest.raises(TypeError, match="the Transformers model itself"):
+        quantize_experts(get_peft_model(small("qwen3_moe"), LoraConfig(target_modules=["q_proj"])))
+    broken = small("qwen3_moe")
+    nn.init.constant_(broken.model.layers[1].mlp.experts.down_proj, float("nan"))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj: the weight has NaN"):
+        quantize_experts(broken)
+
+
+def test_damaged_parts_are_errors(tmp_path):
+    quantize_experts(small("qwen3_moe"), "mxfp4").save_pretrained(tmp_path)
+    tensors, key = tensors_in(tmp_path), "model.layers.1.mlp.experts.down_proj_scales"
+    rewrite(tmp_path, {**tensors, key: tensors[key][:, :, :1].contiguous()})
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        from_pretrained(tmp_path)

@@ -1,0 +1,160 @@
+"""PackedWeight: what it looks like from outside, what leaves it intact, and what it refuses."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.quantization.packed_weight import as_parameter
+from sonicmoe_hf.quantization.state import hold_packed
+
+E, N, K = 3, 8, 64
+
+
+def dense():
+    return torch.randn(E, N, K).bfloat16()
+
+
+@pytest.fixture(params=[(name, transposed) for name in FORMATS for transposed in (False, True)], ids=str)
+def weight(request):
+    name, transposed = request.param
+    return PackedWeight.quantize(dense().transpose(1, 2) if transposed else dense(), name, transposed)
+
+
+class Experts(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(E))
+        hold_packed(self, "weight", weight)
+
+
+def same(actual, expected):
+    parts = zip(actual.packed, expected.packed)
+    return actual._is_like(expected) and all(ours is None or torch.equal(ours, theirs) for ours, theirs in parts)
+
+
+def test_it_has_the_dense_weights_shape_and_dtype_in_a_quarter_of_its_bytes(weight):
+    shape = (E, K, N) if weight.is_transposed else (E, N, K)
+    parameter = as_parameter(weight)
+    assert isinstance(parameter, nn.Parameter) and isinstance(parameter, PackedWeight)
+    assert (parameter.shape, parameter.dtype, parameter.numel()) == (shape, torch.bfloat16, E * N * K)
+    assert not parameter.requires_grad
+    assert weight.dequantize().shape == shape and weight.dequantize(torch.float32).dtype == torch.float32
+    state = 0 if weight.state is None else weight.state.nbytes
+    assert weight.nbytes - state <= 4.5 / 8 * E * N * K
+
+
+def test_conversion_from_either_order_gives_the_same_values():
+    values = dense()
+    for name in FORMATS:
+        straight = PackedWeight.quantize(values, name)
+        turned = PackedWeight.quantize(values.transpose(1, 2).contiguous(), name, is_transposed=True)
+        assert torch.equal(straight.dequantize(), turned.dequantize().transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda weight: pickle.loads(pickle.dumps(weight)),
+        lambda weight: weight.to("cpu"),
+        torch.Tensor.half,
+        torch.Tensor.float,
+        torch.Tensor.clone,
+        torch.Tensor.detach,
+    ],
+    ids=["deepcopy", "pickle", "to", "half", "float", "clone", "detach"],
+)
+def test_copies_and_casts_leave_it_intact(weight, change):
+    assert same(change(as_parameter(weight)), weight)
+
+
+def test_a_module_is_moved_and_cast_around_it(weight):
+    module = Experts(weight)
+    module.half()
+    assert module.bias.dtype == torch.float16 and same(module.weight, weight)
+    module.to("meta")
+    assert module.weight.is_meta and module.weight.codes.is_meta
+    module.to_empty(device="cpu")
+    assert module.weight.codes.device.type == "cpu"
+    assert isinstance(copy.deepcopy(module).weight, nn.Parameter)
+
+
+def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
+    module, other = Experts(weight), Experts(PackedWeight.quantize(
+        torch.zeros(weight.shape).bfloat16(), weight.format, weight.is_transposed
+    ))  # fmt: skip
+    state = module.state_dict()
+    names = {"nf4": ["_codes", "_absmax", "_state"], "mxfp4": ["_blocks", "_scales"]}[weight.format]
+    assert set(state) == {"bias", *(f"weight{name}" for name in names)}
+    assert all(type(tensor) is torch.Tensor for tensor in state.values())
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert same(other.weight, weight)
+    other.load_state_dict(Experts(weight).state_dict(), assign=True)
+    assert same(other.weight, weight)
+    del state[f"weight{names[0]}"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict(state)
+
+
+def test_a_dense_weight_is_not_loaded_into_a_packed_one(weight):
+    with pytest.raises(RuntimeError, match="packed as"):
+        Experts(weight).load_state_dict({"bias": torch.zeros(E), "weight": torch.zeros(weight.shape)})
+
+
+def test_weights_only_files_hold_it(weight):
+    buffer = io.BytesIO()
+    torch.save(as_parameter(weight), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert isinstance(loaded, nn.Parameter) and same(loaded, weight)
+
+
+def test_data_is_assigned_from_packed_weights_alone(weight):
+    parameter, other = as_parameter(weight.clone()), PackedWeight.quantize(
+        torch.randn(weight.shape).bfloat16(), weight.format, weight.is_transposed
+    )  # fmt: skip
+    parameter.data = parameter.data.to(torch.float32)  # prepare_model_for_kbit_training
+    assert same(parameter, weight)
+    parameter.data = other
+    assert same(parameter, other)
+    with pytest.raises(RuntimeError, match=r"weight\.data = \.\.\. takes a dense tensor"):
+        parameter.data = torch.zeros(weight.shape)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight + 1,
+        lambda weight: weight.add_(1),
+        lambda weight: weight[0],
+        lambda weight: weight.transpose(1, 2),
+        lambda weight: weight.view(-1),
+        lambda weight: torch.randn(3, 8, 8) @ weight,
+        lambda weight: weight.copy_(torch.zeros(weight.shape)),
+        lambda weight: torch.zeros(weight.shape).copy_(weight),
+        lambda weight: torch.zeros_like(weight),
+        lambda weight: weight.split(2),
+    ],
+)
+def test_dense_operations_say_what_to_do(weight, use):
+    with pytest.raises(RuntimeError, match=rf"takes a dense tensor, .*packed as {weight.format}.*dequantize\(\)"):
+        use(weight)
+
+
+def test_a_gradient_is_refused(weight):
+    parameter = as_parameter(weight)
+    for ask in (parameter.requires_grad_, lambda: setattr(parameter, "requires_grad", True), lambda: nn.Parameter(weight),
+                lambda: Experts(weight).requires_grad_(True)):  # fmt: skip
+        with pytest.raises(RuntimeError, match="frozen and have no gradient; train adapters"):
+            ask()
+    parameter.requires_grad = False
+    assert not parameter.requires_grad
