@@ -62,6 +62,7 @@ def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradien
     return {
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
+        "rank_backward": {"many": rank_gradient},
     }  # fmt: skip
 
 
@@ -95,6 +96,7 @@ TABLE = {
         },
         "rank_rows": {"many": Blocks(64, 128, 4, 4)},
         "rank_gradient": {"many": GradientBlocks(256, 64, 64, 4, 4)},
+        "rank_backward": {"many": GradientBlocks(256, 64, 64, 4, 3)},
     },
     ("ampere", 2): _everywhere(
         128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4), Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4)
