@@ -14,7 +14,7 @@ import triton.language as tl
 from .config import blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
 from .launch import cdiv, launch_kernel, next_power_of_2
-from .reorder import reorder
+from .reorder import ENTRIES, reorder_job, reorder_tile
 
 MIN_COLUMNS = 16  # of a tensor core's tile
 ONE_PASS_RANK = 32  # beyond it, partial sums of dv and du cost more than reading the wide side again
@@ -184,18 +184,28 @@ def gemm_rank_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
-def sum_slices_kernel(
-    part, out, num_pairs, scale_bits, SLICES: tl.constexpr, J: tl.constexpr, ENTRIES: tl.constexpr
-):
-    """out[P, J] = scale * the sum of part[SLICES, P, J]."""
-    size = num_pairs.to(tl.int64) * J
-    entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
-    is_there = entry < size
-    total = tl.zeros((ENTRIES,), tl.float32)
-    for slice in tl.static_range(SLICES):
-        total += tl.load(part + slice * size + entry, mask=is_there, other=0.0)
-    total *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(out + entry, total.to(out.dtype.element_ty), mask=is_there)
+def finish_kernel(
+    gradient, reordered, part, drank, num_pairs, scale_bits, SLICES: tl.constexpr, J: tl.constexpr, SUMMED: tl.constexpr,
+    JOB: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """dB in its own order, unless `reordered` is None; and, unless `part` is, drank[P, J] = scale * the sum of
+    part[SLICES, P, J]."""
+    tile = tl.program_id(0)
+    if reordered is not None:
+        tiles: tl.constexpr = JOB[12]
+        if tile < tiles:
+            reorder_tile(gradient, reordered, tile, JOB, ENTRIES)
+        tile -= tiles
+    if part is not None:  # noqa: SIM102  (known when it is compiled)
+        if tile >= 0:
+            size = num_pairs.to(tl.int64) * J
+            entry = tile.to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+            is_there = entry < size
+            total = tl.zeros((SUMMED,), tl.float32)
+            for slice in tl.static_range(SLICES):
+                total += tl.load(part + slice * size + entry, mask=is_there, other=0.0)
+            total *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+            tl.store(drank + entry, total.to(drank.dtype.element_ty), mask=is_there)
 
 
 def _bits(scale: float) -> int:
@@ -247,38 +257,37 @@ def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_
     # where experts lie closest, as in PEFT's B, stores would be single elements
     is_reordered = like_ENj.stride(0) == 1 and like_ENj.shape[0] > 1
     gradient = like_ENj.new_empty(like_ENj.shape) if is_reordered else torch.empty_like(like_ENj)
-    arguments = source, rank_PJ, gradient, weight_P, rows, gathered
+    reordered = torch.empty_like(like_ENj) if is_reordered else None
+    arguments, part, bits = (source, rank_PJ, gradient, weight_P, rows, gathered), None, _bits(scale)
     if want_rank and rows.token.numel() and b_ENJ.shape[2] <= ONE_PASS_RANK:
-        drank_PJ = _one_pass(*arguments, b_ENJ, scale)
+        drank_PJ, part = _one_pass(*arguments, b_ENJ, bits)
     else:
         drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
         _gradient(*arguments)
-    if not is_reordered:
-        return drank_PJ, gradient
-    reordered = torch.empty_like(like_ENj)
-    reorder(gradient, reordered)
-    return drank_PJ, reordered
+    job = reorder_job(gradient, reordered) if is_reordered else None
+    num_tiles = (job[-1] if job else 0) + (0 if part is None else cdiv(drank_PJ.numel(), SUMMED))
+    if num_tiles:
+        launch_kernel(
+            finish_kernel, (num_tiles,), (gradient, reordered, part, drank_PJ), (rows.token.numel(), bits),
+            (1 if part is None else len(part), b_ENJ.shape[2], SUMMED, job, ENTRIES), num_warps=4,
+        )  # fmt: skip
+    return drank_PJ, reordered if is_reordered else gradient
 
 
-def _one_pass(source, rank_PJ, gradient, weight_P, rows, gathered, b_ENJ, scale):
-    """drank; `gradient` is written."""
+def _one_pass(source, rank_PJ, gradient, weight_P, rows, gathered, b_ENJ, bits):
+    """(drank, what it is the sum of, if anything); `gradient` is written."""
     num_pairs, (num_experts, size, padded) = rows.token.numel(), b_ENJ.shape
-    blocks = blocks_for("rank_backward", source, num_pairs, num_experts)
-    drank_PJ = source.new_empty(num_pairs, padded)
-    slices, bits = cdiv(size, blocks.height), _bits(scale)
-    part = drank_PJ if slices == 1 else source.new_empty(slices, num_pairs, padded, dtype=torch.float32)
+    blocks = blocks_for("rank_backward_gathered" if gathered else "rank_backward", source, num_pairs, num_experts)
+    drank_PJ, slices = source.new_empty(num_pairs, padded), cdiv(size, blocks.height)
+    part = None if slices == 1 else source.new_empty(slices, num_pairs, padded, dtype=torch.float32)
     stride_e, stride_n, stride_j = b_ENJ.stride()
     launch_kernel(
         gemm_rank_backward_kernel, (slices * num_experts,),
-        (source, b_ENJ, part, rank_PJ, gradient, weight_P, rows.token if gathered else None, rows.pair, rows.offsets),
+        (source, b_ENJ, drank_PJ if part is None else part, rank_PJ, gradient, weight_P,
+         rows.token if gathered else None, rows.pair, rows.offsets),
         (num_pairs, bits),
         (num_experts, size, padded, gradient.shape[2], stride_e, stride_j, stride_n, *gradient.stride(),
          blocks.height, _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source)),
-        num_warps=blocks.warps, num_stages=blocks.stages + gathered,  # indices take one more
+        num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
-    if slices > 1:
-        launch_kernel(
-            sum_slices_kernel, (cdiv(num_pairs * padded, SUMMED),), (part, drank_PJ), (num_pairs, bits),
-            (slices, padded, SUMMED), num_warps=4,
-        )  # fmt: skip
-    return drank_PJ
+    return drank_PJ, part
