@@ -85,14 +85,18 @@ class Contender(NamedTuple):
 def _sonicmoe_forward(self, hidden_states, top_k_index, top_k_weights):
     if self.has_bias:
         raise Unavailable("Transformers' sonicmoe computes another function than gpt-oss's experts")
-    shape = Shape(hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1])
+    shape = Shape(
+        hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1]
+    )
     return upstream(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 
 def _scattermoe_forward(self, hidden_states, top_k_index, top_k_weights):
     if self.has_bias:
         raise Unavailable("ScatterMoE has no biases and no gate like gpt-oss's")
-    shape = Shape(hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1])
+    shape = Shape(
+        hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1]
+    )
     return scattermoe(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 

@@ -38,7 +38,7 @@ DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
 
 
 class Run(NamedTuple):
-    """One measurement. layers: how many; tokens: a step and GPU; mode: what is trained; contender: who computes experts."""
+    """One measurement. tokens: a step and GPU; mode: what is trained; contender: who computes the experts."""
 
     model: str
     layers: int
@@ -184,7 +184,9 @@ def options_of(arguments=None):
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     parser.add_argument("--csv", type=Path, help="default: results/train_step.csv, results/step_parts.csv")
-    parser.add_argument("--tables", type=Path, nargs="+", metavar="CSV", help="print these results, and measure nothing")
+    parser.add_argument(
+        "--tables", type=Path, nargs="+", metavar="CSV", help="print these results, and measure nothing"
+    )
     options = parser.parse_args(arguments)
     if options.csv is None:
         options.csv = RESULTS / ("step_parts.csv" if options.profile else "train_step.csv")
@@ -199,7 +201,12 @@ def options_of(arguments=None):
 
 def join_ranks(device: str) -> tuple[int, int]:
     """(this rank, how many there are), as torchrun says; one alone without it."""
-    for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29571")):
+    for variable, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29571"),
+    ):
         os.environ.setdefault(variable, value)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -213,7 +220,9 @@ def main():
         print(markdown(read_rows(options.tables)))
         return
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 --layers 2 checks the script")
+        raise SystemExit(
+            "this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 --layers 2 checks the script"
+        )
     rank, world = join_ranks(options.device) if options.fsdp else (0, 1)
     if options.varying_lengths and options.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -39,7 +39,9 @@ def test_every_contender_trains_the_same_model_on_the_same_tokens(benchmark, tmp
     found = measured(benchmark, tmp_path / "a.csv", "--contender", "grouped_mm", "--contender", "sonicmoe-hf")
     theirs, ours = (found[name, "full", "loss"] for name in ("grouped_mm", "sonicmoe-hf"))
     assert ours == pytest.approx(theirs, abs=2e-3)  # bf16 rounds their sums in other places
-    assert found["sonicmoe-hf", "full", "tokens_per_s"] == pytest.approx(64e3 / found["sonicmoe-hf", "full", "ms"], rel=1e-3)
+    assert found["sonicmoe-hf", "full", "tokens_per_s"] == pytest.approx(
+        64e3 / found["sonicmoe-hf", "full", "ms"], rel=1e-3
+    )
     assert "| Qwen3-30B-A3B, 1, 64 | plain |" in capsys.readouterr().out
 
 
@@ -52,7 +54,9 @@ def test_packed_experts_train_and_a_contender_without_them_is_left_out(benchmark
 
 def test_a_profile_finds_every_part_of_a_step(benchmark, tmp_path):
     found = measured(benchmark, tmp_path / "a.csv", "--profile", "--contender", "sonicmoe-hf")
-    on_host = {metric.removesuffix(": host ms"): v for (_, _, metric), v in found.items() if metric.endswith("host ms")}
+    on_host = {
+        metric.removesuffix(": host ms"): v for (_, _, metric), v in found.items() if metric.endswith("host ms")
+    }
     for part in ("experts: the rest", "router", "MoE block: the rest", "attention", "norms", "loss", "optimiser"):
         assert on_host[part] > 0, part
     assert sum(on_host.values()) <= found["sonicmoe-hf", "full", "wall ms"]
@@ -103,7 +107,11 @@ def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that
 
 def test_settings_that_no_figure_could_be_told_of_are_errors(benchmark, capsys):
     train_step, _ = benchmark
-    for wrong in (("--profile", "--checkpointing"), ("--fsdp", "--mode", "LoRA"), ("--weights", "fp32", "--mode", "QLoRA")):
+    for wrong in (
+        ("--profile", "--checkpointing"),
+        ("--fsdp", "--mode", "LoRA"),
+        ("--weights", "fp32", "--mode", "QLoRA"),
+    ):
         with pytest.raises(SystemExit):
             train_step.options_of(wrong)
     assert "--weights fp32: mode full only" in capsys.readouterr().err
