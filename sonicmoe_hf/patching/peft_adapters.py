@@ -16,10 +16,18 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import other as peft_other
 from torch import nn
 
+from ..expert_parallel.collectives import sum_gradients
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank
 from .adapters import given
-from .experts import IMPLEMENTATION, experts_facts, is_expert_parallel, is_tensor_parallel, weight_names
+from .experts import (
+    IMPLEMENTATION,
+    expert_parallelism,
+    experts_facts,
+    is_expert_parallel,
+    is_tensor_parallel,
+    weight_names,
+)
 from .forwards import why_not_reached
 
 logger = logging.getLogger(__name__)
@@ -41,7 +49,7 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
         return f"{wrapper.parameter_name} is not a weight of the experts' products"
     if wrapper.num_experts == 1:
         return "there is one expert"
-    if is_expert_parallel(experts) or is_tensor_parallel(experts):
+    if expert_parallelism(experts) is None and (is_expert_parallel(experts) or is_tensor_parallel(experts)):
         return "the experts are split over ranks"
     dtype = wrapper.get_param().dtype
     return None if dtype in FLOAT_DTYPES else f"{wrapper.parameter_name} is stored as {dtype}"
@@ -53,11 +61,18 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRa
     linear_a: Any = wrapper.lora_A[adapter]
     linear_b: Any = wrapper.lora_B[adapter]
     slow, fast = linear_a.weight, linear_b.weight
+    parallelism = expert_parallelism(wrapper.get_base_layer())
+    if parallelism is not None and parallelism.batch_group is not None:
+        # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
+        # averages the other adapters
+        slow, fast = (sum_gradients(weight, parallelism.batch_group) for weight in (slow, fast))
     a = slow.reshape(num_experts, rank, slow.shape[1])
     b = fast.reshape(fast.shape[0], rank, num_experts).permute(2, 0, 1)
     # PEFT 0.19.0 takes a weight's dimensions the other way round
     if wrapper._did_swap_in_out_features == is_transposed:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
+    if parallelism is not None:
+        a, b = a[parallelism.ranks.experts], b[parallelism.ranks.experts]
     return LowRank(a, b, wrapper.scaling[adapter])
 
 

@@ -1,4 +1,4 @@
-"""Two gloo ranks on this machine that stay up and run functions: starting processes is what costs time."""
+"""Gloo ranks on this machine that stay up and run functions: starting processes is what costs time."""
 
 import io
 import os
@@ -8,19 +8,19 @@ import traceback
 import torch
 import torch.multiprocessing as multiprocessing
 
-WORLD = 2
+WORLD = 2  # unless a test asks for more
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
 
 
-def _serve(rank, folder, pipe):
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD,
+def _serve(rank, world, folder, pipe):
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name of this host to be resolvable
     torch.set_num_threads(1)
     # a file as the meeting point: no port to be taken by somebody else meanwhile
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     while (task := pipe.recv()) is not None:
         function, args = task
         try:
@@ -37,12 +37,12 @@ def _serve(rank, folder, pipe):
 class Ranks:
     """`run(function, *args)` calls the module-level `function(rank, *args)` on every rank: the results in their order."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, world=WORLD):
         context = multiprocessing.get_context("spawn")
-        ends = [context.Pipe() for _ in range(WORLD)]
+        ends = [context.Pipe() for _ in range(world)]
         self.pipes = [mine for mine, _ in ends]
         self.processes = [
-            context.Process(target=_serve, args=(rank, str(folder), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, world, str(folder), theirs), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process in self.processes:
