@@ -21,7 +21,7 @@ from sonicmoe_hf.patching.experts import expert_parallelism
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing
 
-SHARED = {"tp_size": WORLD, "tp_plan": {}, "ep_size": WORLD}
+SHARED = {"tp_size": WORLD, "ep_size": WORLD}
 APART = {"fsdp_size": WORLD, "ep_size": WORLD}
 STOCHASTIC = TokenRounding(rounding="stochastic", tile=TILE)
 PARTIAL_SUMS = "fp32: partial sums of the ranks are added in another order"
@@ -105,7 +105,8 @@ def own_steps(rank, folder, batches, checkpointing=None):
             watch = Watch(model)
             with by():
                 found.append(step(model, batch(**batches[rank])))
-            assert set(watch.rounded()) == {routing is not None}
+            # with other lengths the second rank has too few tokens, and lists top-k's pairs beside rounded ones
+            assert set(watch.rounded()) == {routing is not None and (rank == 0 or batches == OWN_BATCH)}
     return found
 
 

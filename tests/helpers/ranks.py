@@ -3,13 +3,16 @@
 import io
 import os
 import sys
+import time
 import traceback
+from multiprocessing import connection
 
 import torch
 import torch.multiprocessing as multiprocessing
 
 WORLD = 2  # unless a test asks for more
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
+SECONDS_AFTER_FAILURE = 5
 
 
 def _serve(rank, world, folder, pipe):
@@ -51,15 +54,21 @@ class Ranks:
     def run(self, function, *args):
         for pipe in self.pipes:
             pipe.send((function, args))
-        replies = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(SECONDS):
+        results, failure, deadline = {}, None, time.monotonic() + SECONDS
+        while len(results) < len(self.pipes):
+            waiting = [pipe for pipe in self.pipes if pipe not in results]
+            ready = connection.wait(waiting, max(deadline - time.monotonic(), 0))
+            if not ready:
                 self.close()
-                raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {SECONDS} s")
-            replies.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
-        for rank, (succeeded, result) in enumerate(replies):
-            assert succeeded, f"rank {rank}, {function.__name__}:\n{result}"
-        return [result for _, result in replies]
+                assert failure is None, failure
+                raise TimeoutError(f"{len(waiting)} ranks did not finish {function.__name__} in {SECONDS} s")
+            for pipe in ready:
+                succeeded, results[pipe] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                if not succeeded and failure is None:
+                    failure = f"rank {self.pipes.index(pipe)}, {function.__name__}:\n{results[pipe]}"
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_FAILURE)  # the others may wait for it
+        assert failure is None, failure
+        return [results[pipe] for pipe in self.pipes]
 
     def close(self):
         for pipe, process in zip(self.pipes, self.processes):
