@@ -11,6 +11,9 @@ import torch.distributed as dist
 from .. import backends
 from ..kernels.interface import Rows
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _SumOfGradients(torch.autograd.Function):
     @staticmethod
@@ -103,12 +106,12 @@ class _SumOfRows(torch.autograd.Function):
 def _gather(tensor, group):
     tensor = tensor.contiguous()
     gathered = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
-    return gathered, dist.all_gather_into_tensor(gathered, tensor, group=group, async_op=True)
+    return gathered, _all_gather(gathered, tensor, group=group, async_op=True)
 
 
 def _scatter_sum(partial, group):
     out = partial.new_empty(len(partial) // dist.get_world_size(group), *partial.shape[1:])
-    dist.reduce_scatter_tensor(out, partial.contiguous(), group=group)
+    _reduce_scatter(out, partial.contiguous(), group=group)
     return out
 
 

@@ -112,7 +112,8 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
     expert, token = all_pairs.unbind(1) if is_list else (all_pairs, None)
     here = ranks.routing(ranks.local(expert), all_weights, token, len(all_x))  # while x is on its way
     works[-1].wait()
-    return scatter_sum(experts(all_x, here, all_weights), ranks.group)[:num_tokens]
+    out = scatter_sum(experts(all_x, here, all_weights), ranks.group)
+    return out if len(out) == num_tokens else out[:num_tokens]
 
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
