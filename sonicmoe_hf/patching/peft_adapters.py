@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`) and fsdp_auto_wrap_policy, of PEFT
-0.19 to 0.21.
+parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), fsdp_auto_wrap_policy and
+get_tp_plan_and_mesh, of PEFT 0.19 to 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. Imported when PEFT is (registration.py).
@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 import torch
+from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import other as peft_other
 from torch import nn
@@ -32,6 +33,7 @@ from .forwards import why_not_reached
 
 logger = logging.getLogger(__name__)
 _PEFTS_ACTIVATE = ParamWrapper._activate_lora
+_PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _said: set[str] = set()
 
@@ -121,10 +123,24 @@ def _fsdp_auto_wrap_policy(model: nn.Module):
     return _ExceptFactors(policy, factors) if factors else policy
 
 
+def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
+    """PEFT asks the tensor-parallel plan of the model how to split an adapter, but the plan's rules for experts do not
+    count where expert parallelism splits them."""
+    plan, mesh = _PEFTS_PLAN(model, current_key)
+    if plan is None:
+        return plan, mesh
+    module: Any = model.get_submodule(current_key.rpartition(".")[0])
+    module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+    return (None, None) if getattr(module, "_is_expert_parallel", False) else (plan, mesh)
+
+
 def install() -> None:
-    """Have PEFT's ParamWrapper hand the factors to our experts, and its policy for FSDP leave them in their layer."""
+    """Have PEFT's ParamWrapper hand the factors to our experts, its policy for FSDP leave them in their layer, and its
+    hooks for tensor parallelism leave them whole under expert parallelism."""
     setattr(ParamWrapper, "_activate_lora", _activate_lora)  # noqa: B010  (mypy refuses an assignment)
     peft_other.fsdp_auto_wrap_policy = _fsdp_auto_wrap_policy
+    if _PEFTS_PLAN is not None:
+        peft_model.get_tp_plan_and_mesh = _get_tp_plan_and_mesh
 
 
 install()
