@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import weakref
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import (
@@ -25,6 +27,9 @@ from ..private.transformers import default_apply_gate
 from ..routing import MISPLACED, Routing
 from .adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
+
+if TYPE_CHECKING:
+    from ..expert_parallel.implementation import SonicMoEExpertParallelism
 
 IMPLEMENTATION = "sonicmoe_hf"
 DEFAULT_GATE = default_apply_gate()
@@ -176,6 +181,21 @@ def is_expert_parallel(experts: Any) -> bool:
     return False
 
 
+def expert_parallelism(experts: nn.Module) -> SonicMoEExpertParallelism | None:
+    """Our implementation of expert parallelism, where it brings these experts their tokens."""
+    return getattr(experts, "_sonicmoe_hf_expert_parallelism", None)
+
+
+def expert_parallel_remedy() -> str:
+    """How to get our implementation of expert parallelism."""
+    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
+        return (
+            f"this Transformers ({transformers.__version__}) takes no other (it has no EPImplementationInterface): "
+            "upgrade to 5.23"
+        )
+    return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
+
+
 def is_tensor_parallel(experts: nn.Module) -> bool:
     """Whether Transformers splits every expert of this module over ranks: its weights are sharded, and its own forward
     sums the gradients of the routing weights only where those are a tensor argument."""
@@ -189,13 +209,12 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
     """The routing that an experts module was handed, as a Routing.
 
     Raises:
-        ValueError: token rounding's Routing reached a module that holds only some of the experts, or weights that are
-            not its own came with it.
+        ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
     """
     expert_parallel = is_expert_parallel(experts)
     if not isinstance(top_k_index, Routing):
         return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
-    if expert_parallel:
+    if expert_parallel and not top_k_index.is_local:
         raise ValueError(MISPLACED)
     return top_k_index.weighted_by(top_k_weights)
 
