@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import importlib.util
 import os
 import platform
 import time
@@ -331,6 +332,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [row for row in read_rows(path) if tuple(row[name] for name in settings) == this]
     if rows:
         show(rows)
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no picture: matplotlib is not installed")
+            return
         plot(rows, options.out / f"token_rounding_quality_{preset.name}.png")
 
 
