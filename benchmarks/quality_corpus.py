@@ -16,6 +16,7 @@ import csv
 import hashlib
 import importlib.metadata
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,14 +33,10 @@ MIN_LINE, MAX_SEEN_SHARE = 24, 0.5  # near duplicates: lines of so many characte
 FOLDER = Path(__file__).parent
 FILE = FOLDER / ".corpus" / "packages.npz"
 
-PERMISSIVE = re.compile(
-    r"MIT(-0|-CMU)?|BSD(-[23]-Clause)?|0BSD|Apache(-2\.0)?|ISC|ISCL|Zlib|CC0-1\.0|PSF(-2\.0)?|Python-2\.0|CNRI-Python|BSL-1\.0|"
-    r"LLVM-exception|HPND|Unlicense"
-)
-OTHER_WORDS = re.compile(
-    r"AND|OR|WITH|License|Licence|Software|Foundation|Python|the|The|of|Version|version|[23]-Clause|CLAUSE|Clause|"
-    r"LICENSE|2\.0|2|3|New|new|or|and|Expat|Historical|Permission|Notice|Disclaimer|HPND|Boost"
-)
+# every word of a stated licence must be one of these
+PERMISSIVE = {"MIT", "MIT-0", "MIT-CMU", "BSD", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "Apache", "Apache-2.0", "BSL-1.0",
+              "ISC", "ISCL", "PSF-2.0", "Python", "CNRI-Python", "Zlib", "CC0-1.0", "Unlicense"}  # fmt: skip
+NEUTRAL = {"AND", "OR", "WITH", "LLVM-exception", "License", "Software", "Foundation", "The", "2.0", "3-Clause"}
 
 
 class Corpus(NamedTuple):
@@ -57,16 +54,15 @@ def permissive_licence(metadata) -> str | None:
         text.split("::")[-1].strip() for text in metadata.get_all("Classifier") or [] if "License ::" in text
     ]
     stated = metadata.get("License-Expression") or "; ".join(classifiers) or (metadata.get("License") or "").strip()
-    words = re.findall(r"[^\s();,:/\"']+", stated.split("\n")[0])
-    unknown = [word for word in words if not PERMISSIVE.fullmatch(word) and not OTHER_WORDS.fullmatch(word)]
-    named = any(PERMISSIVE.fullmatch(word) for word in words) or "Python Software Foundation" in stated
-    return stated.split("\n")[0] if named and not unknown else None
+    stated = stated.split("\n")[0]
+    words = set(re.findall(r"[^\s();]+", stated))
+    return stated if words & PERMISSIVE and words <= PERMISSIVE | NEUTRAL else None
 
 
-def package_files():
-    """(package, version, licence, [(path, text)]) of every permissively licensed distribution, by name; no file twice."""
+def package_files(distributions: Iterable[importlib.metadata.Distribution]):
+    """(package, version, licence, [(path, text)]) of the permissively licensed ones, by name; no file twice."""
     taken = set()
-    for package in sorted(importlib.metadata.distributions(), key=lambda each: each.metadata["Name"].lower()):
+    for package in sorted(distributions, key=lambda each: each.metadata["Name"].lower()):
         if package.metadata["Name"] == "sonicmoe-hf":  # changes with every commit
             continue
         licence = permissive_licence(package.metadata)
@@ -98,13 +94,12 @@ def without_near_duplicates(files: list[tuple]) -> list[tuple]:
     return kept
 
 
-def build(file: Path = FILE, table: Path | None = FOLDER / "results" / "quality_corpus.csv") -> None:
-    """Write the token ids to `file` and what they were made of to `table`.
+def build(packages: list[tuple], file: Path, table: Path) -> None:
+    """Write the token ids of `package_files` to `file`, and what they were made of to `table`.
 
     Raises:
         RuntimeError: too few packages with sources are installed.
     """
-    packages = list(package_files())
     files = [
         (hashlib.sha256(f"{name} {path}".encode()).digest(), name, text)
         for name, _, _, texts in packages
@@ -114,7 +109,7 @@ def build(file: Path = FILE, table: Path | None = FOLDER / "results" / "quality_
     held_out, train = (
         [entry for entry in files if (entry[0][-1] < 256 * HELD_OUT_SHARE) == held] for held in (True, False)
     )
-    if min(len(held_out), len(train)) < 8:
+    if not held_out or not train:
         raise RuntimeError(
             f"{len(files)} Python sources of permissively licensed packages are installed, too few to train on: install "
             "packages such as transformers, sympy, pandas, networkx"
@@ -174,4 +169,6 @@ def load(file: Path = FILE) -> Corpus:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FILE)
-    build(parser.parse_args().out)
+    parser.add_argument("--table", type=Path, default=FOLDER / "results" / "quality_corpus.csv")
+    options = parser.parse_args()
+    build(list(package_files(importlib.metadata.distributions())), options.out, options.table)

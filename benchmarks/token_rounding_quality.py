@@ -267,6 +267,7 @@ def plot_tiles(axis, rows: list[dict], comparison: Comparison, balancing: str) -
         axis.axhline(value, color=f"C{colour}", linestyle="--", label=f"{name[0]}: {value:+.3f} ± {2 * error:.3f}")
     axis.axhline(0.0, color="grey", linewidth=0.8)
     axis.set_xscale("log", base=2)
+    axis.set_xlim(0.8, 10)
     axis.set_xticks(TILES_PER_EXPERT, TILES_PER_EXPERT)
     axis.set_xlabel("mean rows per expert / tile")
     axis.set_title("balancing loss of every layer" if balancing == "layer" else "no balancing loss", fontsize=10)
