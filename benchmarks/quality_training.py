@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from quality_corpus import VOCAB_SIZE, Corpus
@@ -22,6 +23,9 @@ import sonicmoe_hf
 from sonicmoe_hf.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing
+
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]  # does a step at every next(), and returns the result
 
 METHODS = ("top_k", *ROUNDINGS, "token_drop", "expert_choice")
 DROP_CAPACITY_FACTOR = 1.25  # Switch Transformer's; token_drop keeps at most this times the mean rows per expert
@@ -232,8 +236,8 @@ def set_rate(optimizer: torch.optim.Optimizer, preset: Preset, step: int) -> Non
             group["lr"] = rate
 
 
-def batches(tokens: torch.Tensor, preset: Preset, seed: int):
-    """`preset.steps` batches [batch, length], the same for every method of a seed: the text's windows in random order.
+def batches(tokens: torch.Tensor, preset: Preset, seed: int) -> Callable[[int], torch.Tensor]:
+    """step -> its batch [batch, length], the same for every method of a seed: the text's windows in random order.
 
     No window comes twice before all have come once.
     """
@@ -241,8 +245,7 @@ def batches(tokens: torch.Tensor, preset: Preset, seed: int):
     generator = torch.Generator().manual_seed(seed)
     epochs = -(-preset.steps * preset.batch // len(windows))
     order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(epochs)]).to(tokens.device)
-    for step in range(preset.steps):
-        yield windows[order[step * preset.batch : (step + 1) * preset.batch]].long()
+    return lambda step: windows[order[step * preset.batch : (step + 1) * preset.batch]].long()
 
 
 def autocast(device: torch.device):
@@ -285,31 +288,32 @@ class Step:
         self.loss.copy_(loss.detach())
 
 
-def train(model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool) -> tuple[torch.Tensor, float]:
-    """Train: (the cross-entropy of every step [steps], seconds a step of the last tenth).
-
-    The counters count the last steps' rows.
-    """
-    optimizer = make_optimizer(model, preset, tokens.device)
-    model.train()
-    one_step = Step(model, optimizer, preset, tokens.device)
-    cross_entropies = torch.zeros(preset.steps, device=tokens.device)
-    last_tenth, began = preset.steps - max(preset.steps // 10, 1), 0.0
-    for step, ids in enumerate(batches(tokens, preset, seed)):
-        if graph and step == EAGER_STEPS:
-            one_step.capture()
-        if step == max(preset.steps - COUNTED_STEPS, 0):
-            for counter in counters:
-                counter.reset()
-        if step == last_tenth:
-            cross_entropies[0].item()  # waits
-            began = time.perf_counter()
-        set_rate(optimizer, preset, step)
-        one_step.ids.copy_(ids)
-        one_step()
-        cross_entropies[step] = one_step.loss
-    cross_entropies = cross_entropies.cpu()
-    return cross_entropies, (time.perf_counter() - began) / (preset.steps - last_tenth)
+def train(model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool) -> Steps[torch.Tensor]:
+    """Train: the cross-entropy of every step [steps]. The counters count the last steps' rows."""
+    stream = None
+    if tokens.is_cuda:
+        stream = torch.cuda.Stream()  # its own: runs overlap, and a graph is captured on one
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer = make_optimizer(model, preset, tokens.device)
+        model.train()
+        one_step = Step(model, optimizer, preset, tokens.device)
+        cross_entropies = torch.zeros(preset.steps, device=tokens.device)
+        batch_of = batches(tokens, preset, seed)
+    for step in range(preset.steps):
+        with torch.cuda.stream(stream):
+            if graph and step == EAGER_STEPS:
+                one_step.capture()
+            if step == max(preset.steps - COUNTED_STEPS, 0):
+                for counter in counters:
+                    counter.reset()
+            set_rate(optimizer, preset, step)
+            one_step.ids.copy_(batch_of(step))
+            one_step()
+            cross_entropies[step] = one_step.loss
+        yield
+    with torch.cuda.stream(stream):
+        return cross_entropies.cpu()
 
 
 @torch.no_grad()
@@ -338,14 +342,12 @@ def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
     return float(total) / len(windows), rows
 
 
-def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> dict:
+def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> Steps[dict]:
     """Train and evaluate one run: the figures of its row in the CSV. graph: train by CUDA graph."""
     began = time.perf_counter()
     model, counters = build_model(preset, run, device)
-    with torch.cuda.stream(
-        torch.cuda.Stream() if device.type == "cuda" else None
-    ):  # graphs need a stream of their own
-        cross_entropies, step_seconds = train(model, counters, preset, corpus.train.to(device), run.seed, graph)
+    cross_entropies = yield from train(model, counters, preset, corpus.train.to(device), run.seed, graph)
+    trained = time.perf_counter() - began
     rows, starved = counted(counters)
     steps = min(COUNTED_STEPS, preset.steps)
     loss, held_out_rows = evaluate(model, counters, preset, corpus.held_out.to(device))
@@ -365,6 +367,24 @@ def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, grap
         "dead_share": (rows == 0).double().mean().item(),
         "dead_share_held_out": (held_out_rows == 0).double().mean().item(),
         "load_cv_held_out": spread.mean().item(),
-        "milliseconds_per_step": 1e3 * step_seconds,
-        "seconds": time.perf_counter() - began,
+        "training_seconds": trained,
     }
+
+
+def at_once(most: int, runs: Iterable[Run], steps_of: Callable[[Run], Steps[dict]]) -> Iterator[tuple[Run, dict]]:
+    """Do the runs in order, up to `most` of them a step at a time in turn: (run, figures) as each ends.
+
+    Their streams overlap on a GPU, which one small model leaves idle most of the time.
+    """
+    waiting, running = iter(runs), {}
+    while True:
+        while len(running) < most and (run := next(waiting, None)) is not None:
+            running[run] = steps_of(run)
+        if not running:
+            return
+        for run, steps in list(running.items()):
+            try:
+                next(steps)
+            except StopIteration as end:
+                del running[run]
+                yield run, end.value

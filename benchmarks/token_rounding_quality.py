@@ -21,7 +21,7 @@ Columns beside the obvious: train_loss_25, _50, _75, _100: mean cross-entropy of
 training; bits_per_byte, of the held-out text; rows_ratio, rows routed in the last 20 steps over top-k's; starved_share,
 how often an expert got no row in one of those steps; dead_share, experts without a row in all of them;
 dead_share_held_out, experts that top-k never chooses on the held-out files; load_cv_held_out, standard deviation of rows
-per expert there over the mean; milliseconds_per_step, over the last tenth of training; seconds, of the whole run.
+per expert there over the mean; training_seconds, beside the other runs of --at-once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import importlib.util
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ import numpy
 import provenance
 import quality_corpus
 import torch
-from quality_training import METHODS, PRESETS, Preset, Run, measure
+from quality_training import METHODS, PRESETS, Preset, Run, at_once, measure
 
 from sonicmoe_hf.config import ROUNDINGS
 
@@ -96,8 +97,7 @@ FIELDS = (
     "dead_share",
     "dead_share_held_out",
     "load_cv_held_out",
-    "milliseconds_per_step",
-    "seconds",
+    "training_seconds",
     "corpus",
     "device",
     "commit",
@@ -242,7 +242,7 @@ def show(rows: list[dict]) -> None:
             f"{mean(runs, 'rows_ratio'):.3f}",
             *(f"{mean(runs, name):.1%}" for name in ("starved_share", "dead_share", "dead_share_held_out")),
             f"{mean(runs, 'load_cv_held_out'):.2f}",
-            f"{mean(runs, 'seconds'):.1f}",
+            f"{mean(runs, 'training_seconds'):.1f}",
         )
         print("| " + " | ".join(map(str, cells)) + " |")
     print(
@@ -300,6 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, help="at its peak, in place of the preset's")
     parser.add_argument("--final-rate", type=float, help="share of it at the end, in place of the preset's")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, on streams of their own")
     parser.add_argument("--no-graph", action="store_true", help="train without CUDA graphs")
     parser.add_argument("--corpus", type=Path, default=quality_corpus.FILE)
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -315,17 +316,25 @@ def main(arguments: list[str] | None = None) -> None:
         corpus = quality_corpus.load(options.corpus)
         print(f"{len(missing)} runs to do; {corpus.description}; {len(corpus.train):,} tokens", flush=True)
         graph = options.device.type == "cuda" and not options.no_graph
-        last_took = 0.0
-        for run in missing:
-            if time.monotonic() - began + last_took > options.seconds:
-                break
-            figures = measure(preset, run, corpus, options.device, graph)
+        took = {}
+
+        def in_time() -> Iterator[Run]:
+            for run in missing:
+                if time.monotonic() - began + took.get("last", 0.0) > options.seconds:
+                    return
+                yield run
+
+        def steps_of(run: Run):
+            return measure(preset, run, corpus, options.device, graph)
+
+        for done, (run, figures) in enumerate(at_once(options.at_once, in_time(), steps_of)):
             append_row(path, preset, run, figures, corpus.description, options.device)
-            last_took = 0.0 if run is missing[0] else figures["seconds"]  # the first run compiles kernels
+            if done >= options.at_once:  # the first ones compile kernels
+                took["last"] = figures["training_seconds"]
             print(
                 f"{run.method} tile={run.tile} {run.balancing} seed={run.seed}.{run.replica}: loss "
-                f"{figures['held_out_loss']:.4f}, {figures['milliseconds_per_step']:.2f} ms a step, "
-                f"{figures['seconds']:.1f} s, ended at {time.monotonic() - began:.0f} s",
+                f"{figures['held_out_loss']:.4f}, trained {figures['training_seconds']:.1f} s, ended at "
+                f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
     settings = ("preset", "steps", "learning_rate", "final_rate")

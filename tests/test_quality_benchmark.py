@@ -59,7 +59,9 @@ def corpus(quality, corpus_file):
 
 
 def measured(training, preset, corpus, *run):
-    return training.measure(preset, training.Run(*run), corpus, CPU, graph=False)
+    run = training.Run(*run)
+    [(_, figures)] = training.at_once(1, [run], lambda run: training.measure(preset, run, corpus, CPU, graph=False))
+    return figures
 
 
 @pytest.mark.parametrize(
@@ -133,10 +135,17 @@ def test_a_seed_fixes_a_run(quality, tiny, corpus):
     first, again, other = (
         measured(training, tiny, corpus, "stochastic", tiny.tile, "layer", seed) for seed in (0, 0, 1)
     )
-    for name in ("seconds", "milliseconds_per_step"):
-        del first[name], again[name]
+    del first["training_seconds"], again["training_seconds"]
     assert first == again
     assert first["first_loss"] != other["first_loss"]
+
+
+def test_runs_done_at_once_are_those_done_alone(quality, tiny, corpus):
+    training, _ = quality
+    runs = [training.Run("nearest", tiny.tile, "layer", seed) for seed in range(3)]
+    together = training.at_once(2, runs, lambda run: training.measure(tiny, run, corpus, CPU, graph=False))
+    losses = {run: figures["held_out_loss"] for run, figures in together}
+    assert losses == {run: measured(training, tiny, corpus, *run)["held_out_loss"] for run in runs}
 
 
 def test_batches_and_start_do_not_depend_on_the_method(quality, tiny, corpus):
@@ -147,15 +156,15 @@ def test_batches_and_start_do_not_depend_on_the_method(quality, tiny, corpus):
     )
     assert torch.equal(top_k, stochastic)
     assert 0 < (replica - top_k).norm() < 2e-4 * top_k.norm()
-    drawn = [list(training.batches(corpus.train, tiny, seed=0)) for _ in range(2)]
-    assert all(torch.equal(*pair) for pair in zip(*drawn))
+    drawn = [training.batches(corpus.train, tiny, seed=0) for _ in range(2)]
+    assert all(torch.equal(drawn[0](step), drawn[1](step)) for step in range(tiny.steps))
 
 
 def test_an_epoch_has_every_window_once(quality, tiny):
     training, _ = quality
     preset = dataclasses.replace(tiny, steps=4)
     tokens = torch.arange(12 * preset.length)  # 12 windows: three batches
-    *epoch, after = training.batches(tokens, preset, seed=0)
+    *epoch, after = map(training.batches(tokens, preset, seed=0), range(4))
     assert sorted(torch.cat(epoch)[:, 0].tolist()) == list(range(0, len(tokens), preset.length))
     assert after.shape == (preset.batch, preset.length)
 
@@ -177,7 +186,7 @@ def test_the_learning_rate_rises_and_falls_to_zero(quality, tiny):
 @pytest.mark.parametrize("method", ["top_k", "nearest", "token_drop", "expert_choice"])
 def test_the_balancing_loss_reaches_the_router_under_every_method(quality, tiny, corpus, method):
     training, _ = quality
-    ids = next(training.batches(corpus.train, tiny, seed=0))
+    ids = training.batches(corpus.train, tiny, seed=0)(0)
     gradients = []
     for balancing in ("layer", "none"):
         tile = tiny.tile if method == "nearest" else 0
