@@ -48,7 +48,7 @@ from sonicmoe_hf.config import ROUNDINGS
 BALANCING = ("layer", "none")
 TILES_PER_EXPERT = (8, 4, 2, 1)
 SWEPT = ("nearest", "balanced")
-# (method, tiles per expert, balancing loss, replica); each group for all seeds before the next
+# groups of (method, tiles per expert, balancing loss, replica): a group is done for all seeds before the next begins
 PLAN = (
     (
         ("top_k", 0, "layer", 0),
@@ -57,9 +57,11 @@ PLAN = (
         ("expert_choice", 0, "layer", 0),
         ("nearest", 2, "layer", 0),
         ("balanced", 2, "layer", 0),
-        ("top_k", 0, "layer", 1),
+    ),
+    (
         ("nearest", 1, "layer", 0),
         ("balanced", 1, "layer", 0),
+        ("top_k", 0, "layer", 1),
         ("top_k", 0, "none", 0),
         ("nearest", 4, "none", 0),
         ("balanced", 4, "none", 0),
@@ -67,15 +69,18 @@ PLAN = (
     (
         ("nearest", 2, "none", 0),
         ("balanced", 2, "none", 0),
+        ("expert_choice", 0, "none", 0),
         ("nearest", 8, "layer", 0),
         ("balanced", 8, "layer", 0),
         ("token_drop", 0, "layer", 0),
+    ),
+    (
         ("nearest", 1, "none", 0),
-        ("expert_choice", 0, "none", 0),
-        ("down", 4, "layer", 0),
+        ("balanced", 1, "none", 0),
         ("stochastic", 4, "layer", 0),
         ("nearest_score", 4, "layer", 0),
         ("up", 4, "layer", 0),
+        ("down", 4, "layer", 0),
     ),
 )
 KEYS = ("preset", *Run._fields, "steps", "learning_rate", "final_rate")
