@@ -2,7 +2,7 @@
 
     python examples/full_finetune_one_gpu.py                                      # a small model, offline, on any machine
     python examples/full_finetune_one_gpu.py --model Qwen/Qwen3-30B-A3B --text my_texts/*.txt --output outputs/full
-    python examples/full_finetune_one_gpu.py --model Qwen/Qwen3-30B-A3B --random --steps 7 --no-save   # its speed and memory
+    python examples/full_finetune_one_gpu.py --model Qwen/Qwen3-30B-A3B --random --steps 7 --no-save  # speed, memory
 
 Needs torchao; on a GPU, Liger too. What makes it fit:
 - Weights are bf16 alone. torchao's AdamW rounds their updates stochastically, so that updates below bf16's resolution
