@@ -167,7 +167,8 @@ def load_small_model(texts: Dataset, arguments: argparse.Namespace):
     tokenizer = train_tokenizer(texts["text"], VOCAB_SIZE)
     config = small_config(tokenizer)
     config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation)
+    dtype = getattr(torch, arguments.dtype or "float32")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=arguments.attn_implementation)
     if arguments.experts_quantization is not None:
         sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
     sonicmoe_hf.patch_model(model, save=arguments.save)
