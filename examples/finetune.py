@@ -47,7 +47,6 @@ from sonicmoe_hf.native.adapter import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 SMALL_MODEL_LOSS = 0.05  # at 0.01 some experts of a random start are still without rows after 100 steps
-STOCHASTIC = "adamw_8bit_stochastic"
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
@@ -111,12 +110,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument(
         "--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5; LoRA: 1e-4"
     )
-    training.add_argument("--optimizer", default="adamw_torch_fused",
-                          help=f"a name that TrainingArguments.optim takes, or {STOCHASTIC}: torchao's AdamW with 8-bit "
-                          "moments and stochastic rounding, for bf16 weights")  # fmt: skip
     training.add_argument("--deepspeed", metavar="JSON", help="a DeepSpeed config, such as examples/zero3.json")
     training.add_argument("--logging-steps", type=int, default=10)
     training.add_argument("--save-steps", type=int, help="default: only at the end")
+    training.add_argument(
+        "--train-only", action="store_true", help="no evaluation, nothing saved: for speed and memory"
+    )
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
     training.add_argument("--seed", type=int, default=0)
@@ -226,8 +225,6 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         options |= {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}  # the experts are ours
     if arguments.compile is not None:
         options |= {"torch_compile": True, "torch_compile_backend": arguments.compile}
-    if arguments.optimizer != STOCHASTIC:
-        options["optim"] = arguments.optimizer
     return TrainingArguments(
         output_dir=arguments.output,
         max_steps=arguments.steps,
@@ -272,11 +269,6 @@ def build_trainer(
         per_layer_loss = SMALL_MODEL_LOSS  # it does not work in compiled models
     if per_layer_loss is not None or arguments.bias_update is not None:
         callbacks.append(sonicmoe_hf.LoadBalancing(per_layer_loss, arguments.bias_update))
-    options = {}
-    if arguments.optimizer == STOCHASTIC:
-        from torchao.optim import AdamW8bit
-
-        options["optimizer_cls_and_kwargs"] = (AdamW8bit, {"lr": args.learning_rate, "bf16_stochastic_round": True})
     trainer = Trainer(
         model=model,
         args=args,
@@ -284,14 +276,13 @@ def build_trainer(
         eval_dataset=held_out["test"],
         processing_class=tokenizer,
         callbacks=callbacks,
-        **options,
     )
     sonicmoe_hf.attach(trainer)
     return trainer
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, evaluate with top-k, save; returns the metrics."""
+    """Train, evaluate with top-k, save; returns the metrics. With --train-only, train."""
     arguments = parse_arguments(argv)
     if arguments.lora_rank:
         import_peft()  # before a large model is loaded
@@ -306,6 +297,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
     trained = trainer.train(resume_from_checkpoint=arguments.resume)
+    if arguments.train_only:
+        return trained.metrics
     evaluated = trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
