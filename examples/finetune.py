@@ -24,7 +24,7 @@ import os
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from torch.utils.data import random_split
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -130,10 +130,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def load_texts(arguments: argparse.Namespace) -> Dataset:
-    """A dataset with a column "text"."""
+def load_texts(arguments: argparse.Namespace):
+    """A list of texts, or a dataset with a column "text"."""
     if arguments.dataset is None:
-        return Dataset.from_dict({"text": standard_library()[0]})
+        return standard_library()[0]
+    from datasets import load_dataset
+
     reader = READERS.get(Path(arguments.dataset).suffix)
     if reader is not None:
         texts = load_dataset(reader, data_files=arguments.dataset, split="train")
@@ -146,7 +148,7 @@ def load_texts(arguments: argparse.Namespace) -> Dataset:
     return texts.select_columns([arguments.text_column]).rename_columns({arguments.text_column: "text"})
 
 
-def cut_into_blocks(texts: Dataset, tokenizer, length: int) -> Dataset:
+def cut_into_blocks(texts, tokenizer, length: int):
     """All texts as one stream, cut into blocks of `length` tokens."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -155,15 +157,18 @@ def cut_into_blocks(texts: Dataset, tokenizer, length: int) -> Dataset:
         rows = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
         return {"input_ids": rows, "labels": rows}
 
-    found = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
+    if isinstance(texts, list):
+        found = [{"input_ids": row, "labels": row} for row in cut({"text": texts})["input_ids"]]
+    else:
+        found = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
     if len(found) < 2:
         raise SystemExit(f"{len(found)} blocks of {length} tokens: too little text; shorten --sequence-length")
     return found
 
 
-def load_small_model(texts: Dataset, arguments: argparse.Namespace):
+def load_small_model(texts, arguments: argparse.Namespace):
     """The demo's small model and its tokenizer, from scratch."""
-    tokenizer = train_tokenizer(texts["text"], VOCAB_SIZE)
+    tokenizer = train_tokenizer(texts if isinstance(texts, list) else texts["text"], VOCAB_SIZE)
     config = small_config(tokenizer)
     config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
     dtype = getattr(torch, arguments.dtype or "float32")
@@ -174,7 +179,7 @@ def load_small_model(texts: Dataset, arguments: argparse.Namespace):
     return model, tokenizer
 
 
-def load_model(texts: Dataset, arguments: argparse.Namespace):
+def load_model(texts, arguments: argparse.Namespace):
     """A model at its own sizes, patched, and its tokenizer."""
     frozen = arguments.lora_rank and arguments.bf16
     options = {"dtype": arguments.dtype or ("bfloat16" if frozen else "float32")}
@@ -185,7 +190,7 @@ def load_model(texts: Dataset, arguments: argparse.Namespace):
         if arguments.experts_quantization is not None:
             sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
         sonicmoe_hf.patch_model(model, save=arguments.save)
-        return model, train_tokenizer(texts["text"], VOCAB_SIZE)
+        return model, train_tokenizer(texts if isinstance(texts, list) else texts["text"], VOCAB_SIZE)
     if arguments.dequantize:
         declared = getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) or {}
         method = declared.get("quant_method")
@@ -247,13 +252,11 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
     )
 
 
-def build_trainer(
-    model, tokenizer, blocks: Dataset, args: TrainingArguments, arguments: argparse.Namespace
-) -> Trainer:
+def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: argparse.Namespace) -> Trainer:
     """A Trainer with token rounding, balanced experts, and their load."""
-    held_out = blocks.train_test_split(
-        test_size=max(1, min(arguments.held_out_blocks, len(blocks) // 10)), seed=arguments.seed
-    )
+    held_out = max(1, min(arguments.held_out_blocks, len(blocks) // 10))
+    generator = torch.Generator().manual_seed(arguments.seed)
+    train_blocks, held_out_blocks = random_split(blocks, [len(blocks) - held_out, held_out], generator)
     callbacks = [sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)]
     if arguments.rounding != "top_k":
         rounding = sonicmoe_hf.TokenRoundingCallback(
@@ -272,8 +275,8 @@ def build_trainer(
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=held_out["train"],
-        eval_dataset=held_out["test"],
+        train_dataset=train_blocks,
+        eval_dataset=held_out_blocks,
         processing_class=tokenizer,
         callbacks=callbacks,
     )
