@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..kernels.quantized import Quantized, check_quantized
+from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 from .packed_weight import PackedWeight, as_parameter
 
 STORED = {"nf4": ("codes", "absmax", "state"), "mxfp4": ("blocks", "scales")}
