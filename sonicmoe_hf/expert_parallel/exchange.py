@@ -80,7 +80,7 @@ def _agreed(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> lis
     if call.agreed[0] != own:
         raise RuntimeError(
             f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
-            f"{call.agreed[0][0]} and {call.agreed[0][1]}: use ep_implementation=\"all_to_all\" for such a model"
+            f'{call.agreed[0][0]} and {call.agreed[0][1]}: use ep_implementation="all_to_all" for such a model'
         )
     return call.agreed[1]
 
