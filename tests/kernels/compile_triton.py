@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import Activation, Weighting
+from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.low_rank import pack
@@ -143,11 +143,32 @@ def others():
             yield f"round_rows, {rounding}", lambda o=options: kernels.round_rows(scores, scores, index, *o)
     expert = torch.empty(num_pairs, dtype=torch.int32)
     for name in FORMATS:
-        shapes = stored_shapes(name, (num_experts, 2 * INNER, HIDDEN))
-        dtypes = torch.uint8, torch.uint8, torch.float32
-        packed = [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+        packed = packed_weight(name, num_experts, 2 * INNER, HIDDEN)
         yield f"dequantize, {name}", lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)
     yield "round_rows_backward", lambda: kernels.round_rows_backward(weight, scores, expert, rows, weighting)
+
+
+def packed_weight(name, num_experts, height, width):
+    """A weight in 4 bits, of any values."""
+    shapes = stored_shapes(name, (num_experts, height, width))
+    dtypes = torch.uint8, torch.uint8, torch.float32
+    return [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+
+
+def packed_products():
+    """(name, call) of the products that read packed weights; gpt-oss's sizes are no multiples of a step's depth."""
+    num_experts = 128
+    for name in FORMATS:
+        for num_pairs, hidden, inner in ((512, HIDDEN, INNER), (2048, HIDDEN, INNER), (512, 2880, 2880)):
+            rows = unwritten_rows(num_pairs, num_pairs, num_experts)
+            x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
+            gate_up, down = (
+                PackedOperand(*packed_weight(name, num_experts, *size), name)
+                for size in ((2 * inner, hidden), (hidden, inner))
+            )
+            gated = hidden == HIDDEN, False, True  # interleaved, want_h, want_a
+            yield f"up, {name}", lambda p=gate_up, x=x, r=rows, g=gated: kernels.up(x, p, None, r, Activation(), *g)
+            yield f"down, {name}", lambda p=down, a=a, r=rows: kernels.down(a, p, None, r)
 
 
 def unwritten_rows(num_pairs, num_tokens, num_experts):
