@@ -1,9 +1,9 @@
 """4-bit weights to floats, at the memory's bandwidth; the formats are in ../quantized.py.
 
-Only experts that have rows are read and written. A thread takes a 32-bit word of eight codes, whose values are 16 bytes of
-bf16: loads and stores are contiguous over a warp, and no value changes threads. Words and scales of all steps are loaded
-first, because loads are not moved ahead of stores. A multiplication and the addition after it round separately, as in
-the packages whose values these must be: fusion of the two is switched off.
+Only experts that have rows are read and written. A thread takes a 32-bit word of eight codes, whose values are 16 bytes
+of bf16: loads and stores are contiguous over a warp, and no value changes threads. Words and scales of all steps are
+loaded first, because loads are not moved ahead of stores. A multiplication and the addition after it round separately,
+as in the packages whose values these must be: fusion of the two is switched off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """up and down of a few rows per expert, with weights read in 4 bits: then bandwidth is everything.
 
-The weight is the left side of the products, whose tiles are [weight rows, rows]: tensor cores take 64 of the former and as
-few as 16 of the latter. A program takes a tile of weight rows and all rows of a row tile, ROWS at a time.
+The weight is the left side of the products, whose tiles are [weight rows, rows]: tensor cores take 64 of the former and
+as few as 16 of the latter. A program takes a tile of weight rows and all rows of a row tile, ROWS at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..interface import PackedOperand
 from ..quantized import FORMATS, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, Quantized, weight_shape
 from .activations import activate
 from .config import blocks_for, is_interpreted, max_row_tiles, packed_rows
-from .dequantize import CODES, words_of
+from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
 from .packed_tile import half_scale, in_order_of_words, unpacked

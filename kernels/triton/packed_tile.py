@@ -1,8 +1,8 @@
 """Tiles of a 4-bit weight in registers: bf16 values from words of eight codes, for the products that read packed weights.
 
-Few instructions a value is everything here: at a few rows an expert a GPU has about six for each. Two values are made at a
-time, in PTX. MXFP4: exponent and mantissa move to where those of a tiny bf16 are, and two products with powers of two,
-which are exact, give the value. NF4: sixteen products with the block's scale, rounded to bf16, are a table in eight
+Few instructions a value is everything here: at a few rows an expert a GPU has about six for each. Two values are made
+at a time, in PTX. MXFP4: exponent and mantissa move to where those of a tiny bf16 are, and two products with powers of
+two, which are exact, give the value. NF4: sixteen products with the block's scale, rounded to bf16, are a table in eight
 registers, high and low bytes apart, and byte permutations look eight codes up in it.
 """
 
@@ -24,7 +24,11 @@ def _shifted(register: str, distance: int) -> str:
 
 def _mxfp4_of_word() -> str:
     """$0 .. $7: bf16 values of the codes 0, 4, 1, 5, 2, 6, 3, 7 of word $8; $9: half of the scale, twice."""
-    lines = [".reg .b32 sign, rest, most, none;", "mov.b32 most, 0x7F007F00;", "mov.b32 none, 0x80008000;"]  # 2^127, -0
+    lines = [
+        ".reg .b32 sign, rest, most, none;",
+        "mov.b32 most, 0x7F007F00;",
+        "mov.b32 none, 0x80008000;",
+    ]  # 2^127, -0
     for digit in range(4):
         lines += [
             _shifted("sign", 12 - 4 * digit),
@@ -116,7 +120,6 @@ def unpacked(
     """
     if INTERPRETED:
         return tl.reshape(_interpreted(word, scale, state, FORMAT, DTYPE), (HEIGHT, 8 * WORDS))
-    tl.static_assert(DTYPE == tl.bfloat16)
     if FORMAT == "nf4":
         table = tl.inline_asm_elementwise(
             NF4_TABLE, TABLE_AND_SCALE, [scale], dtype=(tl.int32,) * 8, is_pure=True, pack=1

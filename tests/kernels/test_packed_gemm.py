@@ -197,7 +197,7 @@ def test_the_instructions_of_mxfp4_give_the_codecs_values(scale):
 
 
 def test_the_instructions_of_nf4_give_the_codecs_values():
-    for absmax in torch.randn(5).abs().tolist() + [0.0, 1e-38, -0.25]:
+    for absmax in [*torch.randn(5).abs().tolist(), 0.0, 1e-38, -0.25]:
         state = quantize(torch.zeros(1, 1, 64), "nf4").state
         state[quantized.SCALE_OFFSET], state[quantized.SCALE_SCALES] = absmax, 0.0
         bits = state[quantized.SCALE_OFFSET].view(torch.int32).item() & 0xFFFFFFFF
