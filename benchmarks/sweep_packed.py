@@ -1,5 +1,5 @@
-"""Times candidate block shapes of the products that read packed weights: where the table in kernels/triton/config.py comes
-from.
+"""Times candidate block shapes of the products that read packed weights: where the entries of the table in
+kernels/triton/config.py come from.
 
     python benchmarks/sweep_packed.py --out DIR [--shape H,I,E,K] [--tokens T ...]
 
@@ -18,7 +18,7 @@ import sys
 import provenance
 import torch
 from shapes import Shape
-from sweep_triton import NothingKept, as_tensors, captured, interleaved_us
+from sweep_triton import NothingKept, captured, interleaved_us
 from triton.runtime import JITFunction
 
 from sonicmoe_hf.kernels import triton as kernels
@@ -53,10 +53,12 @@ def experiments(shape: Shape, weights):
     a = torch.randn(T * K, I, device="cuda", dtype=torch.bfloat16)
     rows = kernels.dispatch(torch.rand(T, E, device="cuda").topk(K, dim=-1).indices, None, T, E, False)
     for name, layers in weights.items():
-        up = lambda w: kernels.up(x, w, None, rows, Activation(), False, False, True)  # noqa: E731
-        down = lambda w: kernels.down(a, w, None, rows)  # noqa: E731
-        yield f"up {name}", lambda layers=layers, up=up: [up(w) for w, _ in layers][0]
-        yield f"down {name}", lambda layers=layers, down=down: [down(w) for _, w in layers][0]
+        for product, place, call in (
+            ("up", 0, lambda weight: kernels.up(x, weight, None, rows, Activation(), False, False, True)[1]),
+            ("down", 1, lambda weight: kernels.down(a, weight, None, rows)),
+        ):
+            operands = [layer[place] for layer in layers]
+            yield f"{product} {name}", lambda call=call, operands=operands: [call(weight) for weight in operands][-1]
 
 
 def packed_weights(shape: Shape, layers):
@@ -106,14 +108,14 @@ def main():
     weights = packed_weights(shapes[0], LAYERS)
     with open(os.path.join(options.out, "sweep_packed.csv"), "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["shape", "kernel", "blocks", "us", "TB/s", "difference", *provenance.columns()])
+        table.writerow(["shape", "kernel", "blocks", "us", "difference", *provenance.columns()])
         for shape in shapes:
             for name, call in experiments(shape, weights):
                 first, found = None, []
                 for candidate in CANDIDATES:
                     use(candidate)
                     try:
-                        (result,) = as_tensors(call())[-1:]
+                        result = call()
                         first = result if first is None else first
                         difference = ((result.float() - first.float()).norm() / first.float().norm()).item()
                         found.append((candidate, difference, captured(call)))
@@ -124,7 +126,7 @@ def main():
                     us /= LAYERS
                     text = " ".join(map(str, candidate[:4]))
                     table.writerow(
-                        [shape, name, text, f"{us:.2f}", "", f"{difference:.1e}", *provenance.columns().values()]
+                        [shape, name, text, f"{us:.2f}", f"{difference:.1e}", *provenance.columns().values()]
                     )
                     wrong = "" if difference < 1e-2 else f" DIFFERS {difference:.1e}"
                     lines.append((us, f"{text}: {us:.1f}{wrong}"))
