@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs that need not be there, with the arguments that the backend's functions launch.
 
-    python compile_triton.py          REPRESENTATIVE: variants by target, the kernels without products for sm_90
+    python compile_triton.py          REPRESENTATIVE: variants by target, what has no variants for sm_90
     python compile_triton.py 90 ...   everything for these targets
 
 One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core
@@ -60,6 +60,11 @@ VARIANTS = {
         few_rows=True, transposed=True, interleaved=True, rank=256
     ),
     "fp32, rank 64": Variant(torch.float32, rank=64),
+}
+PACKED = {  # pairs, hidden, inner; gpt-oss's sizes are no multiples of a step's depth
+    "4 rows per expert": (512, HIDDEN, INNER),
+    "16 rows per expert": (2048, HIDDEN, INNER),
+    "cut steps": (512, 2880, 2880),
 }
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
@@ -155,20 +160,17 @@ def packed_weight(name, num_experts, height, width):
     return [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
 
 
-def packed_products():
-    """(name, call) of the products that read packed weights; gpt-oss's sizes are no multiples of a step's depth."""
+def packed_products(name, num_pairs, hidden, inner):
+    """(name, call) of up and down reading packed weights of 128 experts."""
     num_experts = 128
-    for name in FORMATS:
-        for num_pairs, hidden, inner in ((512, HIDDEN, INNER), (2048, HIDDEN, INNER), (512, 2880, 2880)):
-            rows = unwritten_rows(num_pairs, num_pairs, num_experts)
-            x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
-            gate_up, down = (
-                PackedOperand(*packed_weight(name, num_experts, *size), name)
-                for size in ((2 * inner, hidden), (hidden, inner))
-            )
-            gated = hidden == HIDDEN, False, True  # interleaved, want_h, want_a
-            yield f"up, {name}", lambda p=gate_up, x=x, r=rows, g=gated: kernels.up(x, p, None, r, Activation(), *g)
-            yield f"down, {name}", lambda p=down, a=a, r=rows: kernels.down(a, p, None, r)
+    rows = unwritten_rows(num_pairs, num_pairs, num_experts)
+    x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
+    gate_up, down = (
+        PackedOperand(*packed_weight(name, num_experts, *size), name)
+        for size in ((2 * inner, hidden), (hidden, inner))
+    )
+    yield "up", lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True)
+    yield "down", lambda: kernels.down(a, down, None, rows)
 
 
 def unwritten_rows(num_pairs, num_tokens, num_experts):
@@ -242,6 +244,9 @@ def main(target: int, labels, with_others: bool):
     config._entry.cache_clear()
     if with_others:
         compile_calls(target, "", others())
+        for label, sizes in PACKED.items():
+            for name in FORMATS:
+                compile_calls(target, f"{name}, {label}", packed_products(name, *sizes))
     for label in labels:
         compile_calls(target, label, products(VARIANTS[label]))
 
