@@ -123,14 +123,14 @@ def _activation_name(experts: Any) -> str:
     return activation
 
 
-def experts_facts(experts: nn.Module) -> ExpertsFacts:
+def experts_facts(experts: Any) -> ExpertsFacts:
     """What the module computes, from its class and flags.
 
     Raises:
         UnsupportedExpertsError: something sonicmoe_hf does not compute; never a wrong number.
     """
-    if isinstance(facts := getattr(experts, "facts", None), ExpertsFacts):
-        return facts  # SonicMoEExperts
+    if hasattr(type(experts), "facts"):  # SonicMoEExperts; of a module, asking for what is not there takes long
+        return experts.facts
     if type(experts).__name__ == LIGERS:
         raise UnsupportedExpertsError(why_not_reached(experts))
     if not hasattr(type(experts), "_apply_gate"):
@@ -156,7 +156,7 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
 
 def weight_names(experts: nn.Module) -> tuple[str, str]:
     """The names of the experts' weights, of the first product and of the second."""
-    return getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+    return getattr(type(experts), "weight_names", ("gate_up_proj", "down_proj"))
 
 
 def check_weights(experts: nn.Module) -> None:
@@ -172,10 +172,11 @@ def check_weights(experts: nn.Module) -> None:
 
 def is_expert_parallel(experts: Any) -> bool:
     """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
-    if getattr(experts, "_is_expert_parallel", False):
+    if vars(experts).get("_is_expert_parallel"):
         return True
+    config = experts.config
     for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        total = getattr(experts.config, name, None)
+        total = getattr(config, name, None)
         if isinstance(total, int):
             return experts.num_experts < total
     return False
@@ -252,7 +253,7 @@ def sonicmoe_hf_experts_forward(
         down_adapter=adapters_of(self, "down_proj"),
         activation=facts.activation,
         layout=facts.layout,
-        save=getattr(self, "_sonicmoe_hf_save", "preactivation"),
+        save=vars(self).get("_sonicmoe_hf_save", "preactivation"),
     )
 
 

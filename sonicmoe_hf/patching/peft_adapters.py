@@ -20,7 +20,7 @@ from torch import nn
 from ..expert_parallel.collectives import sum_gradients
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank
-from .adapters import given
+from .adapters import Given
 from .experts import (
     IMPLEMENTATION,
     expert_parallelism,
@@ -47,14 +47,15 @@ def _is_ours(experts: nn.Module) -> bool:
 
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
     """Why we leave this adapter of our experts to PEFT, or None."""
-    if wrapper.parameter_name not in weight_names(experts):
-        return f"{wrapper.parameter_name} is not a weight of the experts' products"
+    name = wrapper.parameter_name
+    if name not in weight_names(experts):
+        return f"{name} is not a weight of the experts' products"
     if wrapper.num_experts == 1:
         return "there is one expert"
     if expert_parallelism(experts) is None and (is_expert_parallel(experts) or is_tensor_parallel(experts)):
         return "the experts are split over ranks"
-    dtype = wrapper.get_param().dtype
-    return None if dtype in FLOAT_DTYPES else f"{wrapper.parameter_name} is stored as {dtype}"
+    dtype = getattr(experts, name).dtype
+    return None if dtype in FLOAT_DTYPES else f"{name} is stored as {dtype}"
 
 
 def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRank:
@@ -90,7 +91,7 @@ def _activate_lora(self, active_adapters):
         return _PEFTS_ACTIVATE(self, active_adapters)
     is_transposed = experts_facts(experts).layout.startswith("transposed")
     factors = [_low_rank(self, name, is_transposed) for name in adapters]
-    return given(experts, self.parameter_name, factors)
+    return Given(experts, self.parameter_name, factors)
 
 
 def _say(parameter: str, obstacle: str) -> None:
