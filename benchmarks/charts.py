@@ -57,10 +57,10 @@ STEP = Chart(
     "train_step",
     {"mode": "full"},
     {
-        ("7B", "Liger"): "7B of the paper\n8 layers, Liger",
-        ("Qwen3-30B-A3B", "Liger"): "Qwen3-30B-A3B\n4 layers, Liger",
-        ("OLMoE-1B-7B", "plain"): "OLMoE-1B-7B\n8 layers",
-        ("gpt-oss-20b", "Liger"): "gpt-oss-20b\n4 layers, Liger",
+        ("7B", "Liger"): "7B of the paper\n16 layers, Liger",
+        ("Qwen3-30B-A3B", "Liger"): "Qwen3-30B-A3B\n16 layers, Liger",
+        ("OLMoE-1B-7B", "plain"): "OLMoE-1B-7B\nwhole",
+        ("gpt-oss-20b", "Liger"): "gpt-oss-20b\n8 layers, Liger",
     },
     {
         "tokens_per_s": ("Training, thousand tokens a second", "{:.0f}", 1e-3),
