@@ -241,12 +241,11 @@ def _source_rows(source, rows, span, gathered):
     return source[rows.token[span]] if gathered else source[span]
 
 
-def reorder(source_ENj, out_ENJ):
-    rank = source_ENj.shape[2]
-    if rank < out_ENJ.shape[2]:
+def reorder(*tensors):
+    for source_ENj, out_ENJ in zip(tensors[::2], tensors[1::2], strict=True):
+        rank = source_ENj.shape[2]
         out_ENJ[:, :, rank:] = 0
-        out_ENJ = out_ENJ[:, :, :rank]
-    out_ENJ.copy_(source_ENj)
+        out_ENJ[:, :, :rank] = source_ENj
 
 
 def rank_rows(source, a_EJK, rows, scale, gathered):

@@ -150,8 +150,9 @@ class Backend(Protocol):
     def down_bias_gradient(self, dout_TH, weight_P, rows: Rows, like_EH) -> torch.Tensor:
         """w dout summed."""
 
-    def reorder(self, source_ENj, out_ENJ) -> None:
-        """Write `source_ENj`, cast, into the first columns of `out_ENJ`, zeros into the others; any strides."""
+    def reorder(self, *tensors: torch.Tensor) -> None:
+        """Of one to four pairs source_ENj, out_ENJ, one after the other: write the source, cast, into the first columns
+        of the other, zeros into the rest; any strides."""
 
     def rank_rows(self, source, a_EJK, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
         """scale * source @ A[e]^T [P, J], in source's dtype, scaled before it is rounded.

@@ -15,7 +15,7 @@ import torch
 
 from . import backends, custom_op
 from .kernels.interface import Activation, Rows
-from .low_rank import pack, padded_rank
+from .low_rank import pack_all, padded_rank
 
 _NOTHING = contextlib.nullcontext()
 
@@ -86,12 +86,11 @@ class _Layer:
         self.inputs, self.rows, self.options, self.dtype = inputs, rows, options, dtype
         self.interleaved = options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
-        self.gate_up_adapter = pack(
-            inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
-            self._in_order_of(inputs.gate_up, options.gate_up_format), self.kernels,
-        )  # fmt: skip
-        self.down_adapter = pack(
-            inputs.down_a, inputs.down_b, options.down_scale, self._in_order_of(inputs.down, options.down_format),
+        gate_up = self._in_order_of(inputs.gate_up, options.gate_up_format)
+        down = self._in_order_of(inputs.down, options.down_format)
+        self.gate_up_adapter, self.down_adapter = pack_all(
+            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, gate_up),
+             (inputs.down_a, inputs.down_b, options.down_scale, down)],
             self.kernels,
         )  # fmt: skip
 

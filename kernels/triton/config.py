@@ -42,7 +42,8 @@ class GradientBlocks(NamedTuple):
     """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
     gathered side that pass over the other together.
 
-    `width` of rank_gradient: the most of a rank that a tile takes. `peel` computes full depths without masks, and the
+    `width` of rank_gradient: the most of a rank that a tile takes. rank_backward takes all of it, and `height` columns of
+    the wide side. `peel` computes full depths without masks, and the
     rest apart: faster unless an expert has few of them, or one side is described. `descriptors` as above.
     """
 
@@ -62,6 +63,7 @@ def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradien
     return {
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
+        "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
     }  # fmt: skip
 
 
@@ -93,8 +95,10 @@ TABLE = {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
         },
-        "rank_rows": {"many": Blocks(64, 128, 4, 4)},
-        "rank_gradient": {"many": GradientBlocks(256, 64, 64, 4, 4)},
+        "rank_rows": {"many": Blocks(64, 64, 4, 3)},
+        "rank_gradient": {"many": GradientBlocks(128, 64, 64, 4, 4)},
+        "rank_backward": {"many": GradientBlocks(512, 64, 64, 8, 3)},
+        "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(
         128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4), Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4)
