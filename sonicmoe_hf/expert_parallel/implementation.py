@@ -1,7 +1,4 @@
-"""DistributedConfig(ep_implementation="sonicmoe_hf"): the EPImplementation of Transformers' registry that is ours.
-
-Imported when Transformers' module is (registration.py), while Transformers itself still may be.
-"""
+"""DistributedConfig(ep_implementation="sonicmoe_hf"): the EPImplementation of Transformers' registry that is ours."""
 
 from __future__ import annotations
 

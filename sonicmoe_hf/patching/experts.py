@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..expert_parallel.implementation import SonicMoEExpertParallelism
 
 IMPLEMENTATION = "sonicmoe_hf"
+_PACKAGE = __package__.partition(".")[0]
 DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
@@ -188,10 +189,10 @@ def expert_parallelism(experts: nn.Module) -> SonicMoEExpertParallelism | None:
 
 def expert_parallel_remedy() -> str:
     """How to get our implementation of expert parallelism."""
-    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
+    if f"{_PACKAGE}.expert_parallel.implementation" not in sys.modules:
         return (
-            f"this Transformers ({transformers.__version__}) takes no other (it has no EPImplementationInterface): "
-            "upgrade to 5.23"
+            f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
+            "installed"
         )
     return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
 
