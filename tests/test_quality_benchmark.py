@@ -276,7 +276,7 @@ def test_decisive_runs_come_first(quality):
     assert {gpu.mean_rows / run.tile for run in runs if run.method == "nearest"} == {8, 4, 2, 1}
     assert [run.method for run in runs[:3]] == ["top_k", "nearest", "balanced"]
     first = runs[: 2 * len(command.PLAN[0])]
-    assert {run.method for run in first} == {"top_k", "nearest", "balanced", "expert_choice"}
+    assert {run.method for run in first} == {"top_k", "nearest", "balanced"}
     assert {run.seed for run in first} == {4, 7}
 
 
