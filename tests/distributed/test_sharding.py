@@ -359,4 +359,5 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
     wrappers = ["FSDPQwen3MoeForCausalLM", "DeepSpeedEngine"]
     for (loss, wrapper, same_weights), expected_wrapper in zip((fsdp2, zero3), wrappers):
         assert wrapper == expected_wrapper and loss == pytest.approx(expected, rel=1e-5), SUMMATION
+        same_weights = {name: same_weights[name] for name in weights}  # FSDP2 saves tied weights twice
         assert_all_close(same_weights, weights, 1e-2, "Adam's first steps make of a small difference a large one")
