@@ -42,13 +42,13 @@ def gradients(model):
     return {name: gathered(gradient).float() for name, gradient in found.items() if gradient is not None}
 
 
-def mean_of_ranks(model):
+def mean_of_ranks(model, batches=OWN_BATCH):
     """What data parallelism should give: the mean of each rank's loss and gradients, computed here one by one."""
-    results = [loss_and_gradients(model, batch(**own)) for own in OWN_BATCH]
+    results = [loss_and_gradients(model, batch(**own)) for own in batches]
     losses = [result.pop("loss") for result in results]
     for result in results:
         del result["logits"]
-    return losses, {name: sum(result[name].float() for result in results) / WORLD for name in results[0]}
+    return losses, {name: sum(result[name].float() for result in results) / len(batches) for name in results[0]}
 
 
 # DDP
