@@ -9,8 +9,8 @@ on any machine.
     python examples/qlora.py --trl ...
 
 Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
-packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), the linear layers beside them become
-bitsandbytes' NF4 where that is installed. A folder that `sonicmoe-hf convert MODEL FOLDER --layout native --quantize nf4`
+packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), and on GPUs the linear layers beside them
+become bitsandbytes' NF4 where that is installed. A folder that `sonicmoe-hf convert MODEL FOLDER --layout native --quantize nf4`
 wrote loads in seconds: give it as --model. --trl trains with TRL's SFTTrainer in place of Transformers' Trainer.
 """
 
@@ -21,6 +21,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from finetune import cut_into_blocks, load_texts
 from peft import get_peft_model
 from transformers import (
@@ -67,7 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_small_model(texts, folder: Path) -> str:
     """A checkpoint as the hub has them, with random weights and a tokenizer of the texts."""
-    tokenizer = train_tokenizer(texts["text"], VOCAB_SIZE)
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     AutoModelForCausalLM.from_config(small_config(tokenizer), dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -87,7 +88,8 @@ def load_packed(name: str, arguments: argparse.Namespace):
         )
     if method != PACKED:
         options["experts_quantization"] = MXFP4 if method == MXFP4 else "nf4"
-    if method is None and importlib.util.find_spec("bitsandbytes"):
+    # on CPUs bitsandbytes 0.50 loses gradients once a model has been evaluated
+    if method is None and torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -109,7 +111,7 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
         "warmup_steps": max(1, arguments.steps // 20),
         "bf16": True,
         "gradient_checkpointing": True,
-        "use_liger_kernel": torch.cuda.is_available() and bool(importlib.util.find_spec("liger_kernel")),
+        "use_liger_kernel": torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None,
         "optim": "adamw_torch_fused",
         "logging_steps": max(1, arguments.steps // 8),
         "save_strategy": "no",
@@ -124,6 +126,8 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
         trainer, settings = SFTTrainer, SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
     else:
         trainer, settings = Trainer, TrainingArguments(**settings)
+    if isinstance(blocks, list):
+        blocks = Dataset.from_list(blocks)
     held_out = blocks.train_test_split(test_size=max(1, min(32, len(blocks) // 10)), seed=arguments.seed)
     return trainer(
         model=model,
