@@ -341,3 +341,28 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert len(python) == 4
     for block in python:
         exec(block, {"dataset": dataset})
+
+
+def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    qlora = load("qlora")
+    tiny = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--rank", "2"]
+    monkeypatch.setattr(qlora, "VOCAB_SIZE", 300)
+    monkeypatch.setattr(qlora, "load_texts", lambda arguments: [TEXT] * 40)
+    assert qlora.main([*tiny, "--output", str(tmp_path / "first")])["eval_loss"] < 9
+    merged = tmp_path / "first" / "merged"
+    assert f"vllm serve {merged}" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
+    # a checkpoint packed once and for all, with TRL's trainer; the adapter is merged into what it was trained on
+    packed = str(tmp_path / "packed")
+    assert command(["convert", str(merged), packed, "--layout", "native", "--quantize", "mxfp4"]) == 0
+    qlora.main([*tiny, "--trl", "--attention-only", "--model", packed, "--output", str(tmp_path / "second")])
+    assert "the weights were mxfp4 and are bfloat16 now" in capsys.readouterr().out
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "merged")
+    assert type(again).__name__ == "Qwen3MoeForCausalLM"
+    with pytest.raises(SystemExit, match="quantised with 'fp8'; convert it first"):
+        (tmp_path / "fp8").mkdir()
+        config = {**json.loads((merged / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+        qlora.load_packed(str(tmp_path / "fp8"), qlora.parse_arguments([]))
