@@ -13,30 +13,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from pathlib import Path
 from typing import NamedTuple
 
+import models
 import torch
 from moe_layer import Table
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from training import WARMUP, adapted, sequences, timed_steps
 
 import sonicmoe_hf
 
-SIZES = {  # config.json of Qwen/Qwen3-30B-A3B
-    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
-TINY = {
-    "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
-}  # fmt: skip
-RANK, SEQUENCE, WARMUP = 16, 4096, 2
-ATTENTION = ["q_proj", "v_proj"]
-LEARNING_RATE = 1e-4
+MODEL = "Qwen3-30B-A3B"
 
 
 class Row(NamedTuple):
@@ -77,58 +64,10 @@ FULL_LAYERS = 8  # 12 GB a layer
 
 def build(layers: int, options):
     """The model with random weights on the device, in bf16; Transformers' grouped_mm computes its experts."""
-    sizes = TINY if options.tiny else SIZES
-    config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers, use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
-        )
+    model = models.build(MODEL, layers, device=options.device, tiny=options.tiny)
     if options.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
-
-        apply_liger_kernel_to_qwen3_moe(swiglu=False, model=model)
-    return model.train()
-
-
-def adapted(model, case: Case):
-    """The model as `case` trains it, on the same weights."""
-    if case.trained == "full":
-        return model.requires_grad_(True)
-    parameters = {} if case.trained == "LoRA" else {"target_parameters": []}
-    adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=ATTENTION, **parameters)
-    with torch.device(next(model.parameters()).device):  # PEFT initialises them where new tensors are made
-        return get_peft_model(model, adapters)
-
-
-def one_step(model, optimizer, tokens, device):
-    with torch.autocast(device, torch.bfloat16):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
-
-
-def timed_steps(model, row: Row, options):
-    """(milliseconds of each step after the warm-up, GiB at the peak, the last loss)."""
-    length = min(SEQUENCE, row.tokens)
-    vocabulary = model.config.vocab_size
-    tokens = torch.randint(vocabulary, (row.tokens // length, length), device=options.device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
-    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
-    times = []
-    for number in range(WARMUP + options.steps):
-        if number == 1 and options.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # what the first step compiles is left out, the optimiser's state is in
-        synchronize()
-        began = time.perf_counter()
-        loss = one_step(model, optimizer, tokens, options.device)
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else float("nan")
-    return times[WARMUP:], peak, loss.item()
+        models.apply_liger(MODEL, model)
+    return model
 
 
 def measure(table, base, row: Row, name: str, options):
@@ -136,15 +75,16 @@ def measure(table, base, row: Row, name: str, options):
     case = CASES[name]
 
     def add(metric, values):
-        table.add("Qwen3-30B-A3B", row, name, "Liger" if options.liger else "", "eager", metric, values)
+        table.add(MODEL, row, name, "Liger" if options.liger else "", "eager", metric, values)
 
     if case.ours:
         sonicmoe_hf.patch_model(base)
-    model = adapted(base, case)
+    model = adapted(base, case.trained)
     if row.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
-        times, peak, loss = timed_steps(model, row, options)
+        tokens = sequences(row.tokens, base.config.vocab_size, options.device)
+        times, _, peak, loss = timed_steps(model, [tokens] * (WARMUP + options.steps))
     except torch.OutOfMemoryError:
         add("out_of_memory", [1])
         print(f"{row!s:24s} {name:30s} out of memory", flush=True)

@@ -8,29 +8,33 @@ Letters: T tokens of a batch, E experts, K experts per token, C an expert's capa
 
 from __future__ import annotations
 
-import hashlib
 import math
-import platform
-import sysconfig
 import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from quality_corpus import VOCAB_SIZE, Corpus
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import sonicmoe_hf
 from sonicmoe_hf.config import ROUNDINGS, TokenRounding
-from sonicmoe_hf.demo.corpus import train_tokenizer
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing
 
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]  # does a step at every next(), and returns the result
+
 METHODS = ("top_k", *ROUNDINGS, "token_drop", "expert_choice")
 DROP_CAPACITY_FACTOR = 1.25  # Switch Transformer's; token_drop keeps at most this times the mean rows per expert
-HELD_OUT_SHARE = 1 / 16
 COUNTED_STEPS = 20  # the last steps of training, in which rows per expert are counted
+DISTURBANCE = 1e-4  # of a replica's initial weights, relative; far below what the choice of a seed changes
+EAGER_STEPS = 3  # before the CUDA graph: kernels are compiled, the optimiser's state is made
+
+# Transformers makes a mask while a CUDA graph is captured, and attention with a mask is slow; other names get none
+AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +42,11 @@ class Preset:
     """A model and how it is trained.
 
     tile: the rounding's tile in the main table, in rows. held_out_windows: at most so many windows are evaluated.
+    final_rate: the learning rate at the end, as a share of the peak.
     """
 
     name: str
-    vocab_size: int
+    vocab_size: int = VOCAB_SIZE
     hidden_size: int
     layers: int
     heads: int
@@ -56,6 +61,8 @@ class Preset:
     held_out_windows: int
     initializer_range: float = 0.02
     balancing_coefficient: float = 0.01
+    warmup: float = 0.1
+    final_rate: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -71,11 +78,11 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset(name="cpu", vocab_size=2048, hidden_size=128, layers=4, heads=4, experts=32, top_k=4, expert_size=64,
-               batch=16, length=128, steps=300, learning_rate=2e-3, tile=64, held_out_windows=512,
+        Preset(name="cpu", hidden_size=128, layers=4, heads=4, experts=32, top_k=4, expert_size=64,
+               batch=16, length=128, steps=300, learning_rate=1e-3, tile=64, held_out_windows=512,
                initializer_range=0.05),
-        Preset(name="gpu", vocab_size=4096, hidden_size=384, layers=4, heads=6, experts=128, top_k=4, expert_size=160,
-               batch=32, length=512, steps=450, learning_rate=1.5e-3, tile=128, held_out_windows=4096),
+        Preset(name="gpu", hidden_size=256, layers=4, heads=4, experts=64, top_k=4, expert_size=128,
+               batch=16, length=512, steps=2400, learning_rate=1e-3, tile=128, held_out_windows=2048),
     )
 }  # fmt: skip
 
@@ -83,57 +90,15 @@ PRESETS = {
 class Run(NamedTuple):
     """One row of the table: the method, its tile in rows (0 where the method has none), the balancing loss, the seed.
 
-    balancing: "layer", Switch Transformer's loss of every layer and the mean of these; or "pooled", Transformers' own,
-        which adds up the layers' loads first and so asks for balance over the whole model, not in each layer.
+    balancing: "layer", LoadBalancing's loss of every layer, or "none". replica: 0, or a number; a replica differs from
+        run 0 by 1e-4 of every initial weight, so that the two show how far apart equal methods end.
     """
 
     method: str
     tile: int
     balancing: str
     seed: int
-
-
-class Corpus(NamedTuple):
-    """Token ids of the training and of the held-out files, and how many bytes the latter's text has."""
-
-    train: torch.Tensor
-    held_out: torch.Tensor
-    held_out_bytes: int
-    description: str
-
-
-def read_corpus(preset: Preset, folder: Path | None = None) -> Corpus:
-    """Every .py file below `folder` (default: this Python's standard library, without installed packages), tokenised.
-
-    A hash of a file's path decides whether it is held out; the tokenizer, a byte-level BPE, is trained on the others.
-
-    Raises:
-        FileNotFoundError: too little text there for a batch and a held-out file.
-    """
-    source = f"Python {platform.python_version()}'s standard library" if folder is None else folder.name
-    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
-    texts = {True: [], False: []}
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder).as_posix()
-        if "site-packages" in name or "dist-packages" in name:
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-        texts[number < HELD_OUT_SHARE] += [text] if text.strip() else []
-    if not texts[True] or sum(map(len, texts[False])) < preset.tokens:
-        raise FileNotFoundError(
-            f"{folder} holds too few Python sources to train on: use a Python that ships its standard library's "
-            "sources, or name a folder with --corpus"
-        )
-    tokenizer = train_tokenizer(texts[False], preset.vocab_size)
-
-    def stream(texts):
-        encoded = tokenizer.backend_tokenizer.encode_batch(texts)
-        return torch.tensor([id for one in encoded for id in (*one.ids, tokenizer.eos_token_id)], dtype=torch.int32)
-
-    size = {held_out: sum(len(text.encode()) for text in texts[held_out]) for held_out in texts}
-    description = f"{source}: {size[False] / 1e6:.1f} MB to train on, {size[True] / 1e6:.2f} MB held out"
-    return Corpus(stream(texts[False]), stream(texts[True]), size[True], description)
+    replica: int = 0
 
 
 class CapacityRouting:
@@ -151,7 +116,7 @@ class CapacityRouting:
     def __call__(self, router, args, output):
         if not router.training:
             return None
-        logits_TE, _, index_TK = output
+        logits_TE, top_k_weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
         capacity = min(int(self.capacity_factor * index_TK.numel() / num_experts), num_tokens)
         scores_TE = logits_TE.softmax(-1, dtype=torch.float32)
@@ -166,7 +131,8 @@ class CapacityRouting:
         chosen_TE = torch.where(mask_TE, scores_TE, 0.0)
         total_T1 = chosen_TE.sum(-1, keepdim=True)
         weights_TE = (chosen_TE / torch.where(total_T1 > 0, total_T1, 1.0)).to(logits_TE.dtype)
-        weight_CE = weights_TE.gather(0, token_CE)
+        # the balancing loss follows the weights of the router's own hook: keep them in the graph, with gradient zero
+        weight_CE = weights_TE.gather(0, token_CE) + 0.0 * top_k_weights_TK.sum()
         expert_EC = torch.where(taken_CE, expert_CE, num_experts).T  # the sentinel: a place that nobody took
         rows = (part.reshape(-1) for part in (expert_EC, weight_CE.T, token_CE.T))
         routing = Routing(*rows, sentinels=True)
@@ -174,26 +140,32 @@ class CapacityRouting:
 
 
 class RowCounter:
-    """Forward pre-hook of an experts module: notes the rows of every expert, one [E] tensor a call, while `on`."""
+    """Forward pre-hook of an experts module: rows of every expert, and calls that gave it none, since `reset`.
 
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
-        self.on = False
-        self.calls: list[torch.Tensor] = []
+    It adds in place, so that a CUDA graph's replays count too. rows_E, starved_E: int64 [E].
+    """
+
+    def __init__(self, num_experts: int, device: torch.device):
+        self.rows_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.starved_E = torch.zeros_like(self.rows_E)
+
+    def reset(self) -> None:
+        self.rows_E.zero_()
+        self.starved_E.zero_()
 
     def __call__(self, experts, args):
-        if self.on:
-            index_P = (args[1].expert_index if isinstance(args[1], Routing) else args[1]).reshape(-1).long()
-            rows_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=index_P.device)  # + 1: the sentinel
-            self.calls.append(rows_E.scatter_add_(0, index_P, torch.ones_like(index_P))[:-1])
+        index_P = (args[1].expert_index if isinstance(args[1], Routing) else args[1]).reshape(-1).long()
+        rows_E = index_P.new_zeros(len(self.rows_E) + 1)  # + 1: the sentinel
+        rows_E = rows_E.scatter_add_(0, index_P, torch.ones_like(index_P))[:-1]
+        self.rows_E += rows_E
+        self.starved_E += rows_E == 0
 
 
-def count_rows(counters: list[RowCounter], on: bool) -> torch.Tensor | None:
-    """Switch counting; when it ends, the rows of every expert: [layers, calls, E], on the CPU."""
-    counted = None if on else torch.stack([torch.stack(counter.calls) for counter in counters]).cpu()
-    for counter in counters:
-        counter.on, counter.calls = on, []
-    return counted
+def counted(counters: list[RowCounter]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, calls without rows) of every expert, [layers, E] each, on the CPU."""
+    return tuple(
+        torch.stack([getattr(counter, name) for counter in counters]).cpu() for name in ("rows_E", "starved_E")
+    )
 
 
 def build_model(preset: Preset, run: Run, device: torch.device):
@@ -210,53 +182,70 @@ def build_model(preset: Preset, run: Run, device: torch.device):
         num_experts=preset.experts,
         num_experts_per_tok=preset.top_k,
         norm_topk_prob=True,
-        output_router_logits=True,  # needed for the load-balancing loss, which Transformers adds to the loss
-        router_aux_loss_coef=preset.balancing_coefficient if run.balancing == "pooled" else 0.0,
         initializer_range=preset.initializer_range,
         max_position_embeddings=preset.length,
         tie_word_embeddings=True,
     )
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, experts_implementation="sonicmoe_hf")
+        model = AutoModelForCausalLM.from_config(
+            config, experts_implementation="sonicmoe_hf", attn_implementation="causal_sdpa"
+        )
+    if run.replica:
+        generator = torch.Generator().manual_seed(1000 * run.seed + run.replica)
+        for parameter in model.parameters():
+            change = 1 + DISTURBANCE * torch.randn(parameter.shape, generator=generator)
+            parameter.data.mul_(change.to(device))
     rounds = run.method in ROUNDINGS
     # min_tiles_per_expert=0: the sweep goes below the two tiles at which rounding would give way to top-k
     policy = TokenRounding(rounding=run.method, tile=run.tile, min_tiles_per_expert=0) if rounds else None
     sonicmoe_hf.patch_model(model, routing=policy)
+    if run.balancing == "layer":
+        sonicmoe_hf.LoadBalancing(per_layer_loss=preset.balancing_coefficient).start(model)
     counters = []
     for layer in find_layers(model):
         if run.method == "expert_choice":
             layer.router.register_forward_hook(CapacityRouting(1.0, only_top_k=False))
         elif run.method == "token_drop":
             layer.router.register_forward_hook(CapacityRouting(DROP_CAPACITY_FACTOR, only_top_k=True))
-        counters.append(RowCounter(preset.experts))
+        counters.append(RowCounter(preset.experts, device))
         layer.experts.register_forward_pre_hook(counters[-1])
     torch.manual_seed(run.seed)  # stochastic rounding draws from here
     return model, counters
 
 
-def make_optimizer(model, preset: Preset, device: torch.device):
-    """AdamW (matrices decay), with a linear warm-up over a tenth of the steps and a cosine down to a tenth."""
+def make_optimizer(model, preset: Preset, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; matrices decay. On a GPU the learning rate is a tensor, so that a CUDA graph can follow a schedule."""
+    on_gpu = device.type == "cuda"
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=preset.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
-    warmup = max(preset.steps // 10, 1)
-
-    def factor(step):
-        done = (step - warmup) / max(preset.steps - warmup, 1)
-        return (step + 1) / warmup if step < warmup else 0.55 + 0.45 * math.cos(math.pi * done)
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    rate = torch.tensor(preset.learning_rate, device=device) if on_gpu else preset.learning_rate
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
 
 
-def batches(tokens: torch.Tensor, preset: Preset, seed: int):
-    """`preset.steps` batches [batch, length] of windows at random places, the same for every method of a seed."""
+def set_rate(optimizer: torch.optim.Optimizer, preset: Preset, step: int) -> None:
+    """The step's learning rate: a linear warm-up over the first steps, then a cosine down to the final rate."""
+    warmup = max(int(preset.warmup * preset.steps), 1)
+    done = (step - warmup) / max(preset.steps - warmup, 1)
+    cosine = preset.final_rate + (1 - preset.final_rate) * (1 + math.cos(math.pi * done)) / 2
+    rate = preset.learning_rate * ((step + 1) / warmup if step < warmup else cosine)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def batches(tokens: torch.Tensor, preset: Preset, seed: int) -> Callable[[int], torch.Tensor]:
+    """step -> its batch [batch, length], the same for every method of a seed: the text's windows in random order.
+
+    No window comes twice before all have come once.
+    """
+    windows = tokens[: len(tokens) // preset.length * preset.length].view(-1, preset.length)
     generator = torch.Generator().manual_seed(seed)
-    last = len(tokens) - preset.length
-    start = torch.randint(0, last + 1, (preset.steps, preset.batch, 1), generator=generator).to(tokens.device)
-    inside = torch.arange(preset.length, device=tokens.device)
-    for step in range(preset.steps):
-        yield tokens[start[step] + inside].long()
+    epochs = -(-preset.steps * preset.batch // len(windows))
+    order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(epochs)]).to(tokens.device)
+    return lambda step: windows[order[step * preset.batch : (step + 1) * preset.batch]].long()
 
 
 def autocast(device: torch.device):
@@ -264,33 +253,67 @@ def autocast(device: torch.device):
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def losses(model, preset: Preset, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what is minimised, cross-entropy alone) of a batch: they differ by the balancing loss, pooled or by layer."""
-    with autocast(ids.device):
-        out = model(input_ids=ids, labels=ids, use_cache=False)
-    if model.router_aux_loss_coef:
-        return out.loss, (out.loss - preset.balancing_coefficient * out.aux_loss).detach()
-    each = [load_balancing_loss_func((logits,), preset.experts, preset.top_k) for logits in out.router_logits]
-    return out.loss + preset.balancing_coefficient * torch.stack(each).mean(), out.loss.detach()
+class Step:
+    """An optimiser step on the batch in `ids`; its cross-entropy is in `loss` afterwards.
 
+    `capture` records it as a CUDA graph, which later calls replay: small models wait for the host otherwise.
+    """
 
-def train(model, counters, preset: Preset, tokens: torch.Tensor, seed: int):
-    """Train: (cross-entropy of every step [steps], rows per expert in the last steps [layers, steps, E])."""
-    optimizer, schedule = make_optimizer(model, preset, tokens.device)
-    model.train()
-    cross_entropies = []
-    counted_from = max(preset.steps - COUNTED_STEPS, 0)
-    for step, ids in enumerate(batches(tokens, preset, seed)):
-        if step == counted_from:
-            count_rows(counters, on=True)
-        loss, cross_entropy = losses(model, preset, ids)
+    def __init__(self, model, optimizer: torch.optim.Optimizer, preset: Preset, device: torch.device):
+        self.model, self.optimizer = model, optimizer
+        self.ids = torch.zeros(preset.batch, preset.length, dtype=torch.int64, device=device)
+        self.loss = torch.zeros((), device=device)
+        self.graph = None
+
+    def __call__(self) -> None:
+        if self.graph is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._run()
+        else:
+            self.graph.replay()
+
+    def capture(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)  # the graph's gradients live in its own memory
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            self._run()
+        self.graph = graph
+
+    def _run(self) -> None:
+        with autocast(self.ids.device):
+            loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        cross_entropies.append(cross_entropy)
-    return torch.stack(cross_entropies).cpu(), count_rows(counters, on=False)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+
+
+def train(model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool) -> Steps[torch.Tensor]:
+    """Train: the cross-entropy of every step [steps]. The counters count the last steps' rows."""
+    stream = None
+    if tokens.is_cuda:
+        stream = torch.cuda.Stream()  # its own: runs overlap, and a graph is captured on one
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer = make_optimizer(model, preset, tokens.device)
+        model.train()
+        one_step = Step(model, optimizer, preset, tokens.device)
+        cross_entropies = torch.zeros(preset.steps, device=tokens.device)
+        batch_of = batches(tokens, preset, seed)
+    for step in range(preset.steps):
+        with torch.cuda.stream(stream):
+            if graph and step == EAGER_STEPS:
+                one_step.capture()
+            if step == max(preset.steps - COUNTED_STEPS, 0):
+                for counter in counters:
+                    counter.reset()
+            set_rate(optimizer, preset, step)
+            one_step.ids.copy_(batch_of(step))
+            one_step()
+            cross_entropies[step] = one_step.loss
+        yield
+    with torch.cuda.stream(stream):
+        return cross_entropies.cpu()
 
 
 @torch.no_grad()
@@ -305,39 +328,63 @@ def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
     model.eval()
     windows = tokens[: len(tokens) // preset.length * preset.length].view(-1, preset.length).long()
     windows = windows[:: -(-len(windows) // preset.held_out_windows)]
-    count_rows(counters, on=True)
+    for counter in counters:
+        counter.reset()
     total = 0.0
-    for ids in windows.split(preset.batch):
+    for ids in windows.split(4 * preset.batch):
         with autocast(tokens.device):
-            out = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False)
+            out = model(input_ids=ids, labels=ids, use_cache=False)
         total = total + out.loss.double() * len(ids)
-    rows = count_rows(counters, on=False)
-    per_layer = rows.sum(dim=(1, 2))
+    rows, _ = counted(counters)
+    per_layer = rows.sum(1)
     if not (per_layer == windows.numel() * preset.top_k).all():
         raise RuntimeError(f"evaluation routed {per_layer.tolist()} rows per layer, not {preset.top_k} a token")
-    return float(total) / len(windows), rows.sum(1)
+    return float(total) / len(windows), rows
 
 
-def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device) -> dict:
-    """Train and evaluate one run: the figures of its row in the CSV."""
+def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> Steps[dict]:
+    """Train and evaluate one run: the figures of its row in the CSV. graph: train by CUDA graph."""
     began = time.perf_counter()
     model, counters = build_model(preset, run, device)
-    cross_entropies, trained_rows = train(model, counters, preset, corpus.train.to(device), run.seed)
-    seconds = time.perf_counter() - began
+    cross_entropies = yield from train(model, counters, preset, corpus.train.to(device), run.seed, graph)
+    trained = time.perf_counter() - began
+    rows, starved = counted(counters)
+    steps = min(COUNTED_STEPS, preset.steps)
     loss, held_out_rows = evaluate(model, counters, preset, corpus.held_out.to(device))
     tokens_per_byte = len(corpus.held_out) / corpus.held_out_bytes
     spread = held_out_rows.double().std(1, correction=0) / held_out_rows.double().mean(1)
+    last = {percent: max(preset.steps * percent // 100, 1) for percent in (25, 50, 75, 100)}
+    width = max(preset.steps // 20, 1)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "first_loss": cross_entropies[0].item(),
-        "train_loss": cross_entropies[-2 * COUNTED_STEPS :].mean().item(),
-        "valid_loss": loss,
-        "valid_perplexity": math.exp(loss),
+        **{f"train_loss_{percent}": cross_entropies[:end][-width:].mean().item() for percent, end in last.items()},
+        "held_out_loss": loss,
+        "held_out_perplexity": math.exp(loss),
         "bits_per_byte": loss / math.log(2) * tokens_per_byte,
-        "rows_ratio": trained_rows.double().mean().item() / preset.mean_rows,
-        "starved_share": (trained_rows == 0).double().mean().item(),
-        "dead_share": (trained_rows.sum(1) == 0).double().mean().item(),
+        "rows_ratio": rows.double().mean().item() / steps / preset.mean_rows,
+        "starved_share": starved.double().mean().item() / steps,
+        "dead_share": (rows == 0).double().mean().item(),
         "dead_share_held_out": (held_out_rows == 0).double().mean().item(),
         "load_cv_held_out": spread.mean().item(),
-        "seconds": seconds,
+        "training_seconds": trained,
     }
+
+
+def at_once(most: int, runs: Iterable[Run], steps_of: Callable[[Run], Steps[dict]]) -> Iterator[tuple[Run, dict]]:
+    """Do the runs in order, up to `most` of them a step at a time in turn: (run, figures) as each ends.
+
+    Their streams overlap on a GPU, which one small model leaves idle most of the time.
+    """
+    waiting, running = iter(runs), {}
+    while True:
+        while len(running) < most and (run := next(waiting, None)) is not None:
+            running[run] = steps_of(run)
+        if not running:
+            return
+        for run, steps in list(running.items()):
+            try:
+                next(steps)
+            except StopIteration as end:
+                del running[run]
+                yield run, end.value

@@ -1,25 +1,27 @@
 """Does token rounding cost quality? Small MoE language models trained from scratch, by routing method.
 
-    python benchmarks/token_rounding_quality.py --preset gpu --workers 8     # about 100 M parameters, on a GPU
-    python benchmarks/token_rounding_quality.py --preset cpu --methods top_k nearest    # 3.6 M, minutes a run
+    python benchmarks/quality_corpus.py                      # once: the text, from the packages installed here
+    python benchmarks/token_rounding_quality.py --preset gpu --seeds 0 1 2 3     # 27 M parameters, on a GPU
+    python benchmarks/token_rounding_quality.py --preset cpu --seeds 0 --methods top_k nearest    # 3.7 M, minutes a run
 
-The text is the standard library of the running Python; files held out by a hash of their path are for validation. For
-each seed all methods share initial weights and batches (quality_training.py), and all are evaluated with top-k:
+For each seed all methods share initial weights and batches (quality_training.py), and all are evaluated with top-k:
 
     top_k                                                    the model's own routing
     nearest balanced stochastic nearest_score up down        token rounding; down drops to the tile boundary
     token_drop      a capacity factor of 1.25: what an expert gets beyond 1.25 T*K/E rows is dropped
     expert_choice   every expert takes its T*K/E best tokens of the batch: the cautionary row
 
---sweep adds nearest and balanced at 8, 4, 2 and 1 tiles per expert. It varies the tile at a fixed batch, so that every
-point has the same data, the same steps and the same top-k run to be compared with. All these runs have a load-balancing
-loss of every layer; --pooled adds top_k, nearest and balanced with Transformers' own, which pools the layers.
+The tile varies at a fixed batch, so that 8, 4, 2 and 1 tiles per expert have the same data, the same steps and the same
+top-k run to be compared with. The most decisive runs come first (PLAN); --seconds stops before a run that would end
+later. Some methods run twice from a start that differs by 1e-4 of every weight: the two show how far apart equal methods
+end.
 
-Every finished run becomes a row of token_rounding_quality.csv at once, and runs whose row is there are skipped: call it
-again to continue. Columns beside the obvious: train_loss, mean cross-entropy of the last 40 steps; bits_per_byte, of
-the held-out text; rows_ratio, rows routed in the last 20 steps over top-k's; starved_share, how often an expert got no
-row in one of those steps; dead_share, experts without a row in all of them; dead_share_held_out, experts that top-k
-never chooses on the held-out files; load_cv_held_out, standard deviation of rows per expert there over the mean.
+Every finished run becomes a row of the CSV at once, and runs whose row is there are skipped: call it again to continue.
+Columns beside the obvious: train_loss_25, _50, _75, _100: mean cross-entropy of the steps before that percentage of
+training; bits_per_byte, of the held-out text; rows_ratio, rows routed in the last 20 steps over top-k's; starved_share,
+how often an expert got no row in one of those steps; dead_share, experts without a row in all of them;
+dead_share_held_out, experts that top-k never chooses on the held-out files; load_cv_held_out, standard deviation of rows
+per expert there over the mean; training_seconds, beside the other runs of --at-once.
 """
 
 from __future__ import annotations
@@ -27,40 +29,80 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import math
-import multiprocessing
+import importlib.util
 import os
 import platform
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy
 import provenance
+import quality_corpus
 import torch
-from quality_training import METHODS, PRESETS, Corpus, Preset, Run, measure, read_corpus
+from quality_training import METHODS, PRESETS, Preset, Run, at_once, measure
 
 from sonicmoe_hf.config import ROUNDINGS
 
-SWEPT = ("nearest", "balanced")
-BALANCING = ("layer", "pooled")
+BALANCING = ("layer", "none")
 TILES_PER_EXPERT = (8, 4, 2, 1)
-KEYS = ("preset", *Run._fields, "steps")
+SWEPT = ("nearest", "balanced")
+# groups of (method, tiles per expert, balancing loss, replica): a group is done for all seeds before the next begins
+PLAN = (
+    (
+        ("top_k", 0, "layer", 0),
+        ("nearest", 4, "layer", 0),
+        ("balanced", 4, "layer", 0),
+        ("expert_choice", 0, "layer", 0),
+        ("nearest", 2, "layer", 0),
+        ("balanced", 2, "layer", 0),
+    ),
+    (
+        ("nearest", 1, "layer", 0),
+        ("balanced", 1, "layer", 0),
+        ("top_k", 0, "layer", 1),
+        ("top_k", 0, "none", 0),
+        ("nearest", 4, "none", 0),
+        ("balanced", 4, "none", 0),
+    ),
+    (
+        ("nearest", 2, "none", 0),
+        ("balanced", 2, "none", 0),
+        ("expert_choice", 0, "none", 0),
+        ("nearest", 8, "layer", 0),
+        ("balanced", 8, "layer", 0),
+        ("token_drop", 0, "layer", 0),
+    ),
+    (
+        ("nearest", 1, "none", 0),
+        ("balanced", 1, "none", 0),
+        ("stochastic", 4, "layer", 0),
+        ("nearest_score", 4, "layer", 0),
+        ("up", 4, "layer", 0),
+        ("down", 4, "layer", 0),
+    ),
+)
+KEYS = ("preset", *Run._fields, "steps", "learning_rate", "final_rate")
 FIELDS = (
     *KEYS,
     "tiles_per_expert",
     "tokens_per_step",
-    "learning_rate",
     "parameters",
     "first_loss",
-    "train_loss",
-    "valid_loss",
-    "valid_perplexity",
+    "train_loss_25",
+    "train_loss_50",
+    "train_loss_75",
+    "train_loss_100",
+    "held_out_loss",
+    "held_out_perplexity",
     "bits_per_byte",
     "rows_ratio",
     "starved_share",
     "dead_share",
     "dead_share_held_out",
     "load_cv_held_out",
-    "seconds",
+    "training_seconds",
     "corpus",
     "device",
     "commit",
@@ -69,16 +111,15 @@ FIELDS = (
 )
 
 
-def planned_runs(preset: Preset, methods, seeds: int, sweep: bool, pooled: bool) -> list[Run]:
-    """Every run asked for, once: the table's, the sweep's, those with the pooled balancing loss."""
-    kinds = [(method, preset.tile if method in ROUNDINGS else 0, "layer") for method in methods]
-    groups = [kinds, [], []]
-    if sweep:
-        groups[1] = [(method, preset.mean_rows // tiles, "layer") for tiles in TILES_PER_EXPERT for method in SWEPT]
-    if pooled:
-        groups[2] = [("top_k", 0, "pooled"), *((method, preset.tile, "pooled") for method in SWEPT)]
-    runs = [Run(*kind, seed) for group in groups for seed in range(seeds) for kind in group]
-    return list(dict.fromkeys(runs))
+def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
+    """Every run of these methods, in PLAN's order."""
+    return [
+        Run(method, preset.mean_rows // tiles if tiles else 0, balancing, seed, replica)
+        for group in PLAN
+        for seed in seeds
+        for method, tiles, balancing, replica in group
+        if method in methods
+    ]
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -89,20 +130,24 @@ def read_rows(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+def keys_of(preset: Preset, run: Run) -> dict:
+    """KEYS' columns, which tell runs apart."""
+    return dict(zip(KEYS, (preset.name, *run, preset.steps, preset.learning_rate, preset.final_rate)))
+
+
 def unfinished(runs: list[Run], preset: Preset, rows: list[dict]) -> list[Run]:
-    """The runs that have no row yet, with these steps."""
+    """The runs that have no row yet, with these steps and learning rates."""
     done = {tuple(row[key] for key in KEYS) for row in rows}
-    return [run for run in runs if tuple(map(str, (preset.name, *run, preset.steps))) not in done]
+    return [run for run in runs if tuple(map(str, keys_of(preset, run).values())) not in done]
 
 
 def append_row(path: Path, preset: Preset, run: Run, figures: dict, description: str, device: torch.device) -> None:
     """Write one run's row, so that a run cut off later loses nothing."""
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     row = {
-        **dict(zip(KEYS, (preset.name, *run, preset.steps))),
+        **keys_of(preset, run),
         "tiles_per_expert": preset.mean_rows / run.tile if run.tile else "",
         "tokens_per_step": preset.tokens,
-        "learning_rate": preset.learning_rate,
         **{name: f"{value:.6g}" if isinstance(value, float) else value for name, value in figures.items()},
         "corpus": description,
         "device": gpu,
@@ -116,197 +161,196 @@ def append_row(path: Path, preset: Preset, run: Run, figures: dict, description:
         writer.writerow(row)
 
 
-_shared = ()  # what all runs of a process have in common: preset, corpus, device
+def key(row: dict) -> tuple[str, int, str]:
+    """What is compared: (method, tile, balancing loss)."""
+    return row["method"], int(row["tile"]), row["balancing"]
 
 
-def start_process(threads: int | None, *shared) -> None:
-    """Note what the runs of this process have in common; `threads` of the CPU are its own (None: as PyTorch has it)."""
-    global _shared
-    if threads:
-        torch.set_num_threads(threads)
-    _shared = shared
+class Comparison(NamedTuple):
+    """Differences of held-out loss, in nats per token.
 
-
-def work(run: Run) -> dict:
-    """One run's figures."""
-    preset, corpus, device = _shared
-    return measure(preset, run, corpus, device)
-
-
-def results(runs: list[Run], preset: Preset, corpus: Corpus, device: torch.device, workers: int):
-    """Do the runs, `workers` of them at a time: (run, figures) as each ends."""
-    if workers == 1:
-        start_process(None, preset, corpus, device)
-        yield from ((run, work(run)) for run in runs)
-        return
-    # processes of their own also on one GPU, which a model of this size leaves idle most of the time
-    context, threads = multiprocessing.get_context("spawn"), max((os.cpu_count() or 1) // workers, 1)
-    with ProcessPoolExecutor(workers, context, start_process, (threads, preset, corpus, device)) as pool:
-        running = {pool.submit(work, run): run for run in runs}
-        for future in as_completed(running):
-            yield running[future], future.result()
-
-
-def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], dict[int, dict]]:
-    """(method, tile) -> seed -> row, in METHODS' order, of the runs with this balancing loss."""
-    found = {}
-    for row in sorted(rows, key=lambda row: (METHODS.index(row["method"]), int(row["tile"]), int(row["seed"]))):
-        if row["balancing"] == balancing:
-            found.setdefault((row["method"], int(row["tile"])), {})[int(row["seed"])] = row
-    return found
-
-
-def values(runs: dict[int, dict], name: str) -> list[float]:
-    """A column of the CSV, by seed."""
-    return [float(row[name]) for row in runs.values()]
-
-
-def over_top_k(runs: dict[int, dict], top_k: dict[int, dict]) -> list[float]:
-    """Held-out loss minus top-k's of the same seed, for the seeds that have both."""
-    return [float(row["valid_loss"]) - float(top_k[seed]["valid_loss"]) for seed, row in runs.items() if seed in top_k]
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def spread(numbers: list[float]) -> str:
-    """Mean and, in brackets, the least and the largest."""
-    return f"{mean(numbers):.4f} [{min(numbers):.4f}, {max(numbers):.4f}]" if numbers else ""
-
-
-def noise(table: dict[tuple[str, int], dict[int, dict]]) -> float:
-    """Standard deviation of held-out loss once the means of methods and of seeds are taken out: what is left to chance.
-
-    Over the methods that have every seed; NaN with fewer than two of either.
+    over_top_k: key -> (loss minus top-k's under the same balancing loss, its standard error). run_sd: standard deviation
+    of a run around the model, with `freedom` degrees of freedom; NaN where there are none.
     """
-    seeds = sorted({seed for runs in table.values() for seed in runs})
-    whole = [runs for runs in table.values() if len(runs) == len(seeds)]
-    if len(seeds) < 2 or len(whole) < 2:
-        return math.nan
-    loss = torch.tensor([[float(runs[seed]["valid_loss"]) for seed in seeds] for runs in whole], dtype=torch.float64)
-    rest = loss - loss.mean(0) - loss.mean(1, keepdim=True) + loss.mean()
-    return (rest.square().sum() / ((len(seeds) - 1) * (len(whole) - 1))).sqrt().item()
+
+    over_top_k: dict[tuple, tuple[float, float]]
+    run_sd: float
+    freedom: int
 
 
-def show(rows: list[dict], balancing: str) -> None:
-    """The table, in Markdown: means over seeds, and for the losses the range."""
-    table = by_method(rows, balancing)
-    if not table:
-        return
-    print(f"balancing loss: {balancing}")
-    print("| method | tile | seeds | held-out loss | loss over top-k's, same seed | perplexity | bits per byte "
-          "| train loss | rows | starved | dead | dead, held-out | load cv, held-out |")  # fmt: skip
+def compare(rows: list[dict]) -> Comparison:
+    """Least squares of loss = method + seed, replicas as further runs of their method.
+
+    One fit for all runs, so that a method lacking a seed is still compared like with like.
+    """
+    keys, seeds = list(dict.fromkeys(map(key, rows))), list(dict.fromkeys(row["seed"] for row in rows))
+    design = numpy.zeros((len(rows), len(keys) + len(seeds)))
+    for place, row in enumerate(rows):
+        design[place, keys.index(key(row))] = design[place, len(keys) + seeds.index(row["seed"])] = 1.0
+    loss = numpy.array([float(row["held_out_loss"]) for row in rows])
+    inverse = numpy.linalg.pinv(design.T @ design)
+    effect = inverse @ design.T @ loss
+    freedom = len(rows) - numpy.linalg.matrix_rank(design)
+    run_sd = float((((loss - design @ effect) ** 2).sum() / freedom) ** 0.5) if freedom else float("nan")
+    over = {}
+    for place, (method, tile, balancing) in enumerate(keys):
+        if method != "top_k" and ("top_k", 0, balancing) in keys:
+            contrast = numpy.zeros(len(effect))
+            contrast[place], contrast[keys.index(("top_k", 0, balancing))] = 1.0, -1.0
+            error = run_sd * float(contrast @ inverse @ contrast) ** 0.5
+            over[method, tile, balancing] = float(contrast @ effect), error
+    return Comparison(over, run_sd, int(freedom))
+
+
+def replica_sd(rows: list[dict]) -> float:
+    """Standard deviation of runs that differ by their replica alone; NaN without any."""
+    groups: dict[tuple, list[float]] = {}
+    for row in rows:
+        groups.setdefault((*key(row), row["seed"]), []).append(float(row["held_out_loss"]))
+    repeated = [numpy.array(losses) for losses in groups.values() if len(losses) > 1]
+    squares = sum(((losses - losses.mean()) ** 2).sum() for losses in repeated)
+    return float((squares / sum(len(losses) - 1 for losses in repeated)) ** 0.5) if repeated else float("nan")
+
+
+def ordered(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """key -> its rows: by balancing loss, METHODS' order and tile, the smallest tile first."""
+    table: dict[tuple, list[dict]] = {}
+    order = sorted(
+        rows, key=lambda row: (BALANCING.index(row["balancing"]), METHODS.index(row["method"]), int(row["tile"]))
+    )
+    for row in order:
+        table.setdefault(key(row), []).append(row)
+    return table
+
+
+def mean(rows: list[dict], name: str) -> float:
+    """Of a column."""
+    return sum(float(row[name]) for row in rows) / len(rows)
+
+
+def show(rows: list[dict]) -> None:
+    """The table in Markdown, and what it can resolve."""
+    comparison = compare(rows)
+    print("| balancing loss | method | tiles per expert | runs | held-out loss | over top-k's | bits per byte | rows "
+          "| starved | dead | dead, held-out | load cv, held-out | s |")  # fmt: skip
     print("|" + "---|" * 13)
-    for (method, tile), runs in table.items():
-        percent = (
-            f"{mean(values(runs, name)):.1%}" for name in ("starved_share", "dead_share", "dead_share_held_out")
-        )
+    for (method, tile, balancing), runs in ordered(rows).items():
+        over = comparison.over_top_k.get((method, tile, balancing))
         cells = (
+            balancing,
             method,
-            tile or "",
+            f"{float(runs[0]['tiles_per_expert']):g}" if tile else "",
             len(runs),
-            spread(values(runs, "valid_loss")),
-            spread(over_top_k(runs, table.get(("top_k", 0), {}))),
-            f"{mean(values(runs, 'valid_perplexity')):.3f}",
-            f"{mean(values(runs, 'bits_per_byte')):.4f}",
-            f"{mean(values(runs, 'train_loss')):.4f}",
-            f"{mean(values(runs, 'rows_ratio')):.3f}",
-            *percent,
-            f"{mean(values(runs, 'load_cv_held_out')):.2f}",
+            f"{mean(runs, 'held_out_loss'):.4f}",
+            f"{over[0]:+.4f} ± {over[1]:.4f}" if over else "",
+            f"{mean(runs, 'bits_per_byte'):.4f}",
+            f"{mean(runs, 'rows_ratio'):.3f}",
+            *(f"{mean(runs, name):.1%}" for name in ("starved_share", "dead_share", "dead_share_held_out")),
+            f"{mean(runs, 'load_cv_held_out'):.2f}",
+            f"{mean(runs, 'training_seconds'):.1f}",
         )
         print("| " + " | ".join(map(str, cells)) + " |")
-    print(f"standard deviation between runs, methods' and seeds' means taken out: {noise(table):.4f}")
+    print(
+        f"standard deviation of a run: {comparison.run_sd:.4f} around method + seed ({comparison.freedom} degrees of "
+        f"freedom), {replica_sd(rows):.4f} between replicas"
+    )
 
 
-def plot_methods(axis, table, preset: Preset, title: str) -> None:
-    """Held-out loss by method: one dot a seed, a bar for the mean, a band for top-k's seeds."""
-    if top_k := table.get(("top_k", 0)):
-        losses = values(top_k, "valid_loss")
-        axis.axhspan(min(losses), max(losses), color="grey", alpha=0.2, label="range of top-k's seeds")
-    keys = [key for key in table if key[1] in (0, preset.tile)]
-    for place, key in enumerate(keys):
-        losses = values(table[key], "valid_loss")
-        axis.plot([place] * len(losses), losses, "o", color="C0", markersize=4)
-        axis.plot([place - 0.25, place + 0.25], [mean(losses)] * 2, color="C0")
-    axis.set_xticks(range(len(keys)), [method for method, _ in keys], rotation=45, ha="right")
-    axis.set_ylabel("held-out loss, nats per token (top-k evaluation)")
-    axis.set_title(title, fontsize=10)
-
-
-def plot_sweep(axis, table, preset: Preset) -> None:
-    """Held-out loss over top-k's of the same seed, by tiles per expert: one dot a seed, a line through the means."""
-    top_k = table.get(("top_k", 0), {})
-    between_two_runs = 2**0.5 * noise(table)
-    axis.axhspan(-between_two_runs, between_two_runs, color="grey", alpha=0.2, label="±1 sd of two runs' difference")
-    for colour, method in enumerate(SWEPT, 1):
-        points = [(preset.mean_rows / tile, over_top_k(runs, top_k)) for (name, tile), runs in table.items()
-                  if name == method]  # fmt: skip
-        points = [(tiles * (0.94 + 0.04 * colour), over) for tiles, over in points if over]  # side by side
-        axis.plot([x for x, _ in points], [mean(over) for _, over in points], color=f"C{colour}", label=method)
-        for x, over in points:
-            axis.plot([x] * len(over), over, "o", color=f"C{colour}", markersize=4)
+def plot_tiles(axis, rows: list[dict], comparison: Comparison, balancing: str) -> None:
+    """Held-out loss over top-k's by tiles per expert, a line a rounding; other methods beside them."""
+    table = {name: runs for name, runs in ordered(rows).items() if name[2] == balancing}
+    names = [name for name in table if name in comparison.over_top_k]
+    for colour, method in enumerate(SWEPT):
+        swept = [name for name in names if name[0] == method]
+        x = [float(table[name][0]["tiles_per_expert"]) * (0.97 + 0.06 * colour) for name in swept]
+        over = [comparison.over_top_k[name] for name in swept]
+        y, error = [value for value, _ in over], [2 * error for _, error in over]
+        axis.errorbar(x, y, error, fmt="o-", capsize=3, color=f"C{colour}", label=f"{method}, ± 2 standard errors")
+    others = [name for name in names if name[0] not in ROUNDINGS]
+    for colour, name in enumerate(others, len(SWEPT)):
+        value, error = comparison.over_top_k[name]
+        axis.axhline(value, color=f"C{colour}", linestyle="--", label=f"{name[0]}: {value:+.3f} ± {2 * error:.3f}")
+    axis.axhline(0.0, color="grey", linewidth=0.8)
     axis.set_xscale("log", base=2)
+    axis.set_xlim(0.8, 10)
     axis.set_xticks(TILES_PER_EXPERT, TILES_PER_EXPERT)
     axis.set_xlabel("mean rows per expert / tile")
-    axis.set_ylabel("over top-k's of the same seed")
-    axis.set_title("by tile", fontsize=10)
+    axis.set_title("balancing loss of every layer" if balancing == "layer" else "no balancing loss", fontsize=10)
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=8)
 
 
-def plot(rows: list[dict], preset: Preset, path: Path) -> None:
-    """Held-out loss by method, by tile and with the pooled balancing loss."""
+def plot(rows: list[dict], path: Path) -> None:
+    """Held-out loss over top-k's, by tile and balancing loss."""
     from matplotlib.figure import Figure
 
-    table, pooled = (by_method(rows, balancing) for balancing in BALANCING)
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.subplots(1, 3 if pooled else 2)
-    tiles = f"{preset.mean_rows / preset.tile:g} tiles of {preset.tile} rows per expert"
-    plot_methods(axes[0], table, preset, f"by method ({tiles})")
-    plot_sweep(axes[1], table, preset)
-    if pooled:
-        plot_methods(axes[2], pooled, preset, "balancing loss pooled over layers")
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=8)
+    comparison = compare(rows)
+    shown = [balancing for balancing in BALANCING if any(row["balancing"] == balancing for row in rows)]
+    figure = Figure(figsize=(5.2 * len(shown), 4), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
+    for axis, balancing in zip(axes, shown):
+        plot_tiles(axis, rows, comparison, balancing)
+    axes[0].set_ylabel("held-out loss minus top-k's, nats per token")
     figure.savefig(path, dpi=140)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Do the runs that are missing, print the table, draw the plot."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(PRESETS), default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ...")
-    parser.add_argument(
-        "--sweep", action="store_true", help="also nearest and balanced at 8, 4, 2, 1 tiles per expert"
-    )
-    parser.add_argument(
-        "--pooled", action="store_true", help="also top_k, nearest, balanced, balanced over all layers"
-    )
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="two processes: half of them each")
     parser.add_argument("--steps", type=int, help="optimiser steps, in place of the preset's")
-    parser.add_argument("--corpus", type=Path, help="a folder of Python sources in place of the standard library")
+    parser.add_argument("--learning-rate", type=float, help="at its peak, in place of the preset's")
+    parser.add_argument("--final-rate", type=float, help="share of it at the end, in place of the preset's")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, on streams of their own")
+    parser.add_argument("--no-graph", action="store_true", help="train without CUDA graphs")
+    parser.add_argument("--corpus", type=Path, default=quality_corpus.FILE)
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(arguments)
-    preset = PRESETS[options.preset]
-    preset = dataclasses.replace(preset, steps=options.steps or preset.steps)
+    asked = {name: getattr(options, name) for name in ("steps", "learning_rate", "final_rate")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    preset = dataclasses.replace(PRESETS[options.preset], **asked)
     path = options.out / "token_rounding_quality.csv"
-    runs = planned_runs(preset, options.methods, options.seeds, options.sweep, options.pooled)
-    if missing := unfinished(runs, preset, read_rows(path)):
-        corpus = read_corpus(preset, options.corpus)
-        print(
-            f"{len(missing)} of {len(runs)} runs to do; {corpus.description}; {len(corpus.train):,} tokens", flush=True
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for run, figures in results(missing, preset, corpus, options.device, options.workers):
+    missing = unfinished(planned_runs(preset, options.methods, options.seeds), preset, read_rows(path))
+    if missing:
+        options.out.mkdir(parents=True, exist_ok=True)
+        corpus = quality_corpus.load(options.corpus)
+        print(f"{len(missing)} runs to do; {corpus.description}; {len(corpus.train):,} tokens", flush=True)
+        graph = options.device.type == "cuda" and not options.no_graph
+        took = {}
+
+        def in_time() -> Iterator[Run]:
+            for run in missing:
+                if time.monotonic() - began + took.get("last", 0.0) > options.seconds:
+                    return
+                yield run
+
+        def steps_of(run: Run):
+            return measure(preset, run, corpus, options.device, graph)
+
+        for done, (run, figures) in enumerate(at_once(options.at_once, in_time(), steps_of)):
             append_row(path, preset, run, figures, corpus.description, options.device)
-            shown = "  ".join(f"{name} {figures[name]:.4f}" for name in ("valid_loss", "train_loss", "dead_share"))
-            print(f"{run}  {shown}  {figures['seconds']:.0f} s", flush=True)
-    rows = [row for row in read_rows(path) if row["preset"] == preset.name and row["steps"] == str(preset.steps)]
-    for balancing in BALANCING:
-        show(rows, balancing)
-    plot(rows, preset, options.out / f"token_rounding_quality_{preset.name}.png")
+            if done >= options.at_once:  # the first ones compile kernels
+                took["last"] = figures["training_seconds"]
+            print(
+                f"{run.method} tile={run.tile} {run.balancing} seed={run.seed}.{run.replica}: loss "
+                f"{figures['held_out_loss']:.4f}, trained {figures['training_seconds']:.1f} s, ended at "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+    settings = ("preset", "steps", "learning_rate", "final_rate")
+    this = tuple(map(str, (preset.name, preset.steps, preset.learning_rate, preset.final_rate)))
+    rows = [row for row in read_rows(path) if tuple(row[name] for name in settings) == this]
+    if rows:
+        show(rows)
+        if importlib.util.find_spec("matplotlib") is None:
+            print("no picture: matplotlib is not installed")
+            return
+        plot(rows, options.out / f"token_rounding_quality_{preset.name}.png")
 
 
 if __name__ == "__main__":

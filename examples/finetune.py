@@ -7,11 +7,11 @@ Without arguments: a small Qwen3-MoE-architecture model with random weights, on 
         --sequence-length 4096 --batch-size 4 --output outputs/lora
     python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16 --end 0.9
     python examples/finetune.py --model openai/gpt-oss-20b --lora --experts-quantization mxfp4 --dataset my_texts.jsonl
-    accelerate launch examples/finetune.py ...
+    accelerate launch --config_file examples/fsdp2.yaml examples/finetune.py ...
 
 --lora is the recipe of docs/lora.md: adapters on experts and attention, bf16 weights and autocast, gradient
 checkpointing; --experts-quantization makes it QLoRA. `sonicmoe-hf merge` then adds the adapters to the model's weights,
-for serving.
+for serving. docs/recipes.md has more commands, with what they took on an H200.
 Texts are joined into one stream and cut into blocks without padding: token rounding then counts real tokens only.
 `sonicmoe-hf doctor MODEL --batch-size B --sequence-length S` says beforehand what a model and batch will get.
 """
@@ -24,7 +24,7 @@ import os
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from torch.utils.data import random_split
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,7 +41,8 @@ import sonicmoe_hf
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
+from sonicmoe_hf.demo.throughput import ThroughputCallback
 from sonicmoe_hf.native.adapter import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
@@ -61,6 +62,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
+    model.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
+    model.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
     model.add_argument(
         "--dequantize", action="store_true", help="load a quantised checkpoint (mxfp4, fp8) as plain bf16"
     )
@@ -76,6 +79,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--experts-quantization", choices=("nf4", "mxfp4"),
                        help="hold the experts packed in 4 bits and frozen; with --lora")  # fmt: skip
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
+    model.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
+    model.add_argument("--compile", metavar="BACKEND", nargs="?", const="inductor", help="torch.compile the model")
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
@@ -105,24 +110,32 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument(
         "--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5; LoRA: 1e-4"
     )
+    training.add_argument("--deepspeed", metavar="JSON", help="a DeepSpeed config, such as examples/zero3.json")
     training.add_argument("--logging-steps", type=int, default=10)
     training.add_argument("--save-steps", type=int, help="default: only at the end")
+    training.add_argument(
+        "--train-only", action="store_true", help="no evaluation, nothing saved: for speed and memory"
+    )
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
     training.add_argument("--seed", type=int, default=0)
     found = parser.parse_args(arguments)
     if found.experts_quantization and not found.lora_rank:
         parser.error("--experts-quantization freezes the experts: it needs --lora")
+    if found.random and found.model is None:
+        parser.error("--random takes the sizes of --model")
     for switch in ("bf16", "gradient_checkpointing"):
         if getattr(found, switch) is None:
             setattr(found, switch, bool(found.lora_rank))
     return found
 
 
-def load_texts(arguments: argparse.Namespace) -> Dataset:
-    """A dataset with a column "text"."""
+def load_texts(arguments: argparse.Namespace):
+    """A list of texts, or a dataset with a column "text"."""
     if arguments.dataset is None:
-        return Dataset.from_dict({"text": standard_library()[0]})
+        return standard_library()[0]
+    from datasets import load_dataset
+
     reader = READERS.get(Path(arguments.dataset).suffix)
     if reader is not None:
         texts = load_dataset(reader, data_files=arguments.dataset, split="train")
@@ -135,7 +148,7 @@ def load_texts(arguments: argparse.Namespace) -> Dataset:
     return texts.select_columns([arguments.text_column]).rename_columns({arguments.text_column: "text"})
 
 
-def cut_into_blocks(texts: Dataset, tokenizer, length: int) -> Dataset:
+def cut_into_blocks(texts, tokenizer, length: int):
     """All texts as one stream, cut into blocks of `length` tokens."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -144,40 +157,49 @@ def cut_into_blocks(texts: Dataset, tokenizer, length: int) -> Dataset:
         rows = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
         return {"input_ids": rows, "labels": rows}
 
-    found = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
+    if isinstance(texts, list):
+        found = [{"input_ids": row, "labels": row} for row in cut({"text": texts})["input_ids"]]
+    else:
+        found = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
     if len(found) < 2:
         raise SystemExit(f"{len(found)} blocks of {length} tokens: too little text; shorten --sequence-length")
     return found
 
 
-def load_small_model(texts: Dataset, arguments: argparse.Namespace):
+def load_small_model(texts, arguments: argparse.Namespace):
     """The demo's small model and its tokenizer, from scratch."""
-    tokenizer = train_tokenizer(texts["text"], VOCAB_SIZE)
+    tokenizer = train_tokenizer(texts if isinstance(texts, list) else texts["text"], VOCAB_SIZE)
     config = small_config(tokenizer)
     config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation)
+    dtype = getattr(torch, arguments.dtype or "float32")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=arguments.attn_implementation)
     if arguments.experts_quantization is not None:
         sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
     sonicmoe_hf.patch_model(model, save=arguments.save)
     return model, tokenizer
 
 
-def load_model(arguments: argparse.Namespace):
-    """A pretrained model, patched, and its tokenizer."""
+def load_model(texts, arguments: argparse.Namespace):
+    """A model at its own sizes, patched, and its tokenizer."""
     frozen = arguments.lora_rank and arguments.bf16
-    options = {
-        "dtype": arguments.dtype or ("bfloat16" if frozen else "float32"),
-        "experts_quantization": arguments.experts_quantization,
-    }
+    options = {"dtype": arguments.dtype or ("bfloat16" if frozen else "float32")}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
+    if arguments.random:
+        model = random_model(arguments.model, arguments.layers, **options)
+        if arguments.experts_quantization is not None:
+            sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
+        sonicmoe_hf.patch_model(model, save=arguments.save)
+        return model, train_tokenizer(texts if isinstance(texts, list) else texts["text"], VOCAB_SIZE)
     if arguments.dequantize:
         declared = getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) or {}
         method = declared.get("quant_method")
         if method not in DEQUANTIZERS:
             raise SystemExit(f"--dequantize: {arguments.model} is quantised with {method!r}, not {list(DEQUANTIZERS)}")
         options["quantization_config"] = DEQUANTIZERS[method](dequantize=True)
-    model = sonicmoe_hf.from_pretrained(arguments.model, save=arguments.save, **options)
+    model = sonicmoe_hf.from_pretrained(
+        arguments.model, save=arguments.save, experts_quantization=arguments.experts_quantization, **options
+    )
     return model, AutoTokenizer.from_pretrained(arguments.model)
 
 
@@ -196,15 +218,46 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
     return model
 
 
-def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespace) -> Trainer:
-    """A Trainer with token rounding, balanced experts, and their load."""
+def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
+    """The Trainer's arguments. ZeRO-3 wants them before the model, which is then sharded as it loads."""
     learning_rate = arguments.learning_rate
     if learning_rate is None:
         learning_rate = 1e-4 if arguments.lora_rank else 3e-3 if arguments.model is None else 1e-5
-    held_out = blocks.train_test_split(
-        test_size=max(1, min(arguments.held_out_blocks, len(blocks) // 10)), seed=arguments.seed
+    options = {}
+    if arguments.gradient_checkpointing:
+        options["gradient_checkpointing"] = True
+    if arguments.liger:
+        options |= {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}  # the experts are ours
+    if arguments.compile is not None:
+        options |= {"torch_compile": True, "torch_compile_backend": arguments.compile}
+    return TrainingArguments(
+        output_dir=arguments.output,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=arguments.batch_size,
+        per_device_eval_batch_size=arguments.batch_size,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, arguments.steps // 20),
+        bf16=arguments.bf16,
+        deepspeed=arguments.deepspeed,
+        logging_steps=arguments.logging_steps,
+        save_strategy="no" if arguments.save_steps is None else "steps",
+        save_steps=arguments.save_steps or arguments.steps,
+        report_to=arguments.report_to,
+        seed=arguments.seed,
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        **options,
     )
-    callbacks = [sonicmoe_hf.ExpertLoadCallback()]
+
+
+def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: argparse.Namespace) -> Trainer:
+    """A Trainer with token rounding, balanced experts, and their load."""
+    held_out = max(1, min(arguments.held_out_blocks, len(blocks) // 10))
+    generator = torch.Generator().manual_seed(arguments.seed)
+    train_blocks, held_out_blocks = random_split(blocks, [len(blocks) - held_out, held_out], generator)
+    callbacks = [sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)]
     if arguments.rounding != "top_k":
         rounding = sonicmoe_hf.TokenRoundingCallback(
             rounding=arguments.rounding,
@@ -215,33 +268,15 @@ def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespa
         )
         callbacks.append(rounding)
     per_layer_loss = arguments.per_layer_loss
-    if per_layer_loss is None and arguments.model is None:
-        per_layer_loss = SMALL_MODEL_LOSS
+    if per_layer_loss is None and arguments.model is None and arguments.compile is None:
+        per_layer_loss = SMALL_MODEL_LOSS  # it does not work in compiled models
     if per_layer_loss is not None or arguments.bias_update is not None:
         callbacks.append(sonicmoe_hf.LoadBalancing(per_layer_loss, arguments.bias_update))
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=arguments.output,
-            max_steps=arguments.steps,
-            per_device_train_batch_size=arguments.batch_size,
-            per_device_eval_batch_size=arguments.batch_size,
-            gradient_accumulation_steps=arguments.gradient_accumulation_steps,
-            learning_rate=learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, arguments.steps // 20),
-            bf16=arguments.bf16,
-            logging_steps=arguments.logging_steps,
-            save_strategy="no" if arguments.save_steps is None else "steps",
-            save_steps=arguments.save_steps or arguments.steps,
-            report_to=arguments.report_to,
-            seed=arguments.seed,
-            use_cpu=not torch.accelerator.is_available(),
-            dataloader_pin_memory=torch.cuda.is_available(),
-            **({"gradient_checkpointing": True} if arguments.gradient_checkpointing else {}),
-        ),
-        train_dataset=held_out["train"],
-        eval_dataset=held_out["test"],
+        args=args,
+        train_dataset=train_blocks,
+        eval_dataset=held_out_blocks,
         processing_class=tokenizer,
         callbacks=callbacks,
     )
@@ -250,18 +285,23 @@ def build_trainer(model, tokenizer, blocks: Dataset, arguments: argparse.Namespa
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, evaluate with top-k, save; returns the metrics."""
+    """Train, evaluate with top-k, save; returns the metrics. With --train-only, train."""
     arguments = parse_arguments(argv)
     if arguments.lora_rank:
         import_peft()  # before a large model is loaded
     if arguments.backend is not None:
         os.environ[VARIABLE] = arguments.backend
     set_seed(arguments.seed)
+    args = training_arguments(arguments)
     texts = load_texts(arguments)
-    model, tokenizer = load_small_model(texts, arguments) if arguments.model is None else load_model(arguments)
+    load = load_small_model if arguments.model is None else load_model
+    model, tokenizer = load(texts, arguments)
     model = choose_trained_weights(model, arguments)
-    trainer = build_trainer(model, tokenizer, cut_into_blocks(texts, tokenizer, arguments.sequence_length), arguments)
+    blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
+    trainer = build_trainer(model, tokenizer, blocks, args, arguments)
     trained = trainer.train(resume_from_checkpoint=arguments.resume)
+    if arguments.train_only:
+        return trained.metrics
     evaluated = trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

@@ -98,6 +98,10 @@ def dequantize(codes, scales, state, name, dtype, rows):
     return _dequantize(Quantized(codes, scales, state), name, dtype, [expert for expert, _ in _spans(rows)])
 
 
+def reads_packed(dtype, rows):
+    return False
+
+
 def _split(h, interleaved):
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 
@@ -241,12 +245,11 @@ def _source_rows(source, rows, span, gathered):
     return source[rows.token[span]] if gathered else source[span]
 
 
-def reorder(source_ENj, out_ENJ):
-    rank = source_ENj.shape[2]
-    if rank < out_ENJ.shape[2]:
+def reorder(*tensors):
+    for source_ENj, out_ENJ in zip(tensors[::2], tensors[1::2], strict=True):
+        rank = source_ENj.shape[2]
         out_ENJ[:, :, rank:] = 0
-        out_ENJ = out_ENJ[:, :, :rank]
-    out_ENJ.copy_(source_ENj)
+        out_ENJ[:, :, :rank] = source_ENj
 
 
 def rank_rows(source, a_EJK, rows, scale, gathered):

@@ -187,10 +187,20 @@ def dequantize(packed: Quantized, name: str, dtype: torch.dtype, experts=None) -
     """
     num_experts, size_out, size_in = weight_shape(packed, name)
     weight_ENK = torch.empty(num_experts, size_out, size_in, dtype=dtype, device=packed.codes.device)
-    expand = _expert_of_mxfp4(packed, dtype) if name == "mxfp4" else _expert_of_nf4(packed)
+    expand = _expander(packed, name, dtype)
     for expert in range(num_experts) if experts is None else experts:
         weight_ENK[expert] = expand(expert).view(size_out, size_in)
     return weight_ENK
+
+
+def dequantize_expert(packed: Quantized, name: str, dtype: torch.dtype, expert: int) -> torch.Tensor:
+    """The rows [N, K] of one expert in `dtype`, as `dequantize` gives them."""
+    _, size_out, size_in = weight_shape(packed, name)
+    return _expander(packed, name, dtype)(expert).view(size_out, size_in).to(dtype)
+
+
+def _expander(packed: Quantized, name: str, dtype: torch.dtype):
+    return _expert_of_mxfp4(packed, dtype) if name == "mxfp4" else _expert_of_nf4(packed)
 
 
 def _expert_of_nf4(packed: Quantized):

@@ -80,27 +80,39 @@ class Packed(NamedTuple):
         return Extra(drank_PJ, self.a_EJK.transpose(1, 2))
 
 
+Given = tuple[torch.Tensor | None, torch.Tensor | None, float, torch.Tensor]
+
+
 def pack(
     a: torch.Tensor | None, b: torch.Tensor | None, scale: float, weight_EON: torch.Tensor, kernels: Any = eager
 ) -> Packed | None:
     """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order; None where `a` is.
     kernels: the backend."""
-    if a is None or b is None:
-        return None
-    rank, in_last = padded_rank(a), weight_EON.stride(2) == 1
-    a_EKJ = _packed(a.transpose(1, 2), rank, weight_EON.dtype, not in_last, kernels)
-    return Packed(a_EKJ.transpose(1, 2), _packed(b, rank, weight_EON.dtype, in_last, kernels), scale)
+    return pack_all([(a, b, scale, weight_EON)], kernels)[0]
 
 
-def _packed(factor_ENr, padded, dtype, rank_last, kernels):
-    """[E, N, J] of a factor [E, N, r], with J or N contiguous."""
+def pack_all(adapters: Sequence[Given], kernels: Any) -> list[Packed | None]:
+    """`pack` of each (a, b, scale, weight_EON) of up to two, with all copies in one launch."""
+    copies: list[torch.Tensor] = []
+    packed: list[Packed | None] = []
+    for a, b, scale, weight_EON in adapters:
+        if a is None or b is None:
+            packed.append(None)
+            continue
+        rank, in_last, dtype = padded_rank(a), weight_EON.stride(2) == 1, weight_EON.dtype
+        a_EKJ = _packed(a.transpose(1, 2), rank, dtype, not in_last, copies)
+        packed.append(Packed(a_EKJ.transpose(1, 2), _packed(b, rank, dtype, in_last, copies), scale))
+    if copies:
+        kernels.reorder(*copies)
+    return packed
+
+
+def _packed(factor_ENr, padded, dtype, rank_last, copies):
+    """[E, N, J] of a factor [E, N, r], with J or N contiguous; to be written, if it is not the factor, by `copies`."""
     num_experts, size, rank = factor_ENr.shape
     strides = (size * padded, padded, 1) if rank_last else (size * padded, 1, size)
-    if rank == padded and factor_ENr.stride() == strides:
-        return factor_ENr if factor_ENr.dtype == dtype else factor_ENr.to(dtype)
-    if rank_last:
-        packed = factor_ENr.new_empty(num_experts, size, padded, dtype=dtype)
-    else:
-        packed = factor_ENr.new_empty(num_experts, padded, size, dtype=dtype).transpose(1, 2)
-    kernels.reorder(factor_ENr, packed)
+    if rank == padded and factor_ENr.dtype == dtype and factor_ENr.stride() == strides:
+        return factor_ENr
+    packed = torch.empty_strided((num_experts, size, padded), strides, dtype=dtype, device=factor_ENr.device)
+    copies += factor_ENr, packed
     return packed

@@ -14,6 +14,7 @@ REGISTRATIONS = (  # when this module has been imported, so is that one of ours,
     ("transformers.integrations.moe", "patching.experts"),
     ("transformers.modeling_utils", "patching.unreached_warning"),
     ("transformers.modeling_utils", "quantization.quantizer"),
+    ("transformers.distributed.expert_parallel", "expert_parallel.register"),
     ("transformers.models.auto.configuration_auto", "native.registry"),
     ("peft", "patching.peft_adapters"),
 )

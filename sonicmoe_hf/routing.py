@@ -5,7 +5,7 @@ Letters: T tokens, E experts, K experts per token, P routed pairs, M the tile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,11 +15,15 @@ from .dispatch import fake_rows
 from .kernels.interface import Rows, Weighting
 from .kernels.rounding import rounded_mask, top_k_mask
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
 
 MISPLACED = (
     "a Routing made by token rounding reached code that wants a tensor of expert indices: token rounding needs "
-    'experts_implementation="sonicmoe_hf" and does not work under expert parallelism or with quantised experts; '
+    'experts_implementation="sonicmoe_hf", under expert parallelism also ep_implementation="sonicmoe_hf", and does not '
+    "work with quantised experts; "
     "set the routing policy to None (top-k) or undo the other setting"
 )
 
@@ -33,10 +37,19 @@ class Routing:
         token_index: the token of each pair, [P], int; None for [T, K].
         sentinels: ids outside 0..E-1 mean "no expert" (zero output, zero gradient) instead of an error.
         rows: the pairs as `dispatch` would sort them, where they are known already; rows_backend: whose rows those are.
+        is_local: under expert parallelism, ids count this rank's experts and not all of the layer's.
     """
 
     def __init__(
-        self, expert_index, weights, token_index=None, *, sentinels: bool = False, rows=None, rows_backend=None
+        self,
+        expert_index,
+        weights,
+        token_index=None,
+        *,
+        sentinels: bool = False,
+        rows=None,
+        rows_backend=None,
+        is_local: bool = False,
     ):
         if weights.shape != expert_index.shape:
             raise ValueError(
@@ -49,6 +62,7 @@ class Routing:
         self.sentinels = sentinels
         self.rows = rows
         self.rows_backend = rows_backend
+        self.is_local = is_local
 
     def weighted_by(self, weights: torch.Tensor | None) -> Routing:
         """This routing with its weights as they came beside it, through the hooks of DeepSpeed and others on modules.
@@ -59,7 +73,7 @@ class Routing:
             return self
         return Routing(
             self.expert_index, weights, self.token_index,
-            sentinels=self.sentinels, rows=self.rows, rows_backend=self.rows_backend,
+            sentinels=self.sentinels, rows=self.rows, rows_backend=self.rows_backend, is_local=self.is_local,
         )  # fmt: skip
 
     def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
@@ -131,9 +145,15 @@ def round_tokens(
     return rounded_mask(scores_TE, top_k_TE, valid_T, _uniform(rounding, num_experts, device), rounding, tile)
 
 
-def _uniform(rounding: str, num_experts: int, device: torch.device):
-    """What stochastic rounding draws: a number from [0, 1) for every expert; None for other roundings."""
-    return torch.rand(num_experts, device=device) if rounding == "stochastic" else None
+def _uniform(rounding: str, num_experts: int, device: torch.device, batch_group: ProcessGroup | None = None):
+    """What stochastic rounding draws: a number from [0, 1) for every expert, on all ranks of `batch_group` the same; None
+    for other roundings."""
+    if rounding != "stochastic":
+        return None
+    uniform_E = torch.rand(num_experts, device=device)
+    if batch_group is not None:
+        torch.distributed.broadcast(uniform_E, group=batch_group, group_src=0)
+    return uniform_E
 
 
 class _Rounding(NamedTuple):
@@ -206,7 +226,15 @@ _functional = custom_op.for_torch_func(_FORWARD, "token rounding", _setup_contex
 
 
 def rounded_routing(
-    family, router, logits_TE, top_k_index_TK, policy: TokenRounding, valid_T=None, *, dtype: torch.dtype | None = None
+    family,
+    router,
+    logits_TE,
+    top_k_index_TK,
+    policy: TokenRounding,
+    valid_T=None,
+    *,
+    dtype: torch.dtype | None = None,
+    batch_group: ProcessGroup | None = None,
 ):
     """Token rounding as a model's router would have it.
 
@@ -214,6 +242,7 @@ def rounded_routing(
         family: a model_patches.Family. router: the model's router module.
         logits_TE, top_k_index_TK: what the router returned. valid_T: bool, or None when every token counts.
         dtype: of the weights, as the family casts them; None: the logits'.
+        batch_group: ranks that have the same tokens, and are to round them alike.
     Returns:
         (Routing, fell_back). The pairs are listed as rows are: expert by expert, by rising token; past them, up to the
         policy's `max_rows`, the lists name expert E: no expert. The weights follow the family's formula on each token's
@@ -231,8 +260,9 @@ def rounded_routing(
         policy.max_rows(num_tokens, top_k, num_experts),
         logits_TE.dtype if dtype is None else dtype, backend,
     )  # fmt: skip
+    uniform_E = _uniform(policy.rounding, num_experts, device, batch_group)
     weight_P, expert_P, *rows = run(
-        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device),
+        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E,
         family.weighting(router), how,
     )  # fmt: skip
     fell_back = False if valid_T is None else rows.pop()

@@ -36,7 +36,8 @@ def add_extra(
     After the main loop, whose shared memory is free again then.
     """
     if rank is not None:
-        DEPTH: tl.constexpr = 16 if J <= 16 else 32
+        # fp32 takes 32 always: of 16, Triton 3.6 reads beyond shared memory for sm_90 (64-byte swizzle, two warp groups)
+        DEPTH: tl.constexpr = 16 if J <= 16 and rank.dtype.element_ty.primitive_bitwidth <= 16 else 32
         rank_row = rank + tl.minimum(row, end - 1).to(tl.int64)[:, None] * J
         factor_column = factor + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
         for start in tl.range(0, J, DEPTH, num_stages=1):

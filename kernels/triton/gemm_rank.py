@@ -14,9 +14,11 @@ import triton.language as tl
 from .config import blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
 from .launch import cdiv, launch_kernel, next_power_of_2
-from .reorder import reorder
+from .reorder import ENTRIES, reorder_job, reorder_tile
 
 MIN_COLUMNS = 16  # of a tensor core's tile
+ONE_PASS_RANK = 32  # beyond it, partial sums of dv and du cost more than reading the wide side again
+SUMMED = 1024  # entries of a program that sums them
 
 
 def _rank_columns(rank: int, max_columns: int) -> int:
@@ -74,33 +76,6 @@ def _add_rank_rows(
     return tl.dot(tl.trans(left), right, product, input_precision=PRECISION)
 
 
-@triton.jit
-def _wgrad_tile(
-    wide, rank, out, routing_weight, token, pair, expert, start, end, tile,
-    M: tl.constexpr, J: tl.constexpr, R: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr,
-    STRIDE_R: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A tile of out[e] = sum over the rows r of e of wide[r]^T (weight[r] * rank[r]), out [E, M, R]: the first R of J
-    columns. wide[token[r]] unless `token` is None, weight 1 unless there are some."""
-    WIDE: tl.constexpr = (R + WIDTH - 1) // WIDTH
-    m = tile // WIDE * HEIGHT + tl.arange(0, HEIGHT)
-    j = tile % WIDE * WIDTH + tl.arange(0, WIDTH)
-    full = start + (end - start) // DEPTH * DEPTH
-    product = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    for first in range(start, full, DEPTH):
-        product = _add_rank_rows(
-            product, wide, rank, routing_weight, token, pair, first, end, m, j, M, J, DEPTH, False, PRECISION
-        )
-    if full < end:
-        product = _add_rank_rows(
-            product, wide, rank, routing_weight, token, pair, full, end, m, j, M, J, DEPTH, True, PRECISION
-        )
-    tl.store(
-        out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + j[None, :] * STRIDE_R,
-        product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (j < R)[None, :],
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=[*T_DEPENDENT, "scale_bits"])
 def gemm_rank_kernel(
     source, factor, out, token, tiles, num_row_tiles, scale_bits,
@@ -122,54 +97,115 @@ def gemm_rank_kernel(
 
 @triton.jit
 def gemm_rank_wgrad_kernel(
-    wide, rank, out, routing_weight, token, pair, offsets,
+    wide, rank, out, routing_weight, token, pair, offsets, NUM_EXPERTS: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, R: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_M: tl.constexpr,
     STRIDE_R: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dA: `_wgrad_tile` of every expert."""
-    TILES: tl.constexpr = (M + HEIGHT - 1) // HEIGHT * ((R + WIDTH - 1) // WIDTH)
-    expert = tl.program_id(0) // TILES
-    _wgrad_tile(
-        wide, rank, out, routing_weight, token, pair, expert, tl.load(offsets + expert), tl.load(offsets + expert + 1),
-        tl.program_id(0) % TILES, M, J, R, STRIDE_E, STRIDE_M, STRIDE_R, HEIGHT, WIDTH, DEPTH, PRECISION,
+    """A tile of out[e] = sum over the rows r of e of wide[r]^T (weight[r] * rank[r]), out [E, M, R]: the first R of J
+    columns. wide[token[r]] unless `token` is None, weight 1 unless there are some. Gathered rows are read from L2 by
+    all experts but the first: experts of a tile come one after the other."""
+    RANK_TILES: tl.constexpr = (R + WIDTH - 1) // WIDTH
+    if token is not None:
+        expert = tl.program_id(0) % NUM_EXPERTS
+        tile = tl.program_id(0) // NUM_EXPERTS
+    else:
+        TILES: tl.constexpr = (M + HEIGHT - 1) // HEIGHT * RANK_TILES
+        expert = tl.program_id(0) // TILES
+        tile = tl.program_id(0) % TILES
+    start = tl.load(offsets + expert)
+    end = tl.load(offsets + expert + 1)
+    m = tile // RANK_TILES * HEIGHT + tl.arange(0, HEIGHT)
+    j = tile % RANK_TILES * WIDTH + tl.arange(0, WIDTH)
+    full = start + (end - start) // DEPTH * DEPTH
+    product = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for first in range(start, full, DEPTH):
+        product = _add_rank_rows(
+            product, wide, rank, routing_weight, token, pair, first, end, m, j, M, J, DEPTH, False, PRECISION
+        )
+    if full < end:
+        product = _add_rank_rows(
+            product, wide, rank, routing_weight, token, pair, full, end, m, j, M, J, DEPTH, True, PRECISION
+        )
+    tl.store(
+        out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + j[None, :] * STRIDE_R,
+        product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (j < R)[None, :],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["scale_bits"])
+@triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
 def gemm_rank_backward_kernel(
-    source, factor, drank, rank, gradient, routing_weight, token, pair, offsets, scale_bits,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, N: tl.constexpr, J: tl.constexpr, R: tl.constexpr,
-    FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_R: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    source, factor, drank, rank, gradient, routing_weight, token, pair, offsets, num_pairs, scale_bits,
+    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, J: tl.constexpr, R: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr,
+    FACTOR_STRIDE_J: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr,
+    STRIDE_R: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """drank (dv, du) and dB, expert by expert: both read the expert's rows of `source`, the second time from L2."""
-    COLUMN_TILES: tl.constexpr = (J + COLUMNS - 1) // COLUMNS
-    GRADIENT_TILES: tl.constexpr = (N + HEIGHT - 1) // HEIGHT * ((R + WIDTH - 1) // WIDTH)
-    bins = tl.arange(0, BINS)
-    starts = tl.load(offsets + bins, mask=bins < NUM_EXPERTS, other=0)
-    ends = tl.load(offsets + bins + 1, mask=bins < NUM_EXPERTS, other=0)
-    num_programs = tl.cdiv(ends - starts, ROWS) * COLUMN_TILES + GRADIENT_TILES
-    program = tl.program_id(0)
-    expert = tl.sum((tl.cumsum(num_programs, 0) <= program).to(tl.int32))
-    if expert >= NUM_EXPERTS:
-        return
-    place = program - tl.sum(tl.where(bins < expert, num_programs, 0))
+    """dB of WIDTH columns of `source`, and what these columns add to drank (dv, du), from one read of them: drank
+    [slices, P, J], to be summed, or drank itself where one slice has every column. Experts of a slice come one after
+    the other, so that rows which several experts gather are read from L2."""
+    expert = tl.program_id(0) % NUM_EXPERTS
+    slice = tl.program_id(0) // NUM_EXPERTS
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
-    num_rank_tiles = tl.cdiv(end - start, ROWS) * COLUMN_TILES
-    if place < num_rank_tiles:
-        _rank_tile(
-            source, factor, drank, token, expert, start + place // COLUMN_TILES * ROWS, end,
-            place % COLUMN_TILES * COLUMNS, scale_bits,
-            J, N, FACTOR_STRIDE_E, FACTOR_STRIDE_J, FACTOR_STRIDE_N, ROWS, COLUMNS, DEPTH, PRECISION,
+    n = slice * WIDTH + tl.arange(0, WIDTH)
+    j = tl.arange(0, COLUMNS)
+    is_column = n < N
+    is_rank = j < J
+    right = tl.load(
+        factor + expert.to(tl.int64) * FACTOR_STRIDE_E + n[:, None] * FACTOR_STRIDE_N + j[None, :] * FACTOR_STRIDE_J,
+        mask=is_column[:, None] & is_rank[None, :], other=0.0,
+    )  # fmt: skip
+    product = tl.zeros((WIDTH, COLUMNS), tl.float32)
+    out = drank + slice.to(tl.int64) * num_pairs * J
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_row = row < end
+        source_row = row
+        if token is not None:
+            source_row = tl.load(token + row, mask=is_row, other=0)
+        wide = tl.load(
+            source + source_row.to(tl.int64)[:, None] * N + n[None, :], mask=is_row[:, None] & is_column[None, :],
+            other=0.0,
         )  # fmt: skip
-    else:
-        _wgrad_tile(
-            source, rank, gradient, routing_weight, token, pair, expert, start, end, place - num_rank_tiles,
-            N, J, R, STRIDE_E, STRIDE_N, STRIDE_R, HEIGHT, WIDTH, STEP, PRECISION,
-        )  # fmt: skip
+        entry = row.to(tl.int64)[:, None] * J + j[None, :]
+        is_entry = is_row[:, None] & is_rank[None, :]
+        rows_j = tl.load(rank + entry, mask=is_entry, other=0.0)
+        if routing_weight is not None:
+            routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)
+            rows_j = (rows_j.to(tl.float32) * routed[:, None]).to(rows_j.dtype)
+        part = tl.dot(wide, right, input_precision=PRECISION)
+        product = tl.dot(tl.trans(wide), rows_j, product, input_precision=PRECISION)
+        if N <= WIDTH:
+            part *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(out + entry, part.to(drank.dtype.element_ty), mask=is_entry)
+    tl.store(
+        gradient + expert.to(tl.int64) * STRIDE_E + n[:, None].to(tl.int64) * STRIDE_N + j[None, :] * STRIDE_R,
+        product.to(gradient.dtype.element_ty), mask=is_column[:, None] & (j < R)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
+def finish_kernel(
+    gradient, reordered, part, drank, num_pairs, scale_bits, SLICES: tl.constexpr, J: tl.constexpr, SUMMED: tl.constexpr,
+    JOB: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """dB in its own order, unless `reordered` is None; and, unless `part` is, drank[P, J] = scale * the sum of
+    part[SLICES, P, J]."""
+    tile = tl.program_id(0)
+    if reordered is not None:
+        tiles: tl.constexpr = JOB[12]
+        if tile < tiles:
+            reorder_tile(gradient, reordered, tile, JOB, ENTRIES)
+        tile -= tiles
+    if part is not None:  # noqa: SIM102  (known when it is compiled)
+        if tile >= 0:
+            size = num_pairs.to(tl.int64) * J
+            entry = tile.to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+            is_there = entry < size
+            total = tl.zeros((SUMMED,), tl.float32)
+            for slice in tl.static_range(SLICES):
+                total += tl.load(part + slice * size + entry, mask=is_there, other=0.0)
+            total *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+            tl.store(drank + entry, total.to(drank.dtype.element_ty), mask=is_there)
 
 
 def _bits(scale: float) -> int:
@@ -196,58 +232,62 @@ def rank_rows(source, a_EJK, rows, scale, gathered):
 
 def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
-    num_experts, rank, height = like_EjK.shape
-    stride_e, stride_r, stride_m = gradient.stride()
+    _gradient(source, rank_PJ, gradient.transpose(1, 2), None, rows, gathered)
+    return gradient
+
+
+def _gradient(source, rank_PJ, gradient_EMr, weight_P, rows, gathered):
+    """`gradient_EMr` is written."""
+    num_experts, height, rank = gradient_EMr.shape
     blocks = blocks_for("rank_gradient", source, rows.token.numel(), num_experts)
     width = _rank_columns(rank, blocks.width)
     launch_kernel(
         gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
-        (source, rank_PJ, gradient, None, rows.token if gathered else None, rows.pair, rows.offsets), (),
-        (height, rank_PJ.shape[1], rank, stride_e, stride_m, stride_r, blocks.height, width, blocks.depth,
+        (source, rank_PJ, gradient_EMr, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
+        (num_experts, height, rank_PJ.shape[1], rank, *gradient_EMr.stride(), blocks.height, width, blocks.depth,
          precision(source)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
-    return gradient
 
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
-    num_pairs, (num_experts, size, padded) = rows.token.numel(), b_ENJ.shape
     if like_ENj is None:
         drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
         return drank_PJ, None
-    rank = like_ENj.shape[2]
     # where experts lie closest, as in PEFT's B, stores would be single elements
-    is_reordered = like_ENj.stride(0) == 1 and num_experts > 1
+    is_reordered = like_ENj.stride(0) == 1 and like_ENj.shape[0] > 1
     gradient = like_ENj.new_empty(like_ENj.shape) if is_reordered else torch.empty_like(like_ENj)
-    blocks = blocks_for("rank_gradient", source, num_pairs, num_experts)
-    width, token = _rank_columns(rank, blocks.width), rows.token if gathered else None
-    tile = blocks.height, width, blocks.depth
-    gradient_tiles = cdiv(size, blocks.height) * cdiv(rank, width)
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-    if want_rank and num_pairs:
-        drank_PJ = source.new_empty(num_pairs, padded)
-        row_blocks = blocks_for("rank_rows", source, num_pairs, num_experts)
-        columns = _rank_columns(padded, row_blocks.columns)
-        stride_e, stride_n, stride_j = b_ENJ.stride()
-        launch_kernel(
-            gemm_rank_backward_kernel,
-            (max_row_tiles(num_pairs, num_experts) * cdiv(padded, columns) + num_experts * gradient_tiles,),
-            (source, b_ENJ, drank_PJ, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets), (_bits(scale),),
-            (num_experts, next_power_of_2(num_experts), size, padded, rank, stride_e, stride_j, stride_n,
-             *gradient.stride(), tile_rows(num_pairs, num_experts), columns, row_blocks.depth, *tile,
-             precision(source)),
-            **options,
-        )  # fmt: skip
+    reordered = torch.empty_like(like_ENj) if is_reordered else None
+    arguments, part, bits = (source, rank_PJ, gradient, weight_P, rows, gathered), None, _bits(scale)
+    if want_rank and rows.token.numel() and b_ENJ.shape[2] <= ONE_PASS_RANK:
+        drank_PJ, part = _one_pass(*arguments, b_ENJ, bits)
     else:
-        drank_PJ = source.new_empty(0, padded) if want_rank else None
+        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+        _gradient(*arguments)
+    job = reorder_job(gradient, reordered) if is_reordered else None
+    num_tiles = (job[-1] if job else 0) + (0 if part is None else cdiv(drank_PJ.numel(), SUMMED))
+    if num_tiles:
         launch_kernel(
-            gemm_rank_wgrad_kernel, (num_experts * gradient_tiles,),
-            (source, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets), (),
-            (size, padded, rank, *gradient.stride(), *tile, precision(source)),
-            **options,
+            finish_kernel, (num_tiles,), (gradient, reordered, part, drank_PJ), (rows.token.numel(), bits),
+            (1 if part is None else len(part), b_ENJ.shape[2], SUMMED, job, ENTRIES), num_warps=4,
         )  # fmt: skip
-    if not is_reordered:
-        return drank_PJ, gradient
-    reordered = torch.empty_like(like_ENj)
-    reorder(gradient, reordered)
-    return drank_PJ, reordered
+    return drank_PJ, reordered if is_reordered else gradient
+
+
+def _one_pass(source, rank_PJ, gradient, weight_P, rows, gathered, b_ENJ, bits):
+    """(drank, what it is the sum of, if anything); `gradient` is written."""
+    num_pairs, (num_experts, size, padded) = rows.token.numel(), b_ENJ.shape
+    blocks = blocks_for("rank_backward_gathered" if gathered else "rank_backward", source, num_pairs, num_experts)
+    drank_PJ, slices = source.new_empty(num_pairs, padded), cdiv(size, blocks.height)
+    part = None if slices == 1 else source.new_empty(slices, num_pairs, padded, dtype=torch.float32)
+    stride_e, stride_n, stride_j = b_ENJ.stride()
+    launch_kernel(
+        gemm_rank_backward_kernel, (slices * num_experts,),
+        (source, b_ENJ, drank_PJ if part is None else part, rank_PJ, gradient, weight_P,
+         rows.token if gathered else None, rows.pair, rows.offsets),
+        (num_pairs, bits),
+        (num_experts, size, padded, gradient.shape[2], stride_e, stride_j, stride_n, *gradient.stride(),
+         blocks.height, _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source)),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return drank_PJ, part

@@ -9,45 +9,73 @@ from .launch import cdiv, launch_kernel, next_power_of_2
 
 ENTRIES = 64  # (n, j) of a tile; beside up to EXPERTS experts
 EXPERTS = 32
+JOBS = 4  # the most that a launch takes
 
 
 @triton.jit
-def reorder_kernel(
-    source, out,
-    NUM_EXPERTS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, J: tl.constexpr, SOURCE_E: tl.constexpr,
-    SOURCE_N: tl.constexpr, SOURCE_R: tl.constexpr, OUT_E: tl.constexpr, OUT_N: tl.constexpr, OUT_J: tl.constexpr,
-    RANK_LAST: tl.constexpr, ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """out[e, n, j] = source[e, n, j], and 0 for j >= R. On one side experts lie closest, on the other j (RANK_LAST) or n:
-    a tile is read along the one and written along the other."""
+def reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
+    """out[e, n, j] = source[e, n, j], and 0 for j >= R, of one tile; JOB: see `_job`. Where experts lie closest on one
+    side, and j (RANK_LAST) or n on the other, a tile is read along the one and written along the other."""
+    NUM_EXPERTS: tl.constexpr = JOB[0]
+    N: tl.constexpr = JOB[1]
+    R: tl.constexpr = JOB[2]
+    J: tl.constexpr = JOB[3]
+    RANK_LAST: tl.constexpr = JOB[10]
+    EXPERTS: tl.constexpr = JOB[11]
     column_tiles: tl.constexpr = (NUM_EXPERTS + EXPERTS - 1) // EXPERTS
-    entry = tl.program_id(0) // column_tiles * ENTRIES + tl.arange(0, ENTRIES)
-    expert = (tl.program_id(0) % column_tiles * EXPERTS + tl.arange(0, EXPERTS))[None, :].to(tl.int64)
+    entry = tile // column_tiles * ENTRIES + tl.arange(0, ENTRIES)
+    expert = (tile % column_tiles * EXPERTS + tl.arange(0, EXPERTS))[None, :].to(tl.int64)
     if RANK_LAST:
         n, j = entry // J, entry % J
     else:
         n, j = entry % N, entry // N
     is_there = (entry < N * J)[:, None] & (expert < NUM_EXPERTS)
     n, j = n.to(tl.int64)[:, None], j[:, None]
-    source_entry = source + expert * SOURCE_E + n * SOURCE_N + j * SOURCE_R
-    value = tl.load(source_entry, mask=is_there & (j < R), other=0.0)
-    tl.store(out + expert * OUT_E + n * OUT_N + j * OUT_J, value.to(out.dtype.element_ty), mask=is_there)
+    value = tl.load(source + expert * JOB[4] + n * JOB[5] + j * JOB[6], mask=is_there & (j < R), other=0.0)
+    tl.store(out + expert * JOB[7] + n * JOB[8] + j * JOB[9], value.to(out.dtype.element_ty), mask=is_there)
 
 
-def reorder(source_ENj, out_ENJ):
+@triton.jit
+def _in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
+    """`reorder_tile`, if `tile` is one of this job's; the tile as the next job counts it."""
+    if source is not None:
+        tiles: tl.constexpr = JOB[12]
+        if (tile >= 0) & (tile < tiles):
+            reorder_tile(source, out, tile, JOB, ENTRIES)
+        tile -= tiles
+    return tile
+
+
+@triton.jit
+def reorder_kernel(
+    source_0, out_0, source_1, out_1, source_2, out_2, source_3, out_3, JOB_0: tl.constexpr, JOB_1: tl.constexpr,
+    JOB_2: tl.constexpr, JOB_3: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """`reorder_tile` of every tile of every job."""
+    tile = tl.program_id(0)
+    tile = _in_turn(source_0, out_0, tile, JOB_0, ENTRIES)
+    tile = _in_turn(source_1, out_1, tile, JOB_1, ENTRIES)
+    tile = _in_turn(source_2, out_2, tile, JOB_2, ENTRIES)
+    _in_turn(source_3, out_3, tile, JOB_3, ENTRIES)
+
+
+def reorder_job(source_ENj, out_ENJ):
+    """A job's constants: E, N, R, J, strides of the source and of the result, RANK_LAST, experts of a tile, tiles."""
     num_experts, size, rank = source_ENj.shape
     padded = out_ENJ.shape[2]
-    if num_experts == 1 or (source_ENj.stride(0) == 1) == (out_ENJ.stride(0) == 1):
-        if rank < padded:
-            out_ENJ[:, :, rank:] = 0
-            out_ENJ = out_ENJ[:, :, :rank]
-        out_ENJ.copy_(source_ENj)
-        return
-    other = out_ENJ if source_ENj.stride(0) == 1 else source_ENj
     experts = min(next_power_of_2(num_experts), EXPERTS)
+    by_experts = out_ENJ if source_ENj.stride(0) == 1 and num_experts > 1 else source_ENj
+    tiles = cdiv(size * padded, ENTRIES) * cdiv(num_experts, experts)
+    return (
+        num_experts, size, rank, padded, *source_ENj.stride(), *out_ENJ.stride(), by_experts.stride(2) == 1, experts,
+        tiles,
+    )  # fmt: skip
+
+
+def reorder(*tensors):
+    jobs = [reorder_job(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+    absent = JOBS - len(jobs)
     launch_kernel(
-        reorder_kernel, (cdiv(size * padded, ENTRIES) * cdiv(num_experts, experts),), (source_ENj, out_ENJ), (),
-        (num_experts, size, rank, padded, *source_ENj.stride(), *out_ENJ.stride(), other.stride(2) == 1, ENTRIES,
-         experts),
-        num_warps=4,
+        reorder_kernel, (sum(job[-1] for job in jobs),), (*tensors, *(None,) * (2 * absent)), (),
+        (*jobs, *(None,) * absent, ENTRIES), num_warps=4,
     )  # fmt: skip

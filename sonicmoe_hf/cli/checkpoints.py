@@ -30,6 +30,8 @@ def _add_convert(commands) -> None:
     )
     convert.add_argument("--dequantize", action=argparse.BooleanOptionalAction,
                          help="MXFP4 and FP8 weights to bfloat16 (default: do it and say so)")  # fmt: skip
+    convert.add_argument("--quantize", choices=("nf4", "mxfp4"),
+                         help="pack the experts in 4 bits, to train adapters on them; with --layout native")  # fmt: skip
     _add_writing_options(convert)
     convert.add_argument("--revision", help="of a hub id")
     convert.add_argument("--trained-on", metavar="MODEL", help="for an adapter: the folder or hub id of the model it was "
@@ -78,10 +80,13 @@ def _add_inspect(commands) -> None:
 def _run_convert(arguments) -> int:
     from rich.console import Console
 
+    from ..errors import CheckpointError
     from ..native.adapter import convert_adapter, is_adapter
     from ..native.convert import convert_checkpoint
 
     if is_adapter(arguments.src):
+        if arguments.quantize is not None:
+            raise CheckpointError(f"--quantize packs experts, but {arguments.src} is an adapter")
         convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
         Console(highlight=False).print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)
         return 0
@@ -93,6 +98,7 @@ def _run_convert(arguments) -> int:
             arguments.layout,
             dtype=arguments.dtype,
             dequantize=arguments.dequantize,
+            quantize=arguments.quantize,
             max_shard_size=arguments.max_shard_size,
             verify=arguments.verify,
             revision=arguments.revision,

@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from ..comparing import same_bytes
 from ..config import check_choice
 from ..errors import CheckpointError
+from ..kernels.quantized import FORMATS
+from ..quantization.quantizer import ExpertsQuantizationConfig
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
+from .packed import LOSS, Quantiser
 from .plan import TARGETS, Planned, plan, target_layout
-from .source import Source, hub_config, native_config
+from .source import DTYPES, Source, hub_config, native_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 
 
@@ -52,18 +54,23 @@ def convert_checkpoint(
     *,
     dtype: str | None = None,
     dequantize: bool | None = None,
+    quantize: str | None = None,
     max_shard_size: int | str = "5GB",
     verify: bool = False,
     revision: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Convert a checkpoint between the hub layout and the native one. Weights are moved, never changed.
+    """Convert a checkpoint between the hub layout and the native one. Weights are moved; they change only if a cast,
+    quantisation or dequantisation is asked for.
 
     Args:
         src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
         dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
-        dequantize: MXFP4 (gpt-oss) and FP8 (DeepSeek) weights become bf16. None does so with a notice, False refuses.
-        max_shard_size: bytes, or text such as "5GB". It and one file of `src` bound the memory that is used.
+        dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek) and packed weights become bf16. None does so with a notice, False
+            refuses.
+        quantize: "nf4" or "mxfp4" packs the experts (native layout only; see `quantize_experts`); MXFP4 ones stay as
+            they are.
+        max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
         verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
         revision: of a hub id. on_progress: called with (bytes done, bytes in all).
     Returns:
@@ -77,9 +84,17 @@ def convert_checkpoint(
     check_choice("layout", layout, TARGETS)
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
+    if quantize is not None:
+        check_choice("quantize", quantize, FORMATS)
+        if layout != "native":
+            raise CheckpointError(
+                f"quantize={quantize!r} needs layout='native': engines that read the hub layout do not know it"
+            )
+        if dequantize:
+            raise CheckpointError(f"quantize={quantize!r} and dequantize=True contradict each other; leave one out")
     dst = new_folder(dst)
     source = Source(local_folder(src, revision))
-    return write_checkpoint(source, dst, layout, dtype, dequantize, max_shard_size, verify, on_progress)
+    return write_checkpoint(source, dst, layout, dtype, dequantize, max_shard_size, verify, on_progress, quantize)
 
 
 def new_folder(dst: str | os.PathLike) -> Path:
@@ -103,10 +118,13 @@ def write_checkpoint(
     max_shard_size: int | str,
     verify: bool,
     on_progress: Callable[[int, int], None] | None,
+    quantize: str | None = None,
 ) -> Conversion:
     """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments."""
-    notices = _quantisation_notices(source, dequantize)
-    planned = plan(source, layout, None if dtype is None else DTYPES[dtype])
+    keeps = quantize is not None and source.quantisation == quantize
+    notices = [] if keeps else _quantisation_notices(source, dequantize)
+    quantiser = None if quantize is None else Quantiser(quantize)
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantiser)
     files, skipped = _other_files(source)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
@@ -115,12 +133,14 @@ def write_checkpoint(
     progress = _Progress(nbytes * (1 + verify), on_progress)
     with appearing_whole(dst, nbytes, files, len(shards)) as folder:
         _write_shards(folder, shards, planned, verify, progress)
-        _write_config(folder, source, layout, dtype)
+        _write_config(folder, source, layout, dtype, quantize)
         for file in files:
             copy_file(source.folder / file, folder / file)
         if verify:
             _compare(folder, shards, planned, progress)
         source.close()
+    if quantiser is not None:
+        notices.append(f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantiser.notice())
     target = target_layout(source, layout)
     return Conversion(dst, source.family.name, source.layout, target, len(planned), nbytes, len(shards), notices)
 
@@ -134,7 +154,14 @@ def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
         )
     if dequantize:
         return []
-    return [f"the weights were {source.quantisation} and are bfloat16 now"]
+    dtype = str(source.dense_dtype).removeprefix("torch.")
+    notices = [f"the weights were {source.quantisation} and are {dtype} now"]
+    if source.packed_here:
+        notices.append(
+            f"what rounding to {source.quantisation} lost stays lost: about {LOSS[source.quantisation]}% of a weight "
+            "(root mean square), unless the model was trained in that format, as gpt-oss was"
+        )
+    return notices
 
 
 def _other_files(source: Source) -> tuple[list[Path], list[str]]:
@@ -192,10 +219,12 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_config(folder: Path, source: Source, layout: str, dtype: str | None) -> None:
+def _write_config(folder: Path, source: Source, layout: str, dtype: str | None, quantize: str | None) -> None:
     config = dict(source.hub_config)
     if config.pop("quantization_config", None) is not None:
-        dtype = dtype or "bfloat16"
+        dtype = dtype or str(source.dense_dtype).removeprefix("torch.")
+    if quantize is not None:
+        config["quantization_config"] = ExpertsQuantizationConfig(quantize).to_dict()
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     convert = native_config if layout == "native" else hub_config

@@ -1,33 +1,10 @@
-"""Dequantisation of the two quantised kinds of checkpoint that the families come in, to bf16."""
+"""Dequantisation of FP8 checkpoints (DeepSeek's blocks) to bf16."""
 
 from __future__ import annotations
 
 import torch
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ..errors import CheckpointError
-
-QUANTISATIONS = ("mxfp4", "fp8")
-MXFP4_BLOCK = 32  # values that share a scale; two to a byte
-
-
-def mxfp4_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the MXFP4 blocks and scales that stand for the weight `name` [E, in, out].
-
-    They are packed along `in`: blocks [E, out, in / 32, 16], scales [E, out, in / 32].
-    """
-    num_experts, inputs, outputs = shape
-    if inputs % MXFP4_BLOCK:
-        raise CheckpointError(
-            f"{name}_blocks: MXFP4 packs {MXFP4_BLOCK} values together, which {inputs} is no multiple of"
-        )
-    groups = (num_experts, outputs, inputs // MXFP4_BLOCK)
-    return {f"{name}_blocks": (*groups, MXFP4_BLOCK // 2), f"{name}_scales": groups}
-
-
-def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 blocks [E, out, G, 16] and scales [E, out, G] -> bf16 [E, in, out], by Transformers' own function."""
-    return convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
 
 
 def _block_size(config: dict) -> tuple[int, int]:

@@ -19,7 +19,7 @@ class Inspection(NamedTuple):
 
     folder: where it is. family, layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in
     words.
-    quantisation: "mxfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in all.
+    quantisation: "nf4", "mxfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in all.
     layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
     conversions: for each target, what would be written.
     """
@@ -79,4 +79,5 @@ def _outlook(source: Source, target: str, planned: list[Planned]) -> str:
     words = (
         f"{len(source.tensors)} tensors become {len(planned)}, {len(experts)} of them experts', {nbytes / 1e9:.2f} GB"
     )
-    return words if source.quantisation is None else f"{words}; {source.quantisation} weights become bfloat16"
+    dtype = str(source.dense_dtype).removeprefix("torch.")
+    return words if source.quantisation is None else f"{words}; {source.quantisation} weights become {dtype}"

@@ -20,6 +20,7 @@ LAYOUT_VERSION = 1
 NATIVE_PREFIX = "sonicmoe_"
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
+PACKED = ("", "_blocks", "_codes")  # how a weight's name goes on: dense, MXFP4, NF4
 
 View = Callable[[torch.Tensor], torch.Tensor]
 
@@ -162,11 +163,11 @@ def assemble(named: Named, dtype: torch.dtype, read: Callable[[str, int], torch.
 
 def detect_layout(names, block: str, family: NativeFamily) -> str | None:
     """Which layout the tensors of one block are in, by their names; None for none of them."""
-    if f"{block}.experts.c_fc" in names:
+    if any(f"{block}.experts.c_fc{packed}" in names for packed in PACKED):
         return "native"
     if f"{block}.c_fc.weight" in names:
         return "upstream"
-    if f"{block}.experts.gate_up_proj" in names or f"{block}.experts.gate_up_proj_blocks" in names:
+    if any(f"{block}.experts.gate_up_proj{packed}" in names for packed in PACKED):
         return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
     if f"{block}.experts.0.gate_proj.weight" in names:
         return "per_expert"

@@ -10,6 +10,7 @@ import torch
 from ..config import check_choice
 from ..errors import CheckpointError
 from .layouts import Named, assemble, holder, layer_tensors
+from .packed import Quantiser, parts_of, row_view
 from .source import Source
 
 TARGETS = ("native", "hub")
@@ -35,26 +36,31 @@ def target_layout(source: Source, target: str) -> str:
     return "native" if target == "native" else source.family.hub_layout
 
 
-def plan(source: Source, target: str, dtype: torch.dtype | None = None) -> list[Planned]:
+def plan(
+    source: Source, target: str, dtype: torch.dtype | None = None, quantiser: Quantiser | None = None
+) -> list[Planned]:
     """The tensors of the converted checkpoint, in the order of the source's files.
 
     Args:
         source: the opened checkpoint. target: "native" or "hub". dtype: to cast to; None keeps what is stored.
+        quantiser: packs the experts' weights. None keeps dense ones, and makes packed ones dense.
     Raises:
-        CheckpointError: the experts of a layer differ in dtype.
+        CheckpointError: the experts of a layer differ in dtype, are packed in another format than the quantiser's, or
+            have rows that it does not take.
     """
     layout = target_layout(source, target)
     block_of: dict[str, str] = {}
     for block in source.expected.blocks:
         for named in source.expert_tensors(block):
-            block_of[named.name] = block_of[f"{named.name}_blocks"] = block
+            block_of[named.name] = block
+            block_of.update(dict.fromkeys((part.name for part in source.packed_parts(named)), block))
     carried, planned, done = set(source.carried), [], set()
     for name in source.tensors:
         if name in carried:
             planned.append(_carried(source, name, dtype))
         elif name in block_of and block_of[name] not in done:
             done.add(block_of[name])
-            planned += _experts_of(source, block_of[name], layout, dtype)
+            planned += _experts_of(source, block_of[name], layout, dtype, quantiser)
     return planned
 
 
@@ -66,7 +72,9 @@ def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
     return Planned(source.model_name(name), source.tensors[name].shape, wanted, lambda: source.read(name).to(wanted))
 
 
-def _experts_of(source: Source, block: str, layout: str, dtype: torch.dtype | None) -> Iterator[Planned]:
+def _experts_of(
+    source: Source, block: str, layout: str, dtype: torch.dtype | None, quantiser: Quantiser | None
+) -> Iterator[Planned]:
     sizes = source.expected.blocks[block]
     stored = {named.name: named for named in source.expert_tensors(block)}
     for named in layer_tensors(layout, block, sizes):
@@ -76,6 +84,9 @@ def _experts_of(source: Source, block: str, layout: str, dtype: torch.dtype | No
             for part in named.stored.parts
             for expert in experts
         }
+        if quantiser is not None and not named.stored.is_bias and all(map(source.is_packed, needed)):
+            yield from _moved(source, block, named, quantiser)
+            continue
         dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
         if dtype is None and len(set(dtypes.values())) > 1:
             first, other = next((a, b) for a in dtypes for b in dtypes if dtypes[a] != dtypes[b])
@@ -83,7 +94,36 @@ def _experts_of(source: Source, block: str, layout: str, dtype: torch.dtype | No
                 f"{first} is {dtypes[first]}, {other} is {dtypes[other]}: {named.name} needs one dtype; give dtype="
             )
         wanted = dtype or next(iter(dtypes.values()))
-        yield Planned(named.name, named.shape, wanted, _assembler(source, block, named, wanted))
+        make = _assembler(source, block, named, wanted)
+        if quantiser is None or named.stored.is_bias:
+            yield Planned(named.name, named.shape, wanted, make)
+        else:
+            yield from (Planned(*part, make_part) for part, make_part in quantiser.parts(named, make))
+
+
+def _moved(source: Source, block: str, named: Named, quantiser: Quantiser) -> Iterator[Planned]:
+    """A packed weight in native order, its blocks as they are."""
+    if source.quantisation != quantiser.format:
+        raise CheckpointError(
+            f"{named.name} would be packed as {quantiser.format}, but is {source.quantisation} already, and rounding "
+            "twice loses more: keep that format, or convert the bf16 checkpoint"
+        )
+    if quantiser.format == "nf4":
+        raise CheckpointError(
+            f"{source.folder} is packed as nf4 already; from_pretrained loads it as it is (NF4's scales have scales of "
+            "256 neighbouring blocks, which cannot be put into another order)"
+        )
+    for place, part in enumerate(parts_of(named.name, named.shape, quantiser.format, "native")):
+
+        def make(place=place, part=part):
+            tensor = torch.empty(part.shape, dtype=part.dtype)
+            for expert in range(tensor.shape[0]):
+                for row_part in named.stored.parts:
+                    rows = row_view("native", row_part)(tensor[expert])
+                    rows.copy_(source.packed_rows(block, row_part, expert)[place])
+            return tensor
+
+        yield Planned(*part, make)
 
 
 def _assembler(source: Source, block: str, named: Named, dtype: torch.dtype) -> Callable[[], torch.Tensor]:

@@ -11,11 +11,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..errors import CheckpointError
+from ..kernels.quantized import FORMATS, Quantized
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
+from ..quantization.quantizer import QUANT_METHOD
+from ..quantization.state import stored_as
 from .config_only import UNREADABLE, without_code
-from .dequantize import QUANTISATIONS, dequantise_fp8, dequantise_mxfp4, fp8_scale_shape, mxfp4_shapes
+from .dequantize import dequantise_fp8, fp8_scale_shape
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 from .layouts import (
     HUB_CONFIG_KEY,
@@ -29,7 +32,10 @@ from .layouts import (
     layer_tensors,
 )
 from .modeling import sizes_of
+from .packed import FIRST, Part, checked, dense_expert, parts_of, row_view
 
+QUANTISATIONS = ("mxfp4", "fp8", QUANT_METHOD)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
 
@@ -137,7 +143,8 @@ class Source:
 
     Attributes:
         folder, config: where it is, and its config.json. family, native: what config.json says.
-        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantisation: "mxfp4", "fp8" or None.
+        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantisation: "nf4", "mxfp4", "fp8" or None.
+        packed_here: whether quantize_experts or conversion packed the experts.
         expected: what the family's model has. carried: names of the tensors outside the experts' layout, scales left out.
     Raises:
         CheckpointError: something is unknown, missing, wrongly shaped or contradictory; the message names it.
@@ -154,6 +161,7 @@ class Source:
                 f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
             )
         self.hub_config = hub_config(self.config, self.family)
+        self.packed_here = False
         self.quantisation = self._declared_quantisation()
         self.tensors = read_headers(folder)
         self.expected = expected_tensors(self.hub_config, self.family, folder / CONFIG_FILE, len(self.tensors))
@@ -162,6 +170,7 @@ class Source:
         self._check_names_and_shapes()
         self._open: tuple[str, Any] | None = None
         self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
+        self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
 
     def _declared_quantisation(self) -> str | None:
         declared = self.hub_config.get("quantization_config")
@@ -170,9 +179,22 @@ class Source:
         method = declared.get("quant_method") if isinstance(declared, dict) else declared
         if method not in QUANTISATIONS:
             raise CheckpointError(
-                f"{self.folder / CONFIG_FILE}: quantised by {method!r}; conversion reads {' and '.join(QUANTISATIONS)}"
+                f"{self.folder / CONFIG_FILE}: quantised by {method!r}; conversion reads {', '.join(QUANTISATIONS)}"
             )
-        return method
+        self.packed_here = method == QUANT_METHOD
+        if not self.packed_here:
+            return method
+        if declared.get("experts") not in FORMATS:
+            raise CheckpointError(
+                f"{self.folder / CONFIG_FILE}: experts are {declared.get('experts')!r}; conversion reads "
+                f"{', '.join(FORMATS)}"
+            )
+        if declared.get("linear") is not None:
+            raise CheckpointError(
+                f"{self.folder}: the linear layers are bitsandbytes', which conversion does not read: merge the adapter "
+                "into the model's bf16 checkpoint, or into one packed by sonicmoe-hf convert --quantize"
+            )
+        return declared["experts"]
 
     def _find_layout(self) -> str:
         found: dict[str, str] = {}
@@ -198,14 +220,29 @@ class Source:
         """The tensors of one block's experts, in this checkpoint's layout."""
         return list(layer_tensors(self.layout, block, self.expected.blocks[block]))
 
+    def is_packed(self, name: str) -> bool:
+        """Whether the experts' weight `name` is stored in 4 bits."""
+        return bool(self.format) and stored_as(name, self.format)[0] in self.tensors
+
+    @property
+    def format(self) -> str:
+        """The format of packed experts' weights; "" where there are none."""
+        return "" if self.quantisation is None or self.quantisation not in FORMATS else self.quantisation
+
+    def packed_parts(self, named: Named) -> list[Part]:
+        """The tensors that stand for a packed weight; none for another."""
+        if not self.is_packed(named.name):
+            return []
+        return parts_of(named.name, named.shape, self.format, self.layout)
+
+    def _parts_of_experts(self) -> list[Part]:
+        every = [named for block in self.expected.blocks for named in self.expert_tensors(block)]
+        return [part for named in every for part in self.packed_parts(named)]
+
     def _shapes_of_experts(self) -> dict[str, tuple[int, ...]]:
-        shapes = {}
+        shapes = {part.name: part.shape for part in self._parts_of_experts()}
         for block in self.expected.blocks:
-            for named in self.expert_tensors(block):
-                if f"{named.name}_blocks" in self.tensors:
-                    shapes.update(mxfp4_shapes(named.name, named.shape))
-                else:
-                    shapes[named.name] = named.shape
+            shapes.update({n.name: n.shape for n in self.expert_tensors(block) if not self.is_packed(n.name)})
         return shapes
 
     def _check_names_and_shapes(self) -> None:
@@ -258,21 +295,29 @@ class Source:
         return scales
 
     def _check_dtypes(self) -> None:
-        blocks = [name for name in self.tensors if name.endswith("_blocks")]
-        if bool(blocks) != (self.quantisation == "mxfp4"):
-            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are MXFP4")
+        has_packed = any(name.endswith(FIRST) for name in self.tensors)
+        if has_packed != (self.quantisation in FORMATS):
+            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are in 4 bits")
         is_fp8 = any(header.dtype == torch.float8_e4m3fn for header in self.tensors.values())
         if self.quantisation == "fp8" and not is_fp8:
             raise CheckpointError(f"{self.folder}: config.json declares fp8 quantisation, but no tensor is float8")
+        packed = {part.name: part.dtype for part in self._parts_of_experts()}
         for name, header in self.tensors.items():
-            packed = header.dtype == torch.uint8 and name.endswith(("_blocks", "_scales"))
             plain_float = header.dtype.is_floating_point and header.dtype.itemsize >= 2
-            if not packed and not plain_float and header.dtype != torch.float8_e4m3fn:
+            if name in packed and header.dtype != packed[name]:
+                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; it must be {packed[name]}")
+            if name not in packed and not plain_float and header.dtype != torch.float8_e4m3fn:
                 raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; weights are floats")
 
     def expert_dtype(self, named: Named) -> torch.dtype:
         """The dtype of the tensor `named` of this checkpoint once it is read."""
-        return torch.bfloat16 if f"{named.name}_blocks" in self.tensors else self.dtype_of(named.name)
+        return self.dense_dtype if self.is_packed(named.name) else self.dtype_of(named.name)
+
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """What quantised weights become: bf16; of experts that were packed here, the dtype that the model computes in."""
+        declared = self.config.get("dtype", self.config.get("torch_dtype")) if self.packed_here else None
+        return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor once it is read."""
@@ -316,12 +361,30 @@ class Source:
     def _expert_slice(self, name: str, expert: int) -> torch.Tensor:
         """One expert's slice of a tensor that holds all; the last one is kept, as gate and up are read in turn."""
         if self._last_expert is None or self._last_expert[0] != (name, expert):
-            if f"{name}_blocks" in self.tensors:
-                whole = dequantise_mxfp4(self._raw(f"{name}_blocks", expert), self._raw(f"{name}_scales", expert))
+            if self.is_packed(name):
+                packed, place = self._packed(name, expert)
+                whole = dense_expert(packed, self.format, self.dense_dtype, place, self.layout)
             else:
-                whole = self._raw(name, expert)
-            self._last_expert = ((name, expert), whole[0])
+                whole = self._raw(name, expert)[0]
+            self._last_expert = ((name, expert), whole)
         return self._last_expert[1]
+
+    def _packed(self, name: str, expert: int) -> tuple[Quantized, int]:
+        """What is stored of a packed weight, and the expert's place in it. MXFP4: of this expert alone; NF4: of all,
+        whose scales have scales that cross experts."""
+        alone = self.format == "mxfp4"
+        if self._last_packed is None or self._last_packed[0] != (name, expert if alone else None):
+            self._last_packed = None
+            stored = [self._raw(part, expert if alone else None) for part in stored_as(name, self.format)]
+            packed = checked(Quantized(*(part.clone() for part in stored)), self.format, name)
+            self._last_packed = (name, expert if alone else None), packed
+        return self._last_packed[1], 0 if alone else expert
+
+    def packed_rows(self, block: str, part: str, expert: int) -> list[torch.Tensor]:
+        """What is stored of one part of one expert of a packed weight: its rows of codes and of scales."""
+        packed, place = self._packed(f"{block}.{holder(self.layout, part).name}", expert)
+        rows = row_view(self.layout, part)
+        return [rows(tensor[place]) for tensor in (packed.codes, packed.scales)]
 
     def close(self) -> None:
         """Close the file that is open."""

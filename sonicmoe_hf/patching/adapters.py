@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -13,19 +11,22 @@ from ..low_rank import LowRank
 _thread = threading.local()  # given: (experts, parameter name, adapters) of each wrapper in whose forward we are
 
 
-@contextlib.contextmanager
-def given(experts: nn.Module, parameter_name: str, adapters: list[LowRank]) -> Iterator[None]:
-    """Calls of `experts` inside, in this thread, add `adapters` to that parameter."""
-    outer = getattr(_thread, "given", ())
-    _thread.given = (*outer, (experts, parameter_name, adapters))
-    try:
-        yield
-    finally:
-        _thread.given = outer
+class Given:
+    """`with Given(...)`: calls of `experts` inside, in this thread, add `adapters` to that parameter."""
+
+    def __init__(self, experts: nn.Module, parameter_name: str, adapters: list[LowRank]):
+        self.entry = experts, parameter_name, adapters
+
+    def __enter__(self) -> None:
+        self.outer = getattr(_thread, "given", ())
+        _thread.given = (*self.outer, self.entry)
+
+    def __exit__(self, *_) -> None:
+        _thread.given = self.outer
 
 
 def adapters_of(experts: nn.Module, parameter_name: str) -> list[LowRank] | None:
-    """What `given` says in this thread."""
+    """What `Given` says in this thread."""
     for module, name, adapters in getattr(_thread, "given", ()):
         if module is experts and name == parameter_name:
             return adapters

@@ -47,7 +47,9 @@ class ModelCall:
     outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
     share: what part of the optimiser step's tokens the outermost call has, as far as its loss says; loss_gradient: the
     gradient of that loss, once backward began. Both are for balancing. recorded, replayed: {layer: indices [T, K]} that
-    the outermost call notes, or takes in place of the routers' own.
+    the outermost call notes, or takes in place of the routers' own. agreed: under expert parallelism, this
+    rank's numbers of tokens and pairs, and the largest of all ranks. batch_group: the ranks that share the outermost
+    call's batch, if stochastic rounding must draw the same there.
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None):
@@ -63,6 +65,8 @@ class ModelCall:
         self.loss_gradient: torch.Tensor | None = None
         self.recorded: dict[str, torch.Tensor] | None = None
         self.replayed: dict[str, torch.Tensor] | None = None
+        self.agreed: tuple[list[int], list[int]] | None = None
+        self.batch_group: torch.distributed.ProcessGroup | None = None
 
 
 class _Latest:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import (
@@ -26,7 +28,11 @@ from ..routing import MISPLACED, Routing
 from .adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
+if TYPE_CHECKING:
+    from ..expert_parallel.implementation import SonicMoEExpertParallelism
+
 IMPLEMENTATION = "sonicmoe_hf"
+_PACKAGE = __package__.partition(".")[0]
 DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
@@ -117,14 +123,14 @@ def _activation_name(experts: Any) -> str:
     return activation
 
 
-def experts_facts(experts: nn.Module) -> ExpertsFacts:
+def experts_facts(experts: Any) -> ExpertsFacts:
     """What the module computes, from its class and flags.
 
     Raises:
         UnsupportedExpertsError: something sonicmoe_hf does not compute; never a wrong number.
     """
-    if isinstance(facts := getattr(experts, "facts", None), ExpertsFacts):
-        return facts  # SonicMoEExperts
+    if hasattr(type(experts), "facts"):  # SonicMoEExperts; of a module, asking for what is not there takes long
+        return experts.facts
     if type(experts).__name__ == LIGERS:
         raise UnsupportedExpertsError(why_not_reached(experts))
     if not hasattr(type(experts), "_apply_gate"):
@@ -150,7 +156,7 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
 
 def weight_names(experts: nn.Module) -> tuple[str, str]:
     """The names of the experts' weights, of the first product and of the second."""
-    return getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+    return getattr(type(experts), "weight_names", ("gate_up_proj", "down_proj"))
 
 
 def check_weights(experts: nn.Module) -> None:
@@ -166,13 +172,29 @@ def check_weights(experts: nn.Module) -> None:
 
 def is_expert_parallel(experts: Any) -> bool:
     """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
-    if getattr(experts, "_is_expert_parallel", False):
+    if vars(experts).get("_is_expert_parallel"):
         return True
+    config = experts.config
     for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        total = getattr(experts.config, name, None)
+        total = getattr(config, name, None)
         if isinstance(total, int):
             return experts.num_experts < total
     return False
+
+
+def expert_parallelism(experts: nn.Module) -> SonicMoEExpertParallelism | None:
+    """Our implementation of expert parallelism, where it brings these experts their tokens."""
+    return getattr(experts, "_sonicmoe_hf_expert_parallelism", None)
+
+
+def expert_parallel_remedy() -> str:
+    """How to get our implementation of expert parallelism."""
+    if f"{_PACKAGE}.expert_parallel.implementation" not in sys.modules:
+        return (
+            f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
+            "installed"
+        )
+    return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
 
 
 def is_tensor_parallel(experts: nn.Module) -> bool:
@@ -188,13 +210,12 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
     """The routing that an experts module was handed, as a Routing.
 
     Raises:
-        ValueError: token rounding's Routing reached a module that holds only some of the experts, or weights that are
-            not its own came with it.
+        ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
     """
     expert_parallel = is_expert_parallel(experts)
     if not isinstance(top_k_index, Routing):
         return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
-    if expert_parallel:
+    if expert_parallel and not top_k_index.is_local:
         raise ValueError(MISPLACED)
     return top_k_index.weighted_by(top_k_weights)
 
@@ -232,7 +253,7 @@ def sonicmoe_hf_experts_forward(
         down_adapter=adapters_of(self, "down_proj"),
         activation=facts.activation,
         layout=facts.layout,
-        save=getattr(self, "_sonicmoe_hf_save", "preactivation"),
+        save=vars(self).get("_sonicmoe_hf_save", "preactivation"),
     )
 
 

@@ -20,11 +20,11 @@ from ..model_patches import FAMILIES
 from ..private.torch import forward_hooks, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation
 from ..routing import MISPLACED, rounded_routing
-from . import calls
+from . import calls, fast_topk
 from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
-from .experts import IMPLEMENTATION, was_reached
+from .experts import IMPLEMENTATION, expert_parallelism, was_reached
 from .forwards import why_not_reached
 from .recorded import replayed
 from .support import Layer, find_layers, make_ready, ways_to_experts
@@ -88,8 +88,9 @@ class RouterHook:
                 _say_top_k(call.state, policy, num_tokens, index_TK.shape[1], num_experts)
             else:
                 rounded, fell_back = rounded_routing(
-                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T, dtype=weights_TK.dtype
-                )
+                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T, dtype=weights_TK.dtype,
+                    batch_group=call.outermost.batch_group,
+                )  # fmt: skip
         if call.state.counting and not recomputing:
             tile = 1 if policy is None else policy.tile_rows
             rows_E = None if rounded is None else rounded.rows.offsets.diff()
@@ -201,6 +202,9 @@ class ModelEntryHook:
     def _prepare(self, call: ModelCall, kwargs: dict) -> None:
         """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
         state = self.state
+        if state.policy is not None and state.policy.rounding == "stochastic":
+            parallelism = [expert_parallelism(layer.experts) for layer in self.layers]
+            call.batch_group = next((found.batch_group for found in parallelism if found is not None), None)
         if state.balancing is not None:
             call.share = share_of_batch(kwargs)
         if state.recording is None and state.replaying is None:
@@ -262,6 +266,7 @@ class ModelExitHook:
         self.state, self.name = state, name
 
     def __call__(self, model: nn.Module, args, output):
+        fast_topk.take_off()  # where an error left it on
         call = calls.end(self.state, self.name)
         if call is None or not call.gradients:
             return

@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`) and fsdp_auto_wrap_policy, of PEFT
-0.19 to 0.21.
+parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), fsdp_auto_wrap_policy and
+get_tp_plan_and_mesh, of PEFT 0.19 to 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. Imported when PEFT is (registration.py).
@@ -12,18 +12,28 @@ import logging
 from typing import Any
 
 import torch
+from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import other as peft_other
 from torch import nn
 
+from ..expert_parallel.collectives import sum_gradients
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank
-from .adapters import given
-from .experts import IMPLEMENTATION, experts_facts, is_expert_parallel, is_tensor_parallel, weight_names
+from .adapters import Given
+from .experts import (
+    IMPLEMENTATION,
+    expert_parallelism,
+    experts_facts,
+    is_expert_parallel,
+    is_tensor_parallel,
+    weight_names,
+)
 from .forwards import why_not_reached
 
 logger = logging.getLogger(__name__)
 _PEFTS_ACTIVATE = ParamWrapper._activate_lora
+_PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _said: set[str] = set()
 
@@ -37,14 +47,15 @@ def _is_ours(experts: nn.Module) -> bool:
 
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
     """Why we leave this adapter of our experts to PEFT, or None."""
-    if wrapper.parameter_name not in weight_names(experts):
-        return f"{wrapper.parameter_name} is not a weight of the experts' products"
+    name = wrapper.parameter_name
+    if name not in weight_names(experts):
+        return f"{name} is not a weight of the experts' products"
     if wrapper.num_experts == 1:
         return "there is one expert"
-    if is_expert_parallel(experts) or is_tensor_parallel(experts):
+    if expert_parallelism(experts) is None and (is_expert_parallel(experts) or is_tensor_parallel(experts)):
         return "the experts are split over ranks"
-    dtype = wrapper.get_param().dtype
-    return None if dtype in FLOAT_DTYPES else f"{wrapper.parameter_name} is stored as {dtype}"
+    dtype = getattr(experts, name).dtype
+    return None if dtype in FLOAT_DTYPES else f"{name} is stored as {dtype}"
 
 
 def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRank:
@@ -53,11 +64,18 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRa
     linear_a: Any = wrapper.lora_A[adapter]
     linear_b: Any = wrapper.lora_B[adapter]
     slow, fast = linear_a.weight, linear_b.weight
+    parallelism = expert_parallelism(wrapper.get_base_layer())
+    if parallelism is not None and parallelism.batch_group is not None:
+        # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
+        # averages the other adapters
+        slow, fast = (sum_gradients(weight, parallelism.batch_group) for weight in (slow, fast))
     a = slow.reshape(num_experts, rank, slow.shape[1])
     b = fast.reshape(fast.shape[0], rank, num_experts).permute(2, 0, 1)
     # PEFT 0.19.0 takes a weight's dimensions the other way round
     if wrapper._did_swap_in_out_features == is_transposed:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
+    if parallelism is not None:
+        a, b = a[parallelism.ranks.experts], b[parallelism.ranks.experts]
     return LowRank(a, b, wrapper.scaling[adapter])
 
 
@@ -73,7 +91,7 @@ def _activate_lora(self, active_adapters):
         return _PEFTS_ACTIVATE(self, active_adapters)
     is_transposed = experts_facts(experts).layout.startswith("transposed")
     factors = [_low_rank(self, name, is_transposed) for name in adapters]
-    return given(experts, self.parameter_name, factors)
+    return Given(experts, self.parameter_name, factors)
 
 
 def _say(parameter: str, obstacle: str) -> None:
@@ -106,10 +124,24 @@ def _fsdp_auto_wrap_policy(model: nn.Module):
     return _ExceptFactors(policy, factors) if factors else policy
 
 
+def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
+    """PEFT asks the tensor-parallel plan of the model how to split an adapter, but the plan's rules for experts do not
+    count where expert parallelism splits them."""
+    plan, mesh = _PEFTS_PLAN(model, current_key)
+    if plan is None:
+        return plan, mesh
+    module: Any = model.get_submodule(current_key.rpartition(".")[0])
+    module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+    return (None, None) if getattr(module, "_is_expert_parallel", False) else (plan, mesh)
+
+
 def install() -> None:
-    """Have PEFT's ParamWrapper hand the factors to our experts, and its policy for FSDP leave them in their layer."""
+    """Have PEFT's ParamWrapper hand the factors to our experts, its policy for FSDP leave them in their layer, and its
+    hooks for tensor parallelism leave them whole under expert parallelism."""
     setattr(ParamWrapper, "_activate_lora", _activate_lora)  # noqa: B010  (mypy refuses an assignment)
     peft_other.fsdp_auto_wrap_policy = _fsdp_auto_wrap_policy
+    if _PEFTS_PLAN is not None:
+        peft_model.get_tp_plan_and_mesh = _get_tp_plan_and_mesh
 
 
 install()

@@ -29,7 +29,7 @@ def _layers(model: nn.Module) -> dict[str, int]:
             raise UnsupportedModelError(
                 f"{layer.name}: recording and replaying do not know its router; docs/models.md lists the models they know"
             )
-    return {hook.layer_name: layer.experts.num_experts for hook, layer in zip(router_hooks(model), find_layers(model))}
+    return {hook.layer_name: layer.router.num_experts for hook, layer in zip(router_hooks(model), find_layers(model))}
 
 
 def _calls_of(routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor], layers: dict[str, int]):

@@ -14,7 +14,14 @@ from torch import nn
 from ..config import TokenRounding
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
 from ..model_patches import FAMILIES, Family
-from .experts import check_weights, experts_facts, is_expert_parallel, is_tensor_parallel
+from .experts import (
+    check_weights,
+    expert_parallel_remedy,
+    expert_parallelism,
+    experts_facts,
+    is_expert_parallel,
+    is_tensor_parallel,
+)
 from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
 
 REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
@@ -224,8 +231,10 @@ def _why_no_rounding(layer: Layer) -> str | None:
     if layer.family is None:
         return "token rounding does not know its router; docs/models.md lists the models it works in"
     if is_expert_parallel(layer.experts):
-        return "token rounding does not work under expert parallelism"
-    if is_tensor_parallel(layer.experts):
+        if expert_parallelism(layer.experts) is None:
+            what = "token rounding does not work under expert parallelism of Transformers' own"
+            return f"{what}; {expert_parallel_remedy()}"
+    elif is_tensor_parallel(layer.experts):
         return "token rounding does not work under tensor parallelism of the experts"
     if not hands_indices_to_experts(layer.block, layer.family):
         return f"{type(layer.block).__name__} of this Transformers version uses the router's indices itself"

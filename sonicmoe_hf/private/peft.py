@@ -7,5 +7,9 @@ USED = {
         "0.20 to 0.21",
         "which of an adapter's sides is the input's",
     ),
+    "peft.tuners.lora.model.get_tp_plan_and_mesh": (
+        "0.21 to 0.21",
+        "adapters of experts under expert and tensor parallelism",
+    ),
     "peft.utils.other.fsdp_auto_wrap_policy": ("0.19 to 0.21", "adapters of experts under FSDP1"),
 }

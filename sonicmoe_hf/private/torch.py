@@ -18,6 +18,7 @@ USED = {
     "torch._C._will_engine_execute_node": ("2.11 to 2.13", "leaving out gradients that nobody needs"),
     "torch._C._disabled_torch_function_impl": ("2.11 to 2.13", "packed weights"),
     "torch.Tensor._make_wrapper_subclass": ("2.11 to 2.13", "packed weights"),
+    "torch.ops._c10d_functional": ("2.11 to 2.13", "gathering packed weights that FSDP2 has sharded"),
     "torch.ops.aten._to_copy": ("2.11 to 2.13", "moving packed weights"),
     "torch._disable_dynamo": ("2.11 to 2.13", "our ops, whose bodies torch.compile must not trace"),
     "torch.autograd.forward_ad._current_level": ("2.11 to 2.13", "the error for forward-mode derivatives"),
@@ -52,6 +53,7 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
 disable_dynamo = torch._disable_dynamo
 will_engine_execute_node = torch._C._will_engine_execute_node
+collectives = torch.ops._c10d_functional
 to_copy = torch.ops.aten._to_copy.default
 without_torch_function = (
     torch._C._disabled_torch_function_impl
@@ -60,6 +62,7 @@ wrapper_of = torch.Tensor._make_wrapper_subclass
 
 __all__ = [
     "are_functorch_transforms_active",
+    "collectives",
     "current_function_mode",
     "current_graph_task_id",
     "disable_dynamo",

@@ -18,8 +18,8 @@ FROZEN = (
 )
 NOT_DENSE = (
     "{operation} takes a dense tensor, but these experts are packed as {format}, which Transformers' experts, merging "
-    "in memory and sharding (FSDP, DeepSpeed) do not take: compute with sonicmoe_hf (patch_model, SonicMoEExperts), "
-    "replicate the weight (DDP; fully_shard's ignored_params), or take weight.dequantize()"
+    "in memory, FSDP1 and DeepSpeed's ZeRO-3 do not take: compute with sonicmoe_hf (patch_model, SonicMoEExperts), shard "
+    "with FSDP2 (fully_shard), or take weight.dequantize()"
 )
 
 
@@ -92,7 +92,7 @@ class PackedWeight(torch.Tensor):
         return sum(part.nbytes for part in self.packed if part is not None)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        return PackedWeight(_each(self.packed, function), self.format, self.dtype, self.is_transposed)
+        return type(self)(_each(self.packed, function), self.format, self.dtype, self.is_transposed)
 
     def _is_like(self, other) -> bool:
         if not isinstance(other, PackedWeight) or self.shape != other.shape:
@@ -103,7 +103,7 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        operation = _OPERATIONS.get(function)
+        operation = OPERATIONS.get(function)
         if operation is not None:
             result = operation(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -169,7 +169,8 @@ def as_parameter(weight: PackedWeight) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _same(weight, *_):
+def same(weight: PackedWeight, *_) -> PackedWeight:
+    """Another tensor over what is stored."""
     return weight._map(lambda part: part)
 
 
@@ -194,9 +195,9 @@ def _copy(weight, source, non_blocking=False):
     return weight
 
 
-_OPERATIONS = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
+OPERATIONS = {
+    aten.detach.default: same,
+    aten.alias.default: same,
     aten.clone.default: _clone,
     to_copy: _to,
     aten.empty_like.default: _empty_like,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..kernels.quantized import Quantized
+from ..kernels.quantized import Quantized, check_quantized
+from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 from .packed_weight import PackedWeight, as_parameter
 
 STORED = {"nf4": ("codes", "absmax", "state"), "mxfp4": ("blocks", "scales")}
@@ -29,9 +30,21 @@ def stored_tensors(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
 def from_stored(
     name: str, tensors: dict[str, torch.Tensor], format: str, dtype: torch.dtype, is_transposed: bool
 ) -> PackedWeight:
-    """The weight that `stored_tensors` took apart. Raises ValueError where they do not fit together."""
-    codes, scales, *state = (tensors[stored] for stored in stored_as(name, format))
-    return PackedWeight.of(Quantized(codes, scales, *state), format, dtype, is_transposed)
+    """The weight that `stored_tensors` took apart. Raises ValueError as `check_stored`."""
+    packed = Quantized(*(tensors[stored] for stored in stored_as(name, format)))
+    check_stored(name, packed, format)
+    return PackedWeight.of(packed, format, dtype, is_transposed)
+
+
+def check_stored(name: str, packed: Quantized, format: str) -> None:
+    """Raise ValueError where tensors of a checkpoint do not fit together, or their scales are not finite."""
+    try:
+        check_quantized(packed, format)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    state = packed.state
+    if state is not None and not state.is_meta and not bool(torch.isfinite(state).all()):
+        raise ValueError(f"{stored_as(name, format)[2]} has NaN or infinite values: the checkpoint is damaged")
 
 
 def stored_names(module: nn.Module) -> set[str]:

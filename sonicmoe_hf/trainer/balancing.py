@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..patching.balance import Balancing, ScaleHook, update_bias
-from ..patching.experts import is_expert_parallel
+from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.hooks import RouterHook, find_hook
 from ..patching.patch import check_routers_live, patch_state, routers
 from ..patching.support import Layer, find_layers
@@ -126,8 +126,10 @@ class LoadBalancing(_ExpertsInCheckpoints):
         what = f"LoadBalancing: {layer.name}: "
         if layer.router is None:
             raise UnsupportedModelError(f"{what}its router is not known; docs/models.md lists the models that are")
-        if is_expert_parallel(layer.experts):
-            raise UnsupportedModelError(f"{what}balancing does not work under expert parallelism")
+        if is_expert_parallel(layer.experts) and expert_parallelism(layer.experts) is None:
+            raise UnsupportedModelError(
+                f"{what}balancing does not work under expert parallelism of Transformers' own; {expert_parallel_remedy()}"
+            )
         if self.bias_update is not None and not hasattr(layer.router, "e_score_correction_bias"):
             raise UnsupportedModelError(
                 f"{what}{type(layer.router).__name__} has no correction bias for bias_update; use per_layer_loss"

@@ -12,9 +12,9 @@ from transformers.utils import logging
 
 from ..config import TokenRounding
 from ..patching.expert_load import TOTALS
-from ..patching.experts import is_expert_parallel
+from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.patch import check_routers_live, is_patched, patch_model, patch_state, router_hooks, start_counting
-from ..patching.support import find_layers
+from ..patching.support import Layer, find_layers
 from .policy_trainers import check_no_policy_trainer
 from .resume import restore_experts_on_resume
 from .weights_digest import DIGEST, check_resumed, experts_digest, restore_best
@@ -182,9 +182,10 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
         super().on_train_begin(args, state, control, model, **kwargs)
         if patch_state(model).policy is not None:  # set by patch_model or set_routing
             check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
-        if any(is_expert_parallel(layer.experts) for layer in find_layers(model)):
+        if any(is_expert_parallel(layer.experts) and _ranks_of_batch(layer) is None for layer in find_layers(model)):
             logger.warning_once(
-                "ExpertLoadCallback: nothing is counted under expert parallelism, whose ranks may share their tokens"
+                "ExpertLoadCallback: nothing is counted under expert parallelism of Transformers' own, whose ranks may "
+                f"share their tokens; {expert_parallel_remedy()}"
             )
             return
         start_counting(model)
@@ -213,6 +214,7 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
         flat = torch.cat([count.to(device) for count in counts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
+        flat //= next(map(_ranks_of_batch, find_layers(model))) or 1
         per_layer = [count.cpu() for count in flat.split([len(count) for count in counts])]
         rows = {hook.layer_name: count[: -len(TOTALS)] for hook, count in zip(hooks, per_layer)}
         totals = dict(zip(TOTALS, sum(count[-len(TOTALS) :] for count in per_layer).tolist()))
@@ -223,6 +225,12 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             {"step": step, "rows_per_expert": {name: row.tolist() for name, row in rows.items()}, **metrics}
         )
         return metrics
+
+
+def _ranks_of_batch(layer: Layer) -> int | None:
+    """How many ranks have the same tokens, where our expert parallelism knows."""
+    parallelism = expert_parallelism(layer.experts)
+    return None if parallelism is None else parallelism.tp_mesh.size()
 
 
 def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:

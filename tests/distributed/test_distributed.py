@@ -10,6 +10,7 @@ from helpers.adapters import fused, with_lora
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch, trainer_for
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, TrainerState
@@ -41,13 +42,13 @@ def gradients(model):
     return {name: gathered(gradient).float() for name, gradient in found.items() if gradient is not None}
 
 
-def mean_of_ranks(model):
+def mean_of_ranks(model, batches=OWN_BATCH):
     """What data parallelism should give: the mean of each rank's loss and gradients, computed here one by one."""
-    results = [loss_and_gradients(model, batch(**own)) for own in OWN_BATCH]
+    results = [loss_and_gradients(model, batch(**own)) for own in batches]
     losses = [result.pop("loss") for result in results]
     for result in results:
         del result["logits"]
-    return losses, {name: sum(result[name].float() for result in results) / WORLD for name in results[0]}
+    return losses, {name: sum(result[name].float() for result in results) / len(batches) for name in results[0]}
 
 
 # DDP
@@ -348,24 +349,63 @@ def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
     assert ranks.run(load_under_expert_parallelism, str(tmp_path)) == [{}, {}]
 
 
-def packed_under_ddp(rank):
-    model = sonicmoe_hf.quantize_experts(build("qwen3_moe", hidden_size=64, moe_intermediate_size=64))
+def packed_with_adapters(format, **changes):
+    model = sonicmoe_hf.quantize_experts(
+        build("qwen3_moe", hidden_size=64, moe_intermediate_size=64, **changes), format
+    )
     sonicmoe_hf.patch_model(model)
-    peft = with_lora(model, target_modules=["q_proj"])
+    return with_lora(model, target_modules=["q_proj"])
+
+
+def packed_under_ddp(rank):
+    peft = packed_with_adapters("nf4")
     loss_and_gradients(DistributedDataParallel(peft), batch(seed=rank))
-    gradients = {name: parameter.grad for name, parameter in peft.named_parameters() if parameter.grad is not None}
-    with pytest.raises(RuntimeError, match="ignored_params"):
-        fully_shard(copy.deepcopy(model.model.layers[0]))
-    packed = {weight for weight in model.parameters() if isinstance(weight, sonicmoe_hf.PackedWeight)}
-    for layer in model.model.layers:
-        fully_shard(layer, ignored_params=packed)
-    return gradients, peft(**batch(seed=rank)).loss.item()
+    return gradients(peft)
 
 
 @pytest.mark.newest
 def test_packed_experts_are_replicated_beside_adapters(ranks):
-    (first, _), (second, _) = ranks.run(packed_under_ddp)
+    first, second = ranks.run(packed_under_ddp)
     assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def packed_under_fsdp2(rank, format, precision, checkpointing):
+    peft = packed_with_adapters(format)
+    whole = copy.deepcopy(peft)
+    if checkpointing:
+        peft.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in peft.get_base_model().model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32))
+    fully_shard(peft)
+    found = []
+    for _ in range(2):  # the second time, into what the first has freed
+        peft(**batch(**OWN_BATCH[rank])).loss.backward()
+        found.append(gradients(peft))
+        peft.zero_grad()
+    assert_all_close(found[1], found[0], 0.0, "the same step twice")
+
+    name, dense = next((n, p) for n, p in whole.named_parameters() if isinstance(p, sonicmoe_hf.PackedWeight))
+    part = peft.get_parameter(name).to_local()
+    assert (part.shape[0] * WORLD, part.codes.nbytes * WORLD) == (dense.shape[0], dense.codes.nbytes)
+    with pytest.raises(RuntimeError, match="one rank's part of a packed weight"):
+        part.dequantize()
+    again = peft.get_parameter(name).full_tensor()
+    assert isinstance(again, sonicmoe_hf.PackedWeight) and torch.equal(again.dequantize(), dense.dequantize())
+    peft.load_state_dict(peft.state_dict())
+    adapters = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # what accelerate saves
+    assert set(get_model_state_dict(peft, options=adapters)) == set(found[0])
+    with pytest.raises(RuntimeError, match="3 experts cannot be sharded in parts of 2"):
+        fully_shard(packed_with_adapters(format, num_experts=3))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "format, precision, tolerance", [("nf4", torch.float32, 1e-5), ("mxfp4", torch.bfloat16, 0.2)]
+)
+def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(ranks, format, precision, tolerance):
+    _, expected = mean_of_ranks(packed_with_adapters(format))
+    for actual in ranks.run(packed_under_fsdp2, format, precision, format == "nf4"):
+        assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
 
 
 # balancing

@@ -1,14 +1,16 @@
-"""Two gloo ranks on this machine that stay up and run functions."""
+"""Gloo ranks on this machine that stay up and run functions: starting processes is what costs time."""
 
 import io
 import os
 import sys
+import time
 import traceback
+from multiprocessing import connection
 
 import torch
 import torch.multiprocessing as multiprocessing
 
-WORLD = 2
+WORLD = 2  # unless a test asks for more
 # by the process that ranks are forked from, one for all tests of a run: importing is what costs time. Nothing of ours:
 # this process does not have the tests' sys.path, which ranks get.
 IMPORTED_ONCE = [
@@ -16,17 +18,18 @@ IMPORTED_ONCE = [
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
 ]  # fmt: skip
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
+SECONDS_AFTER_FAILURE = 5
 
 
-def _serve(rank, folder, pipe):
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD,
+def _serve(rank, world, folder, pipe):
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name of this host to be resolvable
     torch.set_num_threads(1)
     # a file as the meeting point: no port to be taken by somebody else meanwhile
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     while (task := pipe.recv()) is not None:
         function, args = task
         try:
@@ -43,13 +46,13 @@ def _serve(rank, folder, pipe):
 class Ranks:
     """`run(function, *args)` calls the module-level `function(rank, *args)` on every rank: the results in their order."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, world=WORLD):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
-        ends = [context.Pipe() for _ in range(WORLD)]
+        ends = [context.Pipe() for _ in range(world)]
         self.pipes = [mine for mine, _ in ends]
         self.processes = [
-            context.Process(target=_serve, args=(rank, str(folder), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, world, str(folder), theirs), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process in self.processes:
@@ -58,15 +61,21 @@ class Ranks:
     def run(self, function, *args):
         for pipe in self.pipes:
             pipe.send((function, args))
-        replies = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(SECONDS):
+        results, failure, deadline = {}, None, time.monotonic() + SECONDS
+        while len(results) < len(self.pipes):
+            waiting = [pipe for pipe in self.pipes if pipe not in results]
+            ready = connection.wait(waiting, max(deadline - time.monotonic(), 0))
+            if not ready:
                 self.close()
-                raise TimeoutError(f"rank {rank} did not finish {function.__name__} in {SECONDS} s")
-            replies.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
-        for rank, (succeeded, result) in enumerate(replies):
-            assert succeeded, f"rank {rank}, {function.__name__}:\n{result}"
-        return [result for _, result in replies]
+                assert failure is None, failure
+                raise TimeoutError(f"{len(waiting)} ranks did not finish {function.__name__} in {SECONDS} s")
+            for pipe in ready:
+                succeeded, results[pipe] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                if not succeeded and failure is None:
+                    failure = f"rank {self.pipes.index(pipe)}, {function.__name__}:\n{results[pipe]}"
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_FAILURE)  # the others may wait for it
+        assert failure is None, failure
+        return [results[pipe] for pipe in self.pipes]
 
     def close(self):
         for pipe, process in zip(self.pipes, self.processes):

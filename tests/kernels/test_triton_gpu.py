@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_helpers import captured, errors, same_bits
 from moe_problems import layer, poisoned, rounded_once, routing_ids, run, upcast
+from triton import JITFunction
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.config import LAYOUTS
@@ -157,7 +158,7 @@ def compiled_variants():
     names = ("combine", "dispatch")  # the package's attributes of these names are functions
     others = (sys.modules[f"sonicmoe_hf.kernels.triton.{name}"] for name in names)
     modules = (bias_gradient, gemm_dgated, gemm_down, gemm_up, gemm_wgrad, *others)
-    found = [value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
     return sum(len(caches[0]) for kernel in found for caches in kernel.device_caches.values())
 
 

@@ -102,7 +102,7 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({"mlp_only_layers": [0, 1]}, "no mixture-of-experts layer"),
         ({"hidden_size": "wide"}, "does not describe a qwen3_moe model"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are MXFP4"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are in 4 bits"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}, "no tensor is float8"),
     ],
 )

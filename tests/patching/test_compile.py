@@ -13,6 +13,7 @@ from helpers.models import (
     twin,
 )
 from helpers.training import POLICY, TILE, trainer_for
+from torch._dynamo.testing import CompileCounter
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
@@ -41,6 +42,22 @@ def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing
     actual = loss_and_gradients(compiled, inputs)
     assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
+def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
+    """Regional compilation: 48 layers of which each was compiled would be over Dynamo's limit, and run uncompiled."""
+    torch._dynamo.reset()
+    model, inputs = build("qwen3_moe", use_cache=False), batch()
+    sonicmoe_hf.patch_model(model, routing)
+    expected = loss_and_gradients(model, inputs)
+    compiled = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=compiled, fullgraph=True)
+    actual = loss_and_gradients(model, inputs)
+    assert len(model.model.layers) > 1 and compiled.frame_count == 1
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
 
 
 @pytest.mark.newest

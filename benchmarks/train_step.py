@@ -1,0 +1,244 @@
+"""Training steps of whole Transformers models: tokens a second, milliseconds, memory, the first step and the loss.
+
+    python benchmarks/train_step.py [--model NAME ...] [--mode full ...] [--contender NAME ...] [--liger] [--csv FILE]
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --fsdp ...
+    python benchmarks/train_step.py --profile ...
+    python benchmarks/train_step.py --tables FILE ...
+
+Models at full width with random weights (models.py), sequences of 4,096 random tokens without padding, the same at every
+step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
+tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
+--weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4), adapters in fp32
+under autocast. Contenders take turns as whole runs, from the same weights. Transformers' sonicmoe tunes for minutes, so
+it runs only if named. Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
+--device cpu --tiny checks the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import models
+import torch
+from contenders import Unavailable
+from models import CONTENDERS, MODELS, OURS
+from moe_layer import Table
+from training import WARMUP, adapted, sequences, timed_steps, varying
+from training_tables import markdown, read_rows
+
+import sonicmoe_hf
+
+RESULTS = Path(__file__).parent / "results"
+MODES = ("full", "frozen", "LoRA", "QLoRA")
+DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
+
+
+class Run(NamedTuple):
+    """One measurement. tokens: a step and GPU; mode: what is trained; contender: who computes the experts."""
+
+    model: str
+    layers: int
+    tokens: int
+    mode: str
+    contender: str
+
+    def __str__(self):
+        return f"{self.model}, {self.layers} layers, {self.tokens} tokens, {self.mode}, {self.contender}"
+
+
+def runs_of(options) -> list[Run]:
+    """Every combination of what was asked for."""
+    found = []
+    for name in options.model or ["Qwen3-30B-A3B"]:
+        model = MODELS[name]
+        for mode in options.mode or ["full"]:
+            own = model.trained_layers if mode == "full" else model.layers
+            layers = own if options.layers is None else options.layers or model.layers
+            for contender in options.contender or DEFAULT_CONTENDERS:
+                found.append(Run(name, layers, options.tokens or model.tokens, mode, contender))
+    return found
+
+
+def settings(options, world: int) -> str:
+    """What the column `launch` says of a run: everything that is not as by default."""
+    parts = {
+        "Liger": options.liger,
+        "checkpointing": options.checkpointing,
+        f"compiled {options.compile}": options.compile,
+        "varying lengths": options.varying_lengths,
+        f"FSDP2, {world} GPU{'s' * (world > 1)}": options.fsdp,
+        "fp32 weights": options.weights == "fp32",
+    }
+    return ", ".join(part for part, chosen in parts.items() if chosen) or "plain"
+
+
+def prepared(run: Run, options):
+    """The model as `run` trains it."""
+    models.check_available(run.contender)
+    contender = CONTENDERS[run.contender]
+    ours = contender.implementation == "ours"
+    if run.mode == "QLoRA" and not ours:
+        raise Unavailable(f"{run.contender} has no packed experts")
+    dtype = torch.float32 if options.weights == "fp32" else torch.bfloat16
+    model = models.build(
+        run.model, run.layers, device=options.device, tiny=options.tiny, dtype=dtype,
+        implementation="grouped_mm" if ours else contender.implementation,
+    )  # fmt: skip
+    if options.liger:
+        models.apply_liger(run.model, model)
+    if ours:
+        sonicmoe_hf.patch_model(model, contender.routing)
+    model = adapted(model, run.mode)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.fsdp:
+        models.shard(model, dtype)
+    if options.compile == "model":
+        model = torch.compile(model)
+    elif options.compile == "layers":
+        for module in model.modules():
+            if "DecoderLayer" in type(module).__name__:
+                module.compile()
+    return model
+
+
+def measure(table: Table, run: Run, options, world: int, say) -> None:
+    """One run's rows: of the steps or, with --profile, of their parts."""
+
+    def add(metric, values):
+        shape = f"{run.layers},{run.tokens}"
+        table.add(run.model, shape, run.contender, run.mode, settings(options, world), metric, values)
+
+    try:
+        model = prepared(run, options)
+        tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+        autocast = run.mode != "full" or (options.weights == "fp32" and not options.fsdp)
+        if options.profile:
+            from step_parts import profiled, shown
+
+            parts = profiled(model, tokens, autocast, options.steps)
+            for metric, value in parts.metrics():
+                add(metric, [value])
+            say(f"{run}\n{shown(parts)}")
+            return
+        steps = WARMUP + options.steps
+        batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
+        measured = timed_steps(model, batches, autocast)
+    except Unavailable as reason:
+        say(f"{run} is left out: {reason}")
+    except torch.OutOfMemoryError:
+        add("out_of_memory", [1])
+        say(f"{run}: out of memory")
+    else:
+        add("ms", measured.milliseconds)
+        sizes = [batch.numel() for batch in batches[WARMUP:]]
+        add("tokens_per_s", [1e3 * size / ms for size, ms in zip(sizes, measured.milliseconds)])
+        add("peak_GiB", [measured.peak_GiB])
+        add("first_step_s", [measured.first_step_s])
+        add("loss", [measured.loss])
+        ms = torch.tensor(measured.milliseconds).median().item()
+        speed = sum(sizes) / sum(measured.milliseconds)
+        say(
+            f"{run}, {settings(options, world)}: {ms:.1f} ms  {speed:.1f}k tokens/s  {measured.peak_GiB:.1f} GiB  "
+            f"first step {measured.first_step_s:.1f} s  loss {measured.loss:.4f}  "
+            f"{86.4e6 * speed * world / 1e9:.2f}e9 tokens a day"
+        )
+
+
+def release(device: str) -> None:
+    """The memory of a run that is over, and what torch.compile knows of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def options_of(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="default: Qwen3-30B-A3B")
+    parser.add_argument("--mode", action="append", choices=MODES, help="default: full")
+    parser.add_argument(
+        "--contender", action="append", choices=list(CONTENDERS), help=f"default: {'; '.join(DEFAULT_CONTENDERS)}"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="0: all; default: as many as one H200 trains fully, all where experts are frozen"
+    )
+    parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
+    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument(
+        "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
+    )
+    parser.add_argument(
+        "--varying-lengths", action="store_true",
+        help="another number of tokens at every step; without cuDNN's attention, which plans anew for each",
+    )  # fmt: skip
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 over the ranks of torchrun, one or more; mode full")
+    parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="what the optimiser keeps")
+    parser.add_argument("--profile", action="store_true", help="what each part of a step takes, in place of its time")
+    parser.add_argument("--steps", type=int, default=8, help="timed, after the warm-up; or profiled")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--csv", type=Path, help="default: results/train_step.csv, results/step_parts.csv")
+    parser.add_argument(
+        "--tables", type=Path, nargs="+", metavar="CSV", help="print these results, and measure nothing"
+    )
+    options = parser.parse_args(arguments)
+    if options.csv is None:
+        options.csv = RESULTS / ("step_parts.csv" if options.profile else "train_step.csv")
+    if options.profile and (options.checkpointing or options.compile or options.fsdp):
+        parser.error("--profile tells parts apart only without --checkpointing, --compile and --fsdp")
+    if options.fsdp and set(options.mode or ["full"]) != {"full"}:
+        parser.error("--fsdp: mode full only")
+    if options.weights == "fp32" and options.mode not in (None, ["full"]):
+        parser.error("--weights fp32: mode full only; adapters are in fp32 anyway")
+    return options
+
+
+def join_ranks(device: str) -> tuple[int, int]:
+    """(this rank, how many there are), as torchrun says; one alone without it."""
+    for variable, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29571"),
+    ):
+        os.environ.setdefault(variable, value)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def main():
+    options = options_of()
+    if options.tables:
+        print(markdown(read_rows(options.tables)))
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 --layers 2 checks the script"
+        )
+    rank, world = join_ranks(options.device) if options.fsdp else (0, 1)
+    if options.varying_lengths and options.device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
+    table = Table()
+    options.csv.parent.mkdir(parents=True, exist_ok=True)
+    for run in runs_of(options):
+        measure(table, run, options, world, say)
+        release(options.device)
+        if rank == 0:
+            table.write(options.csv)
+    if not options.profile:
+        say(markdown(table.rows))
+    if options.fsdp:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Training steps of a whole model: what is trained, one step, and its time and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from peft import get_peft_model
+
+import sonicmoe_hf
+
+RANK, SEQUENCE, WARMUP = 16, 4096, 2
+ATTENTION = ["q_proj", "v_proj"]
+LEARNING_RATE = 1e-4
+
+
+class Measured(NamedTuple):
+    """Milliseconds of each step after the warm-up, seconds of the very first one, GiB at the peak (what the first step
+    compiles is left out, the optimiser's state is in), and the loss of the last step."""
+
+    milliseconds: list[float]
+    first_step_s: float
+    peak_GiB: float
+    loss: float
+
+
+def adapted(model, trained: str):
+    """The model as it is trained. "full": all weights. "LoRA": r = 16 on the experts and on q and v, in fp32. "QLoRA":
+    the same, experts packed in NF4. "frozen": on q and v alone."""
+    if trained == "full":
+        return model.requires_grad_(True)
+    if trained == "QLoRA":
+        sonicmoe_hf.quantize_experts(model, "nf4")
+    parameters = {"target_parameters": []} if trained == "frozen" else {}
+    adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=ATTENTION, **parameters)
+    with torch.device(next(model.parameters()).device):  # PEFT initialises them where new tensors are made
+        return get_peft_model(model, adapters)
+
+
+def sequences(num_tokens: int, vocabulary: int, device: str) -> torch.Tensor:
+    """Random tokens in full sequences of 4,096, as packing makes them: no padding."""
+    generator = torch.Generator(device).manual_seed(1)
+    length = min(SEQUENCE, num_tokens)
+    return torch.randint(vocabulary, (num_tokens // length, length), generator=generator, device=device)
+
+
+def varying(tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    """Another number of tokens at every step: the first has all, later ones between three quarters and all."""
+    length = tokens.shape[1]
+    lengths = [length, *(length - 1 - number * 61 % (length // 4) for number in range(steps - 1))]
+    return [tokens[:, :length] for length in lengths]
+
+
+def optimizer_of(model) -> torch.optim.Optimizer:
+    """Fused AdamW of what is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+
+
+def one_step(model, optimizer, tokens, autocast: bool = True):
+    """Forward, backward, optimiser, zero_grad. Returns the loss, on the device."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    with torch.autograd.profiler.record_function("part:optimiser"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+class _Clock:
+    """The times at which the device reached certain points; the host waits for it only when asked for them."""
+
+    def __init__(self, on_gpu: bool):
+        self.on_gpu = on_gpu
+        self.points: list = []
+
+    def note(self) -> None:
+        if self.on_gpu:
+            self.points.append(torch.cuda.Event(enable_timing=True))
+            self.points[-1].record()
+        else:
+            self.points.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """Between each two points."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [before.elapsed_time(after) for before, after in zip(self.points, self.points[1:])]
+        return [1e3 * (after - before) for before, after in zip(self.points, self.points[1:])]
+
+
+def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
+    """One step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the others."""
+    on_gpu = batches[0].device.type == "cuda"
+    optimizer, clock, began = optimizer_of(model), _Clock(on_gpu), time.perf_counter()
+    first_step_s = float("nan")
+    for number, tokens in enumerate(batches):
+        if number == WARMUP:
+            clock.note()
+        loss = one_step(model, optimizer, tokens, autocast)
+        if number >= WARMUP:
+            clock.note()
+        elif on_gpu:
+            torch.cuda.synchronize()
+        if number == 0:
+            first_step_s = time.perf_counter() - began
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+    milliseconds = clock.milliseconds()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+    return Measured(milliseconds, first_step_s, peak, loss.item())

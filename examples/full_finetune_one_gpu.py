@@ -1,0 +1,131 @@
+"""Train all weights of a model on one GPU in 6 bytes a parameter: Qwen3-30B-A3B fits on one H200.
+
+    python examples/full_finetune_one_gpu.py                                      # a small model, offline, on any machine
+    python examples/full_finetune_one_gpu.py --model Qwen/Qwen3-30B-A3B --text my_texts/*.txt --output outputs/full
+    python examples/full_finetune_one_gpu.py --model Qwen/Qwen3-30B-A3B --random --steps 7 --no-save  # speed, memory
+
+Needs torchao; on a GPU, Liger too. What makes it fit:
+- Weights are bf16 alone. torchao's AdamW rounds their updates stochastically, so that updates below bf16's resolution
+  are not lost; its two moments take 8 bits each.
+- The optimiser steps one weight at a time, in backward, as soon as that weight's gradient is complete, and the gradient
+  is freed at once. So there is no gradient accumulation, no clipping by the norm of all gradients, and one GPU.
+- Gradient checkpointing, and Liger's RMSNorm, RoPE and fused linear cross entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torchao.optim import AdamW8bit
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
+
+import sonicmoe_hf
+from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
+from sonicmoe_hf.demo.throughput import ThroughputCallback
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
+    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
+    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    parser.add_argument("--text", type=Path, nargs="+", help="files of plain text; default: the standard library's")
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5")
+    parser.add_argument("--logging-steps", type=int, default=1)
+    parser.add_argument("--output", default="outputs/full")
+    parser.add_argument("--no-save", dest="save", action="store_false", help="do not write the model at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    found = parser.parse_args(arguments)
+    if found.random and found.model is None:
+        parser.error("--random takes the sizes of --model")
+    return found
+
+
+def load(arguments: argparse.Namespace):
+    """The model with bf16 weights on the device where it trains, its tokenizer, and training blocks."""
+    if arguments.text:
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in arguments.text]
+    else:
+        texts, _ = standard_library()
+    if arguments.model is None or arguments.random:
+        tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if arguments.model is None:
+        config = small_config(tokenizer)
+        config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    elif arguments.random:
+        model = random_model(arguments.model, arguments.layers, dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=torch.bfloat16, device_map=str(torch.accelerator.current_accelerator() or "cpu")
+        )
+    sonicmoe_hf.patch_model(model)
+    return model, tokenizer, blocks(texts, tokenizer, arguments.sequence_length)
+
+
+def step_in_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """From now on a backward updates every weight as soon as its gradient is complete, and frees the gradient."""
+
+    def step(weight):
+        optimizer.step()  # updates this weight alone: no other has a gradient now
+        weight.grad = None
+
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(step)
+
+
+def main(argv: list[str] | None = None) -> Trainer:
+    """Train, and save the model; returns the Trainer."""
+    arguments = parse_arguments(argv)
+    set_seed(arguments.seed)
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes a CPU longer than it saves
+    model, tokenizer, train_blocks = load(arguments)
+    learning_rate = arguments.learning_rate or (3e-3 if arguments.model is None else 1e-5)
+    optimizer = AdamW8bit(model.parameters(), learning_rate, bf16_stochastic_round=True)
+    throughput = ThroughputCallback(arguments.sequence_length)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=arguments.output,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.batch_size,
+            lr_scheduler_type="cosine",
+            warmup_steps=max(1, arguments.steps // 20),
+            max_grad_norm=0.0,  # gradients are gone before there is a norm of all
+            gradient_checkpointing=True,
+            use_liger_kernel=on_gpu,
+            liger_kernel_config={"swiglu": False},  # the experts are ours
+            logging_steps=arguments.logging_steps,
+            save_strategy="no",
+            report_to="none",
+            seed=arguments.seed,
+            use_cpu=not on_gpu,
+            dataloader_pin_memory=on_gpu,
+        ),
+        train_dataset=train_blocks,
+        processing_class=tokenizer,
+        optimizers=(optimizer, None),
+        callbacks=[throughput],
+    )
+    step_in_backward(model, optimizer)
+    trainer.train()
+    if arguments.save:
+        trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Supervised fine-tuning with TRL's SFTTrainer: LoRA on experts and attention, texts packed without padding.
+
+    python examples/sft_packing.py                                                 # a small model, offline
+    python examples/sft_packing.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --liger \
+        --sequence-length 4096 --batch-size 4 --attn-implementation flash_attention_2
+
+Flash attention keeps packed texts apart, and each text whole (TRL's "bfd"). Without it texts are joined into one stream
+and cut at every --sequence-length tokens ("wrapped"): a token then sees the texts before its own in the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+import sonicmoe_hf
+from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
+from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
+from sonicmoe_hf.demo.throughput import ThroughputCallback
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
+    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
+    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    parser.add_argument("--attn-implementation", default="sdpa")
+    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
+    parser.add_argument("--dataset", help="hub name, of a kind that SFTTrainer takes; default: the standard library")
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4, help="packed sequences per device")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--logging-steps", type=int, default=10)
+    parser.add_argument("--output", default="outputs/sft")
+    parser.add_argument("--seed", type=int, default=0)
+    found = parser.parse_args(arguments)
+    if found.random and found.model is None:
+        parser.error("--random takes the sizes of --model")
+    return found
+
+
+def load(arguments: argparse.Namespace):
+    """The patched model, its tokenizer, and the texts."""
+    texts, _ = standard_library()
+    options = {"dtype": torch.bfloat16, "attn_implementation": arguments.attn_implementation}
+    if arguments.model is None or arguments.random:
+        tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if arguments.model is None:
+        model = AutoModelForCausalLM.from_config(small_config(tokenizer), **options)
+    elif arguments.random:
+        model = random_model(arguments.model, arguments.layers, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, **options)
+    sonicmoe_hf.patch_model(model)
+    if arguments.dataset is None:
+        return model, tokenizer, Dataset.from_dict({"text": texts})
+    return model, tokenizer, load_dataset(arguments.dataset, split="train")
+
+
+def main(argv: list[str] | None = None) -> SFTTrainer:
+    """Train, and save the adapter; returns the trainer."""
+    arguments = parse_arguments(argv)
+    set_seed(arguments.seed)
+    model, tokenizer, texts = load(arguments)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=arguments.output,
+            packing=True,
+            packing_strategy="bfd" if "flash" in arguments.attn_implementation else "wrapped",
+            max_length=arguments.sequence_length,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.batch_size,
+            learning_rate=arguments.learning_rate,
+            bf16=True,
+            gradient_checkpointing=True,
+            use_liger_kernel=arguments.liger,
+            liger_kernel_config={"swiglu": False},  # the experts are ours
+            logging_steps=arguments.logging_steps,
+            save_strategy="no",
+            report_to="none",
+            seed=arguments.seed,
+            use_cpu=not torch.accelerator.is_available(),
+            dataloader_pin_memory=torch.cuda.is_available(),
+        ),
+        train_dataset=texts,
+        processing_class=tokenizer,
+        peft_config=sonicmoe_hf.lora_config(model, arguments.rank),
+        callbacks=[ThroughputCallback(arguments.sequence_length)],
+    )
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Expert parallelism through Transformers' EPImplementationInterface: token rounding, and tokens sent to a rank once."""

@@ -1,0 +1,148 @@
+"""How tokens reach the experts of other ranks, and what these experts give comes back.
+
+A token is sent to a rank once, however many of its experts live there, and a rank's experts are summed before their
+output is sent back. Letters: N ranks, T tokens of this rank, H hidden size, P pairs (token, expert) of a Routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .. import backends
+from ..dispatch import dispatch
+from ..patching import calls
+from ..routing import Routing
+from .collectives import exchange, gather, largest, rows_of_tokens, scatter_sum, sum_of_rows
+
+NOBODY = -1  # the expert of a pair that is none
+
+
+class Ranks(NamedTuple):
+    """The ranks that share a layer's experts: expert e lives on rank e // num_local of the group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    num_local: int
+
+    @property
+    def experts(self) -> slice:
+        """Which of the layer's experts live here."""
+        return slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
+
+    def local(self, expert_index: torch.Tensor) -> torch.Tensor:
+        """Expert ids counted from this rank's first; those of others lie outside 0 .. num_local - 1."""
+        return expert_index - self.experts.start
+
+    def routing(self, expert_index, weights, token_index, num_tokens: int) -> Routing:
+        """The pairs with this rank's experts, whose ids are counted from the first of them, sorted."""
+        backend = backends.choose(weights.device, torch.float32).name
+        rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
+        return Routing(
+            expert_index, weights, token_index, sentinels=True, rows=rows, rows_backend=backend, is_local=True
+        )
+
+
+Experts = Callable[[torch.Tensor, Routing, torch.Tensor], torch.Tensor]
+
+
+def pairs_of(routing: Routing, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """expert_P, token_P and weight_P of any Routing."""
+    expert_P, weight_P = routing.expert_index.reshape(-1), routing.weights.reshape(-1)
+    if routing.token_index is not None:
+        return expert_P, routing.token_index.reshape(-1), weight_P
+    token_P = torch.arange(expert_P.numel(), device=expert_P.device) // max(expert_P.numel() // max(num_tokens, 1), 1)
+    return expert_P, token_P, weight_P
+
+
+def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor:
+    missing = length - len(tensor)
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing), value=value) if missing else tensor
+
+
+def _agreed(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> list[int]:
+    """The largest T and P of the ranks, and whether any of them lists its pairs with their tokens.
+
+    Asked once for each call of a patched model, whose layers all have the same tokens.
+    """
+    own = [num_tokens, num_pairs, int(is_list)]
+    call, _ = calls.current()
+    if call is None:
+        return largest(own, ranks.group)
+    if call.agreed is None:
+        call.agreed = own, largest(own, ranks.group)
+    if call.agreed[0] != own:
+        raise RuntimeError(
+            f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
+            f'{call.agreed[0][0]} and {call.agreed[0][1]}: use ep_implementation="all_to_all" for such a model'
+        )
+    return call.agreed[1]
+
+
+def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
+    """Every rank gets all tokens, and the sum over ranks of what their experts give: for two ranks, where few tokens have
+    all their experts on one. All shapes are known on the host, so nothing waits for the device."""
+    num_tokens, num_pairs = len(x_TH), routing.expert_index.numel()
+    most_tokens, most_pairs, is_list = _agreed(num_tokens, num_pairs, routing.token_index is not None, ranks)
+    if not most_tokens:
+        return experts(x_TH, ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0),
+                       routing.weights)  # fmt: skip
+    works: list = []
+    if is_list:
+        expert, token, weight = pairs_of(routing, num_tokens)
+        is_pair = (expert >= 0) & (expert < ranks.size * ranks.num_local)
+        token = torch.where(is_pair, token.to(torch.int32) + ranks.rank * most_tokens, NOBODY)
+        expert = torch.where(is_pair, expert.to(torch.int32), NOBODY)
+        pairs = _padded(torch.stack((expert, token), dim=1), most_pairs, NOBODY)
+        weight = _padded(weight, most_pairs)
+    else:
+        pairs = _padded(routing.expert_index.to(torch.int32), most_tokens, NOBODY)
+        weight = _padded(routing.weights, most_tokens)
+    all_pairs = gather(pairs, ranks.group, works)
+    all_weights = gather(weight, ranks.group, works)
+    all_x = gather(_padded(x_TH, most_tokens), ranks.group, works)
+    for work in works[:-1]:
+        work.wait()
+    expert, token = all_pairs.unbind(1) if is_list else (all_pairs, None)
+    here = ranks.routing(ranks.local(expert), all_weights, token, len(all_x))  # while x is on its way
+    works[-1].wait()
+    out = scatter_sum(experts(all_x, here, all_weights), ranks.group)
+    return out if len(out) == num_tokens else out[:num_tokens]
+
+
+def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
+    """Each rank gets the tokens that one of its experts wants: for three ranks or more. Sizes are read on the host."""
+    num_tokens, group, per = len(x_TH), ranks.group, ranks.num_local
+    expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
+    is_pair_P = (expert_P >= 0) & (expert_P < ranks.size * per)
+    rank_P = torch.where(is_pair_P, expert_P // per, ranks.size).long()
+    token_P = torch.where(is_pair_P, token_P, num_tokens).long()
+    is_sent_TN = x_TH.new_zeros(num_tokens + 1, ranks.size + 1, dtype=torch.bool)
+    is_sent_TN[token_P, rank_P] = True
+    is_sent_TN = is_sent_TN[:num_tokens, : ranks.size]
+    place_TN = F.pad(is_sent_TN.cumsum(0) - 1, (0, 1, 0, 1))  # among the tokens that go to the same rank
+
+    to_rank_TN = torch.where(is_sent_TN, torch.arange(ranks.size, device=x_TH.device), ranks.size)
+    rows = dispatch(to_rank_TN, num_tokens, ranks.size, sentinels=True)
+    pairs = dispatch(rank_P, num_tokens, ranks.size, token_P, sentinels=True)
+    sent = torch.stack((rows.offsets.diff(), pairs.offsets.diff()), dim=1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    tokens_out, pairs_out, tokens_in, pairs_in = torch.cat((sent, received), dim=1).T.tolist()  # waits for the device
+
+    pair_P = pairs.pair[: sum(pairs_out)].long()
+    place_P = place_TN[token_P[pair_P], rank_P[pair_P]]
+    whereto = torch.stack((expert_P[pair_P] % per, place_P), dim=1).to(torch.int32)
+    expert, place = exchange(whereto, pairs_out, pairs_in, group).unbind(1)
+    weights = exchange(weight_P[pair_P], pairs_out, pairs_in, group)
+    x = exchange(rows_of_tokens(x_TH, rows, sum(tokens_out)), tokens_out, tokens_in, group)
+    counts = received.long()
+    first = counts[:, 0].cumsum(0) - counts[:, 0]
+    token = place + first.repeat_interleave(counts[:, 1], output_size=len(place))
+    out = experts(x, ranks.routing(expert, weights, token.to(torch.int32), len(x)), weights)
+    return sum_of_rows(exchange(out, tokens_in, tokens_out, group), rows, num_tokens)

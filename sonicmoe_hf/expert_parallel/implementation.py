@@ -1,0 +1,92 @@
+"""DistributedConfig(ep_implementation="sonicmoe_hf"): the EPImplementation of Transformers' registry that is ours."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from ..private.transformers import experts_implementation
+from ..routing import Routing
+from .collectives import sum_gradients, sum_over_ranks
+from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
+
+NAME = "sonicmoe_hf"  # of the implementation, as of the experts'
+OURS = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: the SonicMoEExpertParallelism that brings them tokens
+
+
+class SonicMoEExpertParallelism(EPImplementation):
+    """Brings a rank's experts their tokens; for top-k and token rounding, and for experts that sonicmoe_hf computes.
+
+    - Ranks that share a batch (ep_size == tp_size) run their own experts on all tokens, and sum the outputs.
+    - Two ranks with different batches gather all tokens, and scatter the sum of the outputs.
+    - More ranks exchange tokens with an all-to-all, each token once for every rank that has experts of it. Ranks of a
+      tensor-parallel group send a part of the batch each.
+    """
+
+    def __init__(self, experts, ep_mesh, tp_mesh):
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), self.num_local_experts)
+        self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
+        setattr(experts, OURS, self)
+
+    def __deepcopy__(self, memo):
+        return self  # as Transformers' forward around it, a function, is not copied either
+
+    def _experts(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        return self.experts_forward(x, routing, weights)
+
+    def __call__(self, hidden_states, top_k_index, top_k_weights):
+        """The experts' output [T, H] for this rank's tokens [T, H].
+
+        `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing, made by token
+        rounding, and `top_k_weights` its weights.
+
+        Raises:
+            ValueError: another implementation computes the experts.
+        """
+        implementation = experts_implementation(self.experts.config)
+        if implementation != NAME and not hasattr(self.experts, "weight_names"):
+            raise ValueError(
+                f'ep_implementation="{NAME}" needs experts_implementation="{NAME}", but these experts use '
+                f'"{implementation}"; load the model with experts_implementation="{NAME}", or call '
+                "sonicmoe_hf.patch_model(model)"
+            )
+        if torch.is_autocast_enabled(hidden_states.device.type):  # send what the experts would cast to anyway
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        if isinstance(top_k_index, Routing):
+            routing = top_k_index.weighted_by(top_k_weights)
+        else:
+            routing = Routing(top_k_index, top_k_weights)
+        if self.batch_group is None:
+            return self._exchange(hidden_states, routing)
+        weights = sum_gradients(routing.weights, self.batch_group)
+        routing = Routing(routing.expert_index, weights, routing.token_index)
+        hidden_states = sum_gradients(hidden_states, self.batch_group)
+        if self.shares_batch:
+            return self._on_shared_batch(hidden_states, routing)
+        return self._exchange_part(hidden_states, routing)
+
+    def _exchange(self, x_TH, routing: Routing):
+        by = by_gathering if self.ranks.size == 2 else by_all_to_all
+        return by(x_TH, routing, self.ranks, self._experts)
+
+    def _on_shared_batch(self, x_TH, routing: Routing):
+        expert = self.ranks.local(routing.expert_index)
+        here = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
+        return sum_over_ranks(self._experts(x_TH, here, routing.weights), self.batch_group)
+
+    def _exchange_part(self, x_TH, routing: Routing):
+        """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""
+        num_tokens, size = len(x_TH), self.tp_mesh.size()
+        start, stop = (num_tokens * part // size for part in (self.tp_mesh.get_local_rank(),
+                                                              self.tp_mesh.get_local_rank() + 1))  # fmt: skip
+        expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
+        is_mine_P = (token_P >= start) & (token_P < stop)
+        mine = Routing(torch.where(is_mine_P, expert_P, -1), weight_P, token_P - start)
+        out = self._exchange(x_TH[start:stop], mine)
+        return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), self.batch_group)
+
+
+EPImplementationInterface.register(NAME, SonicMoEExpertParallelism)

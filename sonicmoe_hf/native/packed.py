@@ -1,0 +1,110 @@
+"""Experts in 4 bits in checkpoints: the tensors that stand for a weight, and how conversion makes and reads them.
+
+A packed weight stands as [E, out, ...] in every layout, also where dense weights are stored transposed, and a block of
+values never crosses a row: moving rows (gate and up, interleaved or not) moves whole blocks, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels.quantized import Quantized, dequantize_expert, quantize, stored_shapes
+from ..quantization.state import STORED, check_stored, stored_as
+from .layouts import Named, View, holder
+
+TRANSPOSED = ("gpt_oss",)  # layouts whose dense weights are [E, in, out]
+FIRST = tuple(f"_{parts[0]}" for parts in STORED.values())  # how the name of a packed weight's first tensor ends
+LOSS = {"nf4": 9, "mxfp4": 12}  # percent of normally distributed weights: root mean squares of error and weight
+
+
+class Part(NamedTuple):
+    """One of the tensors that stand for a weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def parts_of(name: str, shape: tuple[int, ...], format: str, layout: str) -> list[Part]:
+    """The tensors that stand for the weight `name`, whose dense shape in the layout is `shape`.
+
+    Raises:
+        CheckpointError: its rows are no multiple of the format's block.
+    """
+    shape = (shape[0], *shape[:0:-1]) if layout in TRANSPOSED else shape
+    try:
+        shapes = stored_shapes(format, shape)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    dtypes = torch.uint8, torch.uint8, torch.float32
+    parts = zip(stored_as(name, format), shapes, dtypes)
+    return [Part(stored, part, dtype) for stored, part, dtype in parts if part is not None]
+
+
+def row_view(layout: str, part: str) -> View:
+    """Which rows of one expert's codes and scales are those of `part`."""
+    return holder("native" if layout in TRANSPOSED else layout, part).parts[part]
+
+
+def dense_expert(packed: Quantized, format: str, dtype: torch.dtype, expert: int, layout: str) -> torch.Tensor:
+    """One expert of a packed weight, as the layout stores it dense."""
+    weight = dequantize_expert(packed, format, dtype, expert)
+    return weight.T if layout in TRANSPOSED else weight
+
+
+def checked(packed: Quantized, format: str, name: str) -> Quantized:
+    """`packed`, if its parts fit together and its scales are finite.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    try:
+        check_stored(name, packed, format)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return packed
+
+
+class Quantiser:
+    """Packs the experts' weights of a converted checkpoint, one after the other.
+
+    format: "nf4" or "mxfp4". The last weight is kept, since its tensors are asked for one by one.
+    """
+
+    def __init__(self, format: str):
+        self.format = format
+        self._last: tuple[str, Quantized] | None = None
+        self._squares = [0.0, 0.0]
+
+    def parts(self, named: Named, make: Callable[[], torch.Tensor]) -> Iterator[tuple[Part, Callable]]:
+        """The tensors that stand for `named`, whose dense weight [E, out, in] `make` gives, and what makes each."""
+        for place, part in enumerate(parts_of(named.name, named.shape, self.format, "native")):
+            yield part, lambda place=place: self._packed(named.name, make)[place]
+
+    def _packed(self, name: str, make: Callable[[], torch.Tensor]) -> Quantized:
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            weight = make()
+            try:
+                packed = quantize(weight, self.format)
+            except ValueError as error:
+                raise CheckpointError(f"{name}: {error}; nothing is written") from error
+            first = weight[0].float()
+            lost = dequantize_expert(packed, self.format, torch.float32, 0) - first
+            self._squares[0] += lost.square().sum().item()
+            self._squares[1] += first.square().sum().item()
+            self._last = name, packed
+        return self._last[1]
+
+    def notice(self) -> str:
+        """What was lost, measured on the first expert of every weight."""
+        lost, whole = self._squares
+        error = (lost / whole) ** 0.5 if whole else 0.0
+        return (
+            f"the experts are {self.format} now, and differ from the weights before by {error:.1%} (root mean square, "
+            "over the first expert of each weight)"
+        )

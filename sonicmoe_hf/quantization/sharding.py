@@ -1,0 +1,105 @@
+"""FSDP2 (fully_shard) over packed weights: each rank keeps the codes and scales of its share of the experts.
+
+fully_shard splits a parameter by its first dimension, here the experts, and gathers codes and scales where a layer runs:
+a quarter of the bytes that bf16 experts would take on the wire. NF4's state is small and kept by every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.quantized import Quantized
+from ..private.torch import collectives
+from .packed_weight import OPERATIONS, PackedWeight, same
+
+aten = torch.ops.aten
+all_gather, wait_tensor = collectives.all_gather_into_tensor.default, collectives.wait_tensor.default
+UNEVEN = (
+    "{experts} experts cannot be sharded in parts of {part}: FSDP over packed experts needs a number of ranks that "
+    "divides them; use such a number, or replicate the weights (fully_shard's ignored_params)"
+)
+
+
+class PackedShard(PackedWeight):
+    """Some experts of a packed weight, as one rank of FSDP2 holds them: inside its DTensor, never computed with.
+
+    state: of the whole weight.
+    """
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Raises RuntimeError: one rank has a part of the weight alone."""
+        raise RuntimeError("this is one rank's part of a packed weight sharded by FSDP; unshard the module first")
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """What FSDP2 gathers, and what stays as it is."""
+        return (self.codes, self.scales), (self.state, self.format, self.is_transposed)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """The whole weight over the gathered tensors, which later all-gathers fill again."""
+        if out is not None:
+            return None
+        codes, scales = all_gather_outputs
+        state, format, is_transposed = metadata
+        return PackedWeight(Quantized(codes, scales, state), format, param_dtype, is_transposed), ()
+
+
+def _shard(weight: PackedWeight, codes: torch.Tensor, scales: torch.Tensor) -> PackedShard:
+    return PackedShard(Quantized(codes, scales, weight.state), weight.format, weight.dtype, weight.is_transposed)
+
+
+def _split(weight, size, dim=0):
+    if dim != 0:
+        return NotImplemented
+    if weight.shape[0] % size:
+        raise RuntimeError(UNEVEN.format(experts=weight.shape[0], part=size))
+    return [_shard(weight, *parts) for parts in zip(weight.codes.split(size), weight.scales.split(size))]
+
+
+def _new_zeros(weight, size, *, dtype=None, layout=None, device=None, pin_memory=None):
+    if tuple(size[1:]) != tuple(weight.shape[1:]):
+        return NotImplemented
+    codes, scales = (part.new_zeros(size[0], *part.shape[1:]) for part in (weight.codes, weight.scales))
+    return _shard(weight, codes, scales)
+
+
+def _slice(weight, dim=0, start=None, end=None, step=1):
+    if dim != 0 or step != 1 or not isinstance(weight, PackedShard):
+        return NotImplemented
+    return _shard(weight, weight.codes[start:end], weight.scales[start:end])
+
+
+def _view(weight, size):
+    """The weight itself: fully_shard keeps a flat view of a shard, and asks nothing of it."""
+    is_flat = isinstance(weight, PackedShard) and list(size) in ([-1], [weight.numel()])
+    if not is_flat and tuple(size) != tuple(weight.shape):
+        return NotImplemented
+    return same(weight)
+
+
+def _as_strided(weight, size, stride, storage_offset=None):
+    if tuple(size) != tuple(weight.shape) or tuple(stride) != weight.stride() or storage_offset:
+        return NotImplemented
+    return same(weight)
+
+
+def _gather(weight, group_size, group_name):
+    """DTensor.full_tensor() of a sharded weight."""
+    if not isinstance(weight, PackedShard):
+        return NotImplemented
+    codes, scales = (wait_tensor(all_gather(part, group_size, group_name)) for part in (weight.codes, weight.scales))
+    return PackedWeight(Quantized(codes, scales, weight.state), weight.format, weight.dtype, weight.is_transposed)
+
+
+OPERATIONS.update(
+    {
+        aten.split.Tensor: _split,
+        aten.new_zeros.default: _new_zeros,
+        aten.slice.Tensor: _slice,
+        aten.view.default: _view,
+        aten.as_strided.default: _as_strided,
+        all_gather: _gather,
+        wait_tensor: same,
+    }
+)
+if hasattr(collectives, "_wrap_tensor_autograd"):  # torch 2.13: for collectives under autograd
+    OPERATIONS[collectives._wrap_tensor_autograd.default] = same

@@ -1,0 +1,196 @@
+"""Packed checkpoints: made by conversion, read by everything, and dense again on request."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import config_in, edit_config, make, rewrite, same_bits, tensors_in
+from helpers.models import batch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from sonicmoe_hf import (
+    CheckpointError,
+    PackedWeight,
+    convert_checkpoint,
+    from_pretrained,
+    inspect_checkpoint,
+    merge_adapter,
+    quantize_experts,
+)
+from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.kernels.quantized import FORMATS
+
+SIZES = {  # NF4 needs multiples of 64
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+}
+BATCH = batch(2, 8)
+
+
+def packed_in(model):
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
+
+
+def convert(source, target, *options):
+    return main(["convert", str(source), str(target), "--max-shard-size", "30KB", "--verify", *options])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", SIZES)
+def test_a_checkpoint_is_packed_by_conversion_and_dense_again(family, name, tmp_path, capsys):
+    make(tmp_path / "hub", family, **SIZES[family])
+    assert convert(tmp_path / "hub", tmp_path / "native", "--layout", "native") == 0
+    assert convert(tmp_path / "hub", tmp_path / "packed", "--layout", "native", "--quantize", name) == 0
+    assert f"the experts are {name} now, and differ from the weights before by" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    model = from_pretrained(tmp_path / "packed")
+    expected = quantize_experts(from_pretrained(tmp_path / "native"), name)
+    assert same_bits(model.state_dict(), expected.state_dict()) and len(packed_in(model)) == 4
+    assert torch.equal(model(**BATCH).logits, expected(**BATCH).logits)
+    assert model.dtype == torch.bfloat16 and {weight.format for weight in packed_in(model).values()} == {name}
+    # what from_pretrained(experts_quantization=) saves is the same kind of checkpoint
+    model.save_pretrained(tmp_path / "saved")
+    assert same_bits(tensors_in(tmp_path / "saved"), tensors_in(tmp_path / "packed"))
+
+    for target in ("hub", "native"):
+        capsys.readouterr()
+        assert convert(tmp_path / "saved", tmp_path / f"dense {target}", "--layout", target) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert (
+            f"the weights were {name} and are bfloat16 now" in told
+            and f"what rounding to {name} lost stays lost" in told
+        )
+    assert config_in(tmp_path / "dense hub").keys() == config_in(tmp_path / "hub").keys()
+    stored = tensors_in(tmp_path / "dense native")
+    assert len(packed_in(model)) == sum(
+        torch.equal(w.dequantize(), stored[key]) for key, w in packed_in(model).items()
+    )
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense hub", dtype=torch.float32)
+    error = (dense(**BATCH).logits - model(**BATCH).logits.float()).norm() / dense(**BATCH).logits.norm()
+    assert error < 0.02  # bf16
+
+
+def test_inspection_names_the_format_and_counts_what_packed_weights_stand_for(tmp_path, capsys):
+    make(tmp_path / "hub", "qwen3_moe", **SIZES["qwen3_moe"])
+    convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize="nf4")
+    dense, packed = inspect_checkpoint(tmp_path / "hub"), inspect_checkpoint(tmp_path / "packed")
+    assert (packed.quantisation, packed.layout, packed.parameters) == ("nf4", "native", dense.parameters)
+    assert "nf4 weights become bfloat16" in packed.conversions["hub"]
+    assert main(["inspect", str(tmp_path / "packed")]) == 0
+    assert "nf4: " in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path / "packed"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["quantisation"] == "packed as nf4"
+
+
+def test_mxfp4_blocks_are_moved_and_never_rounded_again(tmp_path):
+    make(tmp_path / "gpt", "gpt_oss", "mxfp4", **SIZES["gpt_oss"])
+    convert_checkpoint(tmp_path / "gpt", tmp_path / "native", quantize="mxfp4", verify=True)
+    before, after = tensors_in(tmp_path / "gpt"), tensors_in(tmp_path / "native")
+    for theirs, ours in (("gate_up_proj", "c_fc"), ("down_proj", "c_proj")):
+        for end in ("blocks", "scales"):
+            names = [key for key in before if key.endswith(f"{theirs}_{end}")]
+            assert len(names) == 2
+            assert all(torch.equal(before[key], after[key.replace(theirs, ours)]) for key in names)
+    convert_checkpoint(tmp_path / "native", tmp_path / "hub", "hub")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt", quantization_config=Mxfp4Config(dequantize=True))
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    assert same_bits(dict(dense.state_dict()), dict(theirs.state_dict()))
+
+    # gate and up rows change places, and with them their blocks
+    make(tmp_path / "qwen3", "qwen3_moe", **SIZES["qwen3_moe"])
+    fused = from_pretrained(tmp_path / "qwen3", experts_quantization="mxfp4")
+    fused.save_pretrained(tmp_path / "fused")
+    convert_checkpoint(tmp_path / "fused", tmp_path / "interleaved", quantize="mxfp4")
+    gate, up = fused.model.layers[1].mlp.experts.gate_up_proj.dequantize().chunk(2, dim=1)
+    c_fc = from_pretrained(tmp_path / "interleaved").model.layers[1].mlp.experts.c_fc.dequantize()
+    assert torch.equal(c_fc[:, 0::2], gate) and torch.equal(c_fc[:, 1::2], up)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", SIZES)
+def test_an_adapter_is_merged_into_what_it_was_trained_on(family, name, tmp_path):
+    make(tmp_path / "hub", family, **SIZES[family])
+    convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize=name)
+    convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "native")
+    targets = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.c_fc", "mlp.experts.c_proj"])
+    peft = get_peft_model(from_pretrained(tmp_path / "packed"), targets)
+    for key, parameter in peft.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(parameter, std=0.05)
+    peft.save_pretrained(tmp_path / "adapter")
+    done = merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged", "hub", verify=True)
+    assert any(f"were {name} and are bfloat16 now" in notice for notice in done.notices)
+    merge_adapter(tmp_path / "dense", tmp_path / "adapter", tmp_path / "expected", "hub")
+    assert same_bits(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "expected"))
+    assert "quantization_config" not in config_in(tmp_path / "merged")
+    with torch.no_grad():
+        served = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(**BATCH).logits
+        trained = peft.eval()(**BATCH).logits.float()
+    assert (served - trained).norm() < 0.02 * served.norm()  # bf16
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    make(folder / "hub", "qwen3_moe", **SIZES["qwen3_moe"])
+    convert_checkpoint(folder / "hub", folder / "nf4", quantize="nf4")
+    return folder
+
+
+def refused(source, target, match, **options):
+    with pytest.raises(CheckpointError, match=match):
+        convert_checkpoint(source, target, **options)
+    assert not target.exists()
+
+
+def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, tmp_path, capsys):
+    out = tmp_path / "out"
+    refused(packed / "hub", out, "needs layout='native'", layout="hub", quantize="nf4")
+    refused(packed / "hub", out, "contradict each other", quantize="nf4", dequantize=True)
+    refused(packed / "nf4", out, "packed as mxfp4, but is nf4 already", quantize="mxfp4")
+    refused(packed / "nf4", out, "packed as nf4 already; from_pretrained loads it", quantize="nf4")
+    refused(
+        packed / "nf4", out, r"is quantised \(nf4\): conversion can only dequantise", layout="hub", dequantize=False
+    )
+    make(tmp_path / "odd", "qwen3_moe")
+    refused(tmp_path / "odd", out, r"layers\.0\.mlp\.experts\.c_fc: nf4 stores 64 values .* or mxfp4", quantize="nf4")
+    tensors = tensors_in(packed / "hub")
+    key = "model.layers.1.mlp.experts.0.down_proj.weight"
+    make(tmp_path / "nan", "qwen3_moe", **SIZES["qwen3_moe"])
+    rewrite(tmp_path / "nan", {**tensors, key: torch.full_like(tensors[key], float("nan"))})
+    refused(tmp_path / "nan", out, r"layers\.1\.mlp\.experts\.c_proj: .*NaN or infinite", quantize="mxfp4")
+    with pytest.raises(ValueError, match="quantize is 'int4'; choose one of 'nf4', 'mxfp4'"):
+        convert_checkpoint(packed / "hub", out, quantize="int4")
+
+
+@pytest.mark.parametrize("change, match", [
+    (lambda t: {"c_fc_absmax": t["c_fc_absmax"][:, :-1].contiguous()}, "c_fc_absmax has shape .* must be"),
+    (lambda t: {"c_fc_codes": t["c_fc_codes"].view(torch.int8)}, "c_fc_codes has dtype torch.int8; it must be torch.uint8"),
+    (lambda t: {"c_fc_state": t["c_fc_state"] * float("nan")}, "c_fc_state has NaN or infinite values"),
+    (lambda t: {"c_fc_state": None}, "c_fc_state is missing"),
+])  # fmt: skip
+def test_damaged_packed_weights_are_errors_that_name_them(packed, tmp_path, change, match):
+    tensors, prefix = tensors_in(packed / "nf4"), "model.layers.1.mlp.experts."
+    changed = change({key.removeprefix(prefix): tensor for key, tensor in tensors.items()})
+    tensors.update({prefix + key: tensor for key, tensor in changed.items()})
+    folder = tmp_path / "damaged"
+    make(folder, "qwen3_moe", **SIZES["qwen3_moe"])
+    edit_config(folder, **config_in(packed / "nf4"))
+    rewrite(folder, {key: tensor for key, tensor in tensors.items() if tensor is not None})
+    refused(folder, tmp_path / "out", match, layout="hub")
+    with pytest.raises((CheckpointError, RuntimeError, ValueError)):
+        from_pretrained(folder)
+
+
+def test_a_declaration_without_packed_weights_is_refused(packed, tmp_path):
+    for declared, match in (
+        ({"quant_method": "sonicmoe_hf", "experts": "nf4"}, "c_fc|disagree on whether experts are in 4 bits"),
+        ({"quant_method": "sonicmoe_hf", "experts": "int3"}, "experts are 'int3'; conversion reads nf4, mxfp4"),
+    ):
+        folder = tmp_path / declared["experts"]
+        make(folder, "qwen3_moe", **SIZES["qwen3_moe"])
+        edit_config(folder, quantization_config=declared)
+        refused(folder, tmp_path / "out", match, layout="native")

@@ -1,0 +1,151 @@
+"""benchmarks/train_step.py at a tiny size: what its figures rest on."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1")
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """The modules, (command line, parts)."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import step_parts
+        import train_step
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return train_step, step_parts
+
+
+def measured(benchmark, path, *arguments):
+    """The medians of a run, by (contender, mode, metric)."""
+    train_step, _ = benchmark
+    before = sys.argv
+    sys.argv = ["train_step.py", *TINY, "--csv", str(path), *arguments]
+    try:
+        train_step.main()
+    finally:
+        sys.argv = before
+    with open(path, newline="") as file:
+        return {(row["contender"], row["mode"], row["metric"]): float(row["median"]) for row in csv.DictReader(file)}
+
+
+def test_every_contender_trains_the_same_model_on_the_same_tokens(benchmark, tmp_path, capsys):
+    found = measured(benchmark, tmp_path / "a.csv", "--contender", "grouped_mm", "--contender", "sonicmoe-hf")
+    theirs, ours = (found[name, "full", "loss"] for name in ("grouped_mm", "sonicmoe-hf"))
+    assert ours == pytest.approx(theirs, abs=2e-3)  # bf16 rounds their sums in other places
+    assert found["sonicmoe-hf", "full", "tokens_per_s"] == pytest.approx(
+        64e3 / found["sonicmoe-hf", "full", "ms"], rel=1e-3
+    )
+    assert "| Qwen3-30B-A3B, 1, 64 | plain |" in capsys.readouterr().out
+
+
+def test_packed_experts_train_and_a_contender_without_them_is_left_out(benchmark, tmp_path, capsys):
+    chosen = ("--mode", "QLoRA", "--contender", "grouped_mm", "--contender", "sonicmoe-hf", "--varying-lengths")
+    found = measured(benchmark, tmp_path / "a.csv", *chosen)
+    assert {contender for contender, _, _ in found} == {"sonicmoe-hf"}
+    assert "grouped_mm has no packed experts" in capsys.readouterr().out
+
+
+def test_a_profile_finds_every_part_of_a_step(benchmark, tmp_path):
+    found = measured(benchmark, tmp_path / "a.csv", "--profile", "--contender", "sonicmoe-hf")
+    on_host = {
+        metric.removesuffix(": host ms"): v for (_, _, metric), v in found.items() if metric.endswith("host ms")
+    }
+    for part in ("experts: the rest", "router", "MoE block: the rest", "attention", "norms", "loss", "optimiser"):
+        assert on_host[part] > 0, part
+    assert sum(on_host.values()) <= found["sonicmoe-hf", "full", "wall ms"]
+
+
+def event(category, name, start, duration, thread, **args):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": thread, "args": args}
+
+
+def launched(name, start, thread, duration, number):
+    """A kernel that takes `duration`, and its launch at `start`."""
+    launch = event("cuda_runtime", "cudaLaunchKernel", start, 1, thread, correlation=number)
+    return [launch, event("kernel", name, start + 1000, duration, 7, correlation=number)]
+
+
+def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that_made_its_node(benchmark):
+    _, step_parts = benchmark
+    backward = "autograd::engine::evaluate_function: Backward"
+    events = [
+        event("user_annotation", "part:MoE block: the rest", 0, 100, 1),
+        event("user_annotation", "part:router", 10, 30, 1),
+        event("user_annotation", "part:experts: the rest", 50, 40, 1),
+        event("cpu_op", "aten::no_node", 5, 1, 1, **{"Sequence number": 3, "Fwd thread id": 0}),
+        event("cpu_op", "aten::linear", 12, 9, 1, **{"Sequence number": 3, "Fwd thread id": 0}),
+        event("cpu_op", "Plain", 52, 30, 1, **{"Sequence number": 4, "Fwd thread id": 0}),
+        *launched("gemv", 13, 1, 8, 1),
+        *launched("kernel_cutlass_up", 60, 1, 100, 2),
+        *launched("combine_kernel(float)", 62, 1, 20, 3),
+        *launched("add", 95, 1, 2, 4),
+        event("cpu_op", backward, 200, 50, 2, **{"Sequence number": 4, "Fwd thread id": 1}),
+        event("cpu_op", backward, 260, 20, 2, **{"Sequence number": 3, "Fwd thread id": 1}),
+        event("cpu_op", backward, 290, 10, 2),
+        *launched("gemm_wgrad_kernel", 210, 2, 200, 5),
+        *launched("gemv", 270, 2, 16, 6),
+        *launched("accumulate", 295, 2, 4, 7),
+    ]
+    parts = step_parts.attribute(events, steps=2)
+    found = {part: round(2e3 * ms) for part, ms in parts.gpu.items()}
+    assert found == {
+        step_parts.ROUTER: 24, step_parts.PRODUCTS: 300, step_parts.COMBINE: 20, step_parts.BLOCK: 2, step_parts.REST: 4,
+    }  # fmt: skip
+    assert parts.outside(step_parts.PRODUCTS) == pytest.approx(46 / 346)
+    assert parts.outside(step_parts.PRODUCTS, step_parts.COMBINE) == pytest.approx(26 / 346)
+    assert {part: round(2e3 * ms) for part, ms in parts.host.items()} == {
+        step_parts.ROUTER: 50, step_parts.EXPERTS: 90, step_parts.BLOCK: 30, step_parts.REST: 10,
+    }  # fmt: skip
+    assert parts.kernels[step_parts.ROUTER, "gemv"][1] == 1.0  # launches a step
+
+
+def test_settings_that_no_figure_could_be_told_of_are_errors(benchmark, capsys):
+    train_step, _ = benchmark
+    for wrong in (
+        ("--profile", "--checkpointing"),
+        ("--fsdp", "--mode", "LoRA"),
+        ("--weights", "fp32", "--mode", "QLoRA"),
+    ):
+        with pytest.raises(SystemExit):
+            train_step.options_of(wrong)
+    assert "--weights fp32: mode full only" in capsys.readouterr().err
+
+
+def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import charts
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
+    rows = [
+        {**common, "contender": contender, "metric": metric, "median": "2.5"}
+        for contender in ("grouped_mm", "sonicmoe-hf")
+        for metric in ("tokens_per_s", "peak_GiB")
+    ]
+    path = tmp_path / "train_step.csv"
+
+    def write(rows):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write([*rows, {**rows[0], "mode": "LoRA", "commit": "2"}])
+    medians, origin = charts.read_medians(path, charts.STEP)
+    assert origin["commit"] == "1" and len(medians) == 4
+    charts.draw(charts.STEP, path, tmp_path / "images" / "chart.png")
+    assert (tmp_path / "images" / "chart.png").stat().st_size > 1000
+    write([*rows, {**rows[0], "commit": "2"}])
+    with pytest.raises(ValueError, match="mixes runs"):
+        charts.read_medians(path, charts.STEP)
