@@ -44,7 +44,6 @@ def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
     """Regional compilation: 48 layers of which each was compiled would be over Dynamo's limit, and run uncompiled."""
