@@ -102,6 +102,7 @@ def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.newest
 def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -110,6 +111,7 @@ def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     assert command(["demo", "--steps", "4", "--rounding", "top_k", "--output", str(tmp_path)]) == 1
 
 
+@pytest.mark.newest
 def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -163,6 +165,7 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "options", [[], ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]], ids=["all weights", "LoRA"]
 )
