@@ -17,10 +17,12 @@ import sys
 
 import provenance
 import torch
+from measuring import graph_of
 from shapes import Shape
-from sweep_triton import NothingKept, captured, interleaved_us
+from sweep_triton import NothingKept, interleaved_us
 from triton.runtime import JITFunction
 
+from sonicmoe_hf.comparing import relative_error
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
@@ -117,8 +119,7 @@ def main():
                     try:
                         result = call()
                         first = result if first is None else first
-                        difference = ((result.float() - first.float()).norm() / first.float().norm()).item()
-                        found.append((candidate, difference, captured(call)))
+                        found.append((candidate, relative_error(result, first), graph_of(call)))
                     except Exception as error:  # as in compile_share
                         print("failed", name, candidate, str(error)[:80])
                 lines = []
