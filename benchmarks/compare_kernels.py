@@ -156,7 +156,9 @@ def main():
         if not source.is_file():
             parser.error(f"{folder} is no copy of kernels/hopper: it has no compiled.py")
         if not re.search(r"def gemm_up\([^)]*\brank\b", source.read_text()):
-            parser.error(f"{source} has no gemm_up with a rank: the copy is too old to be called as this tree's kernels")
+            parser.error(
+                f"{source} has no gemm_up with a rank: the copy is too old to be called as this tree's kernels"
+            )
     shapes = [Shape(*map(int, text.split(","))) for text in options.shape] if options.shape else list(SHAPES.values())
     os.environ["LOCAL_RANK"] = "1"  # no further processes that compile
     if not options.code and not torch.cuda.is_available():
