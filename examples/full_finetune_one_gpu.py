@@ -43,10 +43,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/full")
     parser.add_argument("--no-save", dest="save", action="store_false", help="do not write the model at the end")
     parser.add_argument("--seed", type=int, default=0)
-    found = parser.parse_args(arguments)
-    if found.random and found.model is None:
+    options = parser.parse_args(arguments)
+    if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
-    return found
+    return options
 
 
 def load(arguments: argparse.Namespace):
