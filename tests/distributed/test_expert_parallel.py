@@ -18,7 +18,9 @@ from transformers.distributed import DistributedConfig
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRounding
 from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.experts import expert_parallelism, has_expert_parallelism
+from sonicmoe_hf.patching.patch import patch_state
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing
 
@@ -326,7 +328,7 @@ def refusals(rank, folder):
     def note(ask, *arguments):
         try:
             ask(*arguments)
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
             messages.append(str(error))
 
     for sizes, implementation in ((APART, "all_to_all"), (SHARED, "all_to_all"), (SHARED, "all_reduce")):
@@ -341,12 +343,21 @@ def refusals(rank, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     assert expert_parallelism(next(find_layers(model)).experts) is not None
     note(model, batch()["input_ids"])
+
+    model = load(folder, APART)
+    experts, state = next(find_layers(model)).experts, patch_state(model)
+    calls.begin(state, "", None)
+    for num_tokens in (8, 9):
+        note(experts, *pairs(num_tokens, is_list=False)[:3])
+    calls.end(state, "")
     return messages
 
 
 def test_what_does_not_work_raises_an_error_with_the_remedy(ranks, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     for messages in ranks.run(refusals, str(tmp_path)):
+        *messages, other_tokens = messages
         assert len(messages) == 10
         assert all('ep_implementation="sonicmoe_hf"' in message for message in messages), messages
         assert 'experts_implementation="sonicmoe_hf"' in messages[-1]
+        assert "9 tokens and 18 pairs" in other_tokens and 'ep_implementation="all_to_all"' in other_tokens
