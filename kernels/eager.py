@@ -98,6 +98,10 @@ def dequantize(codes, scales, state, name, dtype, rows):
     return _dequantize(Quantized(codes, scales, state), name, dtype, [expert for expert, _ in _spans(rows)])
 
 
+def reads_packed(dtype, rows):
+    return False
+
+
 def _split(h, interleaved):
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 

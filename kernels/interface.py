@@ -94,6 +94,15 @@ class Extra(NamedTuple):
     factor_ENJ: torch.Tensor
 
 
+class PackedOperand(NamedTuple):
+    """A weight [E, N, K] that a product reads in 4 bits: a Quantized of quantized.py and the name of its format."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    state: torch.Tensor | None
+    format: str
+
+
 class Backend(Protocol):
     """The functions of a backend. Adapters: h = x W1^T + u B1^T and y = a W2^T + v B2^T with u = scale x A1^T and
     v = scale a A2^T, expert by expert; A [E, J, in] and B [E, out, J]."""
@@ -117,14 +126,18 @@ class Backend(Protocol):
         """The weight [E, N, K] that a Quantized in the format `name` of quantized.py stores, contiguous. The values of
         experts without rows are undefined."""
 
+    def reads_packed(self, dtype: torch.dtype, rows: Rows) -> bool:
+        """Whether up and down take weights as `PackedOperand`, and are faster with them than with what `dequantize`
+        gives."""
+
     def up(
         self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
         want_a: bool, extra: Extra | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """h_R2I and a_RI. extra: (u, B1)."""
+        """h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. extra: (u, B1)."""
 
     def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: Extra | None = None) -> torch.Tensor:
-        """y_RH. extra: (v, B2)."""
+        """y_RH. down_EHI: as gate_up. extra: (v, B2)."""
 
     def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
         """out_TH: every token's rows, times their weights unless those are None, summed."""

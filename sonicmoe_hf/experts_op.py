@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from . import backends, custom_op
-from .kernels.interface import Activation, Rows
+from .kernels.interface import Activation, PackedOperand, Rows
 from .low_rank import pack_all, padded_rank
 
 _NOTHING = contextlib.nullcontext()
@@ -106,17 +106,34 @@ class _Layer:
             return self.kernels.dequantize(weight, scales, state, format, self.dtype, self.rows)
         return weight.transpose(1, 2) if self.options.transposed else weight
 
+    def _operand(self, *packed):
+        """`_logical_view`, or the packed weight itself where the kernels of up and down read that."""
+        if packed[-1] and self.kernels.reads_packed(self.dtype, self.rows):
+            return PackedOperand(*packed)
+        return self._logical_view(*packed)
+
+    @property
+    def _gate_up(self):
+        inputs = self.inputs
+        return inputs.gate_up, inputs.gate_up_scales, inputs.gate_up_state, self.options.gate_up_format
+
+    @property
+    def _down(self):
+        inputs = self.inputs
+        return inputs.down, inputs.down_scales, inputs.down_state, self.options.down_format
+
     @property
     def gate_up(self) -> torch.Tensor:
-        inputs = self.inputs
-        return self._logical_view(
-            inputs.gate_up, inputs.gate_up_scales, inputs.gate_up_state, self.options.gate_up_format
-        )
+        return self._logical_view(*self._gate_up)
 
     @property
     def down(self) -> torch.Tensor:
-        inputs = self.inputs
-        return self._logical_view(inputs.down, inputs.down_scales, inputs.down_state, self.options.down_format)
+        return self._logical_view(*self._down)
+
+    @property
+    def down_operand(self) -> torch.Tensor | PackedOperand:
+        """What `down` of the kernels takes."""
+        return self._operand(*self._down)
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """u, computed unless it is given (None without an adapter), h and a."""
@@ -126,7 +143,7 @@ class _Layer:
                 u_PJ = self.kernels.rank_rows(x, adapter.a_EJK, self.rows, adapter.scale, gathered=True)
             extra = adapter.extra_forward(u_PJ)
         h_R2I, a_RI = self.kernels.up(
-            x, self.gate_up, bias, self.rows, self.activation, self.interleaved,
+            x, self._operand(*self._gate_up), bias, self.rows, self.activation, self.interleaved,
             want_h=want_h, want_a=want_a, extra=extra,
         )  # fmt: skip
         return u_PJ, h_R2I, a_RI
@@ -143,7 +160,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
         if adapter is not None:
             v_PJ = kernels.rank_rows(a_RI, adapter.a_EJK, rows, adapter.scale, gathered=False)
             extra = adapter.extra_forward(v_PJ)
-        y_RH = kernels.down(a_RI, layer.down, inputs.down_bias, rows, extra=extra)
+        y_RH = kernels.down(a_RI, layer.down_operand, inputs.down_bias, rows, extra=extra)
         out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
     return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), keep) if wanted)]
 

@@ -2,7 +2,7 @@
 
 Some calls fall back to the Triton kernels: those that these kernels do not support (H or I up to 64 or no multiple of 8,
 weights with gaps), and those that they are slower at (up and down_backward with few rows per expert). Dispatch, combine,
-token rounding and the bias gradients always run in Triton.
+token rounding, the bias gradients, and products that read packed weights always run in Triton.
 """
 
 import functools
@@ -10,6 +10,7 @@ import functools
 import torch
 
 from .. import triton as portable
+from ..interface import PackedOperand
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -18,6 +19,7 @@ from ..triton import factor_gradient as factor_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
 from ..triton import rank_backward as rank_backward
 from ..triton import rank_rows as rank_rows
+from ..triton import reads_packed as reads_packed
 from ..triton import reorder as reorder
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
@@ -112,6 +114,8 @@ def _run_on_its_device(kernel, tensor, *arguments):
 
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+    if isinstance(gate_up_E2IH, PackedOperand):
+        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     _, width, hidden = gate_up_E2IH.shape
     sizes = (hidden, width // 2)
     taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _extra_fits(extra, gate_up_E2IH)
@@ -148,6 +152,8 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
 
 
 def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+    if isinstance(down_EHI, PackedOperand):
+        return portable.down(a_RI, down_EHI, bias_EH, rows, extra)
     return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows, extra), a_RI, down_EHI, bias_EH, rows, extra)
 
 

@@ -13,6 +13,7 @@ import torch
 from .bias_gradient import down_bias_gradient as _down_bias_gradient
 from .bias_gradient import gate_up_bias_gradient as _gate_up_bias_gradient
 from .combine import combine as _combine
+from .config import reads_packed as reads_packed
 from .dequantize import dequantize as _dequantize
 from .dispatch import dispatch as _dispatch
 from .dispatch import tile_table_length as tile_table_length

@@ -19,14 +19,17 @@ from .launch import cdiv
 # second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
 FEW, SOME = 48, 256
 SMALLEST_TILE, TILE = 64, 128
+# Up to PACKED rows per expert, up and down read 4-bit weights; above, expanding them first is faster, since every
+# FEW_PACKED_ROWS or SMALLEST_TILE rows decode them again. The former are enough up to FEW_PACKED rows per expert.
+PACKED, FEW_PACKED, FEW_PACKED_ROWS = 32, 8, 16
 
 
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `columns` of rank_rows: the most of a rank that a tile takes. `piece`: columns that the epilogue of down_backward
-    holds in registers at a time. `descriptors`: operands that are not gathered come as tensor descriptors where the
-    copy engine takes them.
+    `columns` of rank_rows: the most of a rank that a tile takes; of packed_up and packed_down: rows of the weight.
+    `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are
+    not gathered come as tensor descriptors where the copy engine takes them.
     """
 
     columns: int
@@ -57,17 +60,19 @@ class GradientBlocks(NamedTuple):
     descriptors: bool = False
 
 
-def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradient):
+def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradient, packed=None):
     rows = {"many": Blocks(columns, depth, warps, stages, descriptors=gradient.descriptors)}
     up = {"many": Blocks(columns // 2, depth, warps, stages, descriptors=gradient.descriptors)}
     return {
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
         "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
+        "packed_up": {"some": packed}, "packed_down": {"some": packed},
     }  # fmt: skip
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
+# Of packed_up and packed_down "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
 # The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
@@ -91,6 +96,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
+        "packed_up": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 128, 4, 2)},
+        "packed_down": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 128, 4, 2)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -101,10 +108,24 @@ TABLE = {
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(
-        128, 32, 8, 4, GradientBlocks(128, 128, 32, 8, 4), Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4)
+        128,
+        32,
+        8,
+        4,
+        GradientBlocks(128, 128, 32, 8, 4),
+        Blocks(64, 64, 4, 4),
+        GradientBlocks(128, 64, 64, 4, 4),
+        Blocks(64, 128, 4, 2),
     ),
     ("small", 2): _everywhere(
-        128, 32, 8, 3, GradientBlocks(128, 128, 32, 8, 3), Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3)
+        128,
+        32,
+        8,
+        3,
+        GradientBlocks(128, 128, 32, 8, 3),
+        Blocks(64, 64, 4, 3),
+        GradientBlocks(128, 64, 32, 4, 3),
+        Blocks(64, 128, 4, 2),
     ),
     ("any", 4): _everywhere(
         64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
@@ -117,6 +138,7 @@ TABLE = {
         GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
         Blocks(32, 32, 1, 1),
         GradientBlocks(32, 32, 16, 1, 1),
+        Blocks(32, 128, 1, 1),
     ),
 }
 
@@ -138,6 +160,11 @@ def gpu_kind(device: torch.device) -> str:
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "small"
 
 
+def is_interpreted(device: torch.device) -> bool:
+    """Whether kernels for the device run in Triton's interpreter, which has no PTX."""
+    return gpu_kind(device) == "interpreter"
+
+
 def bucket(num_pairs: int, num_experts: int) -> str:
     """ "few", "some" or "many" rows per expert."""
     if num_pairs <= FEW * num_experts:
@@ -148,6 +175,12 @@ def bucket(num_pairs: int, num_experts: int) -> str:
 def tile_rows(num_pairs: int, num_experts: int) -> int:
     """The row tile of dispatch and of every kernel over sorted rows."""
     return SMALLEST_TILE if bucket(num_pairs, num_experts) == "few" else TILE
+
+
+def reads_packed(dtype: torch.dtype, rows) -> bool:
+    """Whether up and down read packed weights; the compiled kernels do in bf16."""
+    is_taken = dtype == torch.bfloat16 or is_interpreted(rows.token.device)
+    return is_taken and rows.token.numel() <= PACKED * (rows.offsets.numel() - 1)
 
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
@@ -170,3 +203,10 @@ def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
 def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
     """The table's entry for a kernel whose operands are like `tensor`."""
     return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
+
+
+def packed_blocks(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> tuple[int, Blocks]:
+    """(rows taken at a time, the table's entry) for a kernel that reads packed weights."""
+    is_few = num_pairs <= FEW_PACKED * num_experts
+    blocks = _entry(kernel, tensor.device, tensor.element_size(), "few" if is_few else "some")
+    return FEW_PACKED_ROWS if is_few else SMALLEST_TILE, blocks

@@ -1,45 +1,57 @@
 """4-bit weights to floats, at the memory's bandwidth; the formats are in ../quantized.py.
 
-Only experts that have rows are read and written. A multiplication and the addition after it round separately, as in the
-packages whose values these must be: fusion of the two is switched off.
+Only experts that have rows are read and written. A thread takes a 32-bit word of eight codes, whose values are 16 bytes
+of bf16: loads and stores are contiguous over a warp, and no value changes threads. Words and scales of all steps are
+loaded first, because loads are not moved ahead of stores. A multiplication and the addition after it round separately,
+as in the packages whose values these must be: fusion of the two is switched off.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from ..quantized import FORMATS, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP, Quantized, weight_shape
 from .launch import cdiv, launch_kernel
 
-VALUES = 4096  # of a program
+CODES = 8  # of a word
 WARPS = 4
+WORDS, STEPS = 32 * WARPS, 4  # words of a step, one for every thread; steps of a program
 
 
 @triton.jit
 def dequantize_nf4_kernel(
-    codes, scales, state, out, offsets,
-    BLOCKS_PER_EXPERT: tl.constexpr, BLOCKS: tl.constexpr, BYTES: tl.constexpr, VALUE_MAP: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr, SCALE_SCALES: tl.constexpr, SCALES_PER_SCALE: tl.constexpr,
+    words, scales, state, out, offsets,
+    WORDS_PER_EXPERT: tl.constexpr, WORDS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
+    VALUE_MAP: tl.constexpr, SCALE_OFFSET: tl.constexpr, SCALE_SCALES: tl.constexpr, SCALES_PER_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS times 2 * BYTES values of one expert, the first of a byte in its high half."""
-    programs: tl.constexpr = (BLOCKS_PER_EXPERT + BLOCKS - 1) // BLOCKS
+    """STEPS * WORDS words of one expert, the first value of a byte in its high half."""
+    programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
         return
-    in_expert = tl.program_id(0) % programs * BLOCKS + tl.arange(0, BLOCKS)
-    is_block = in_expert < BLOCKS_PER_EXPERT
-    block = expert.to(tl.int64) * BLOCKS_PER_EXPERT + in_expert
-    scale = tl.load(state + tl.load(scales + block, mask=is_block, other=0).to(tl.int32))
-    absmax = scale * tl.load(state + SCALE_SCALES + block // SCALES_PER_SCALE, mask=is_block, other=0.0)
-    absmax += tl.load(state + SCALE_OFFSET)
-    place = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    byte = tl.load(codes + place, mask=is_block[:, None], other=0).to(tl.int32)
-    first = tl.load(state + VALUE_MAP + (byte >> 4))
-    second = tl.load(state + VALUE_MAP + (byte & 15))
-    value = tl.interleave(first, second) * absmax[:, None]
-    place = block[:, None] * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=is_block[:, None])
+    first = tl.program_id(0) % programs * (WORDS * STEPS)
+    words += expert.to(tl.int64) * WORDS_PER_EXPERT
+    out += expert.to(tl.int64) * (8 * WORDS_PER_EXPERT)
+    offset = tl.load(state + SCALE_OFFSET)
+    word = ()
+    absmax = ()
+    for step in tl.static_range(STEPS):
+        place = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = place < WORDS_PER_EXPERT
+        block = expert * (WORDS_PER_EXPERT // WORDS_PER_SCALE) + place // WORDS_PER_SCALE
+        word += (tl.load(words + place, mask=is_word, other=0),)
+        scale = tl.load(state + tl.load(scales + block, mask=is_word, other=0).to(tl.uint32))
+        scale *= tl.load(state + SCALE_SCALES + block // SCALES_PER_SCALE, mask=is_word, other=0.0)
+        absmax += (scale + offset,)
+    digit = tl.arange(0, 8)
+    for step in tl.static_range(STEPS):
+        place = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = place < WORDS_PER_EXPERT
+        code = (word[step].to(tl.uint32)[:, None] >> (4 * (digit ^ 1))[None, :].to(tl.uint32)) & 15
+        value = tl.load(state + VALUE_MAP + code) * absmax[step][:, None]
+        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
 
 
 @triton.jit
@@ -51,40 +63,54 @@ def _twice_e2m1(code):
 
 @triton.jit
 def dequantize_mxfp4_kernel(
-    codes, scales, out, offsets, BLOCKS_PER_EXPERT: tl.constexpr, BLOCKS: tl.constexpr, BYTES: tl.constexpr
-):
-    """BLOCKS times 2 * BYTES values of one expert, the first of a byte in its low half."""
-    programs: tl.constexpr = (BLOCKS_PER_EXPERT + BLOCKS - 1) // BLOCKS
+    words, scales, out, offsets,
+    WORDS_PER_EXPERT: tl.constexpr, WORDS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """STEPS * WORDS words of one expert, the first value of a byte in its low half."""
+    programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs
     if tl.load(offsets + expert) == tl.load(offsets + expert + 1):
         return
-    in_expert = tl.program_id(0) % programs * BLOCKS + tl.arange(0, BLOCKS)
-    is_block = in_expert < BLOCKS_PER_EXPERT
-    block = expert.to(tl.int64) * BLOCKS_PER_EXPERT + in_expert
-    scale = tl.load(scales + block, mask=is_block, other=0).to(tl.uint32)
-    # half of 2^(scale - 127): never infinite, subnormal for the two smallest scales
-    half = tl.where(scale > 1, (scale - 1) << 23, (scale + 1) << 21).to(tl.float32, bitcast=True)
-    place = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    byte = tl.load(codes + place, mask=is_block[:, None], other=0).to(tl.uint32)
-    value = tl.interleave(_twice_e2m1(byte & 15), _twice_e2m1(byte >> 4)) * half[:, None]
-    if out.dtype.element_ty == tl.bfloat16:  # exact; a conversion may flush subnormals
-        value = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    place = block[:, None] * (2 * BYTES) + tl.arange(0, 2 * BYTES)[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=is_block[:, None])
+    first = tl.program_id(0) % programs * (WORDS * STEPS)
+    words += expert.to(tl.int64) * WORDS_PER_EXPERT
+    out += expert.to(tl.int64) * (8 * WORDS_PER_EXPERT)
+    word = ()
+    half = ()
+    for step in tl.static_range(STEPS):
+        place = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = place < WORDS_PER_EXPERT
+        block = expert * (WORDS_PER_EXPERT // WORDS_PER_SCALE) + place // WORDS_PER_SCALE
+        word += (tl.load(words + place, mask=is_word, other=0),)
+        scale = tl.load(scales + block, mask=is_word, other=0).to(tl.uint32)
+        # half of 2^(scale - 127): never infinite, subnormal for the two smallest scales
+        half += (tl.where(scale > 1, (scale - 1) << 23, (scale + 1) << 21).to(tl.float32, bitcast=True),)
+    digit = tl.arange(0, 8)
+    for step in tl.static_range(STEPS):
+        place = first + step * WORDS + tl.arange(0, WORDS)
+        is_word = place < WORDS_PER_EXPERT
+        code = word[step].to(tl.uint32)[:, None] >> (4 * digit)[None, :].to(tl.uint32)
+        value = _twice_e2m1(code) * half[step][:, None]
+        if out.dtype.element_ty == tl.bfloat16:  # exact; a conversion may flush subnormals
+            value = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(out + place[:, None] * 8 + digit[None, :], value.to(out.dtype.element_ty), mask=is_word[:, None])
+
+
+def words_of(codes):
+    """Codes as int32, copied where they do not start at a multiple of 16 bytes."""
+    return (codes.clone() if codes.data_ptr() % 16 else codes).view(torch.int32)
 
 
 def dequantize(codes, scales, state, name, dtype, rows):
     num_experts, size_out, size_in = weight_shape(Quantized(codes, scales, state), name)
     weight_ENK = codes.new_empty(num_experts, size_out, size_in, dtype=dtype)
-    size = FORMATS[name]
-    blocks_per_expert, blocks = size_out * size_in // size, VALUES // size
-    grid = (num_experts * cdiv(blocks_per_expert, blocks),)
-    constants = (blocks_per_expert, blocks, size // 2)
+    words_per_expert = size_out * size_in // CODES
+    grid = (num_experts * cdiv(words_per_expert, WORDS * STEPS),)
+    constants = (words_per_expert, FORMATS[name] // CODES, WORDS, STEPS)
     if name == "mxfp4":
-        tensors = codes, scales, weight_ENK, rows.offsets
+        tensors = words_of(codes), scales, weight_ENK, rows.offsets
         launch_kernel(dequantize_mxfp4_kernel, grid, tensors, (), constants, num_warps=WARPS)
     else:
         constants += (VALUE_MAP.start, SCALE_OFFSET, SCALE_SCALES.start, SCALES_PER_SCALE)
-        tensors = codes, scales, state, weight_ENK, rows.offsets
+        tensors = words_of(codes), scales, state, weight_ENK, rows.offsets
         launch_kernel(dequantize_nf4_kernel, grid, tensors, (), constants, num_warps=WARPS, enable_fp_fusion=False)
     return weight_ENK

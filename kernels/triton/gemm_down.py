@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..interface import PackedOperand
 from .descriptors import row_descriptor, weight_descriptor
 from .gemm_common import (
     T_DEPENDENT,
@@ -18,6 +19,7 @@ from .gemm_common import (
     real_row_tiles,
     swizzle,
 )
+from .gemm_packed import packed_down
 from .launch import launch_kernel
 
 
@@ -115,6 +117,8 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra):
 
 
 def down(a_RI, down_EHI, bias_EH, rows, extra=None):
+    if isinstance(down_EHI, PackedOperand):
+        return packed_down(a_RI, down_EHI, bias_EH, rows, extra)
     return _product("down", a_RI, down_EHI, bias_EH, rows, extra)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..interface import PackedOperand
 from .activations import activate
 from .descriptors import gate_up_descriptor
 from .gemm_common import (
@@ -20,6 +21,7 @@ from .gemm_common import (
     real_row_tiles,
     swizzle,
 )
+from .gemm_packed import packed_up
 from .launch import launch_kernel
 
 
@@ -127,6 +129,8 @@ def gemm_up_kernel(
 
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
+    if isinstance(gate_up_E2IH, PackedOperand):
+        return packed_up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     num_rows, (_, width, hidden) = rows.token.numel(), gate_up_E2IH.shape
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None

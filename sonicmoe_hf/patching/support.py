@@ -176,8 +176,8 @@ class _BlockProbe:
     def __init__(self, block: nn.Module, router_attribute: str):
         self._block = block
         self._router_attribute = router_attribute
-        self.hidden_states = torch.zeros(1, 1, _hidden_size(block))
-        self.logits = torch.zeros(1, 1)
+        self.hidden_states = torch.zeros(1, 1, _hidden_size(block), device="meta")  # no values are looked at
+        self.logits = torch.zeros(1, 1, device="meta")
         self.marks = (object(), object())
         self.received: list = []
 

@@ -11,6 +11,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 WORLD = 2  # unless a test asks for more
+# by the process that ranks are forked from, one for all tests of a run: importing is what costs time. Nothing of ours:
+# this process does not have the tests' sys.path, which ranks get.
+IMPORTED_ONCE = [
+    "accelerate", "peft", "torch.distributed.fsdp", "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
+]  # fmt: skip
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
 SECONDS_AFTER_FAILURE = 5
 
@@ -41,7 +47,8 @@ class Ranks:
     """`run(function, *args)` calls the module-level `function(rank, *args)` on every rank: the results in their order."""
 
     def __init__(self, folder, world=WORLD):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         ends = [context.Pipe() for _ in range(world)]
         self.pipes = [mine for mine, _ in ends]
         self.processes = [

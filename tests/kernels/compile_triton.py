@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs that need not be there, with the arguments that the backend's functions launch.
 
-    python compile_triton.py          REPRESENTATIVE: variants by target, the kernels without products for sm_90
+    python compile_triton.py          REPRESENTATIVE: variants by target, what has no variants for sm_90
     python compile_triton.py 90 ...   everything for these targets
 
 One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core
@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import Activation, Weighting
+from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.low_rank import pack
@@ -60,6 +60,11 @@ VARIANTS = {
         few_rows=True, transposed=True, interleaved=True, rank=256
     ),
     "fp32, rank 64": Variant(torch.float32, rank=64),
+}
+PACKED = {  # pairs, hidden, inner; gpt-oss's sizes are no multiples of a step's depth
+    "4 rows per expert": (512, HIDDEN, INNER),
+    "16 rows per expert": (2048, HIDDEN, INNER),
+    "cut steps": (512, 2880, 2880),
 }
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
@@ -143,11 +148,29 @@ def others():
             yield f"round_rows, {rounding}", lambda o=options: kernels.round_rows(scores, scores, index, *o)
     expert = torch.empty(num_pairs, dtype=torch.int32)
     for name in FORMATS:
-        shapes = stored_shapes(name, (num_experts, 2 * INNER, HIDDEN))
-        dtypes = torch.uint8, torch.uint8, torch.float32
-        packed = [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+        packed = packed_weight(name, num_experts, 2 * INNER, HIDDEN)
         yield f"dequantize, {name}", lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)
     yield "round_rows_backward", lambda: kernels.round_rows_backward(weight, scores, expert, rows, weighting)
+
+
+def packed_weight(name, num_experts, height, width):
+    """A weight in 4 bits, of any values."""
+    shapes = stored_shapes(name, (num_experts, height, width))
+    dtypes = torch.uint8, torch.uint8, torch.float32
+    return [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+
+
+def packed_products(name, num_pairs, hidden, inner):
+    """(name, call) of up and down reading packed weights of 128 experts."""
+    num_experts = 128
+    rows = unwritten_rows(num_pairs, num_pairs, num_experts)
+    x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
+    gate_up, down = (
+        PackedOperand(*packed_weight(name, num_experts, *size), name)
+        for size in ((2 * inner, hidden), (hidden, inner))
+    )
+    yield "up", lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True)
+    yield "down", lambda: kernels.down(a, down, None, rows)
 
 
 def unwritten_rows(num_pairs, num_tokens, num_experts):
@@ -221,6 +244,9 @@ def main(target: int, labels, with_others: bool):
     config._entry.cache_clear()
     if with_others:
         compile_calls(target, "", others())
+        for label, sizes in PACKED.items():
+            for name in FORMATS:
+                compile_calls(target, f"{name}, {label}", packed_products(name, *sizes))
     for label in labels:
         compile_calls(target, label, products(VARIANTS[label]))
 

@@ -1,15 +1,43 @@
 """Triton kernels run interpreted where there is no GPU; ../conftest.py imports them so."""
 
+import functools
+import inspect
+
 import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available()
 
 
+@functools.cache
+def names_of_builtins(owner):
+    """What Triton's interpreter replaces in a module or class, looked up once instead of at every call of a function."""
+    from triton.language.core import is_builtin
+
+    return [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+
+
+def replace_builtins(owner, builder, scope):
+    """interpreter._patch_builtin, which runs at every launch and every call of a function inside a kernel."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    for name in names_of_builtins(owner):
+        if is_builtin(member := getattr(owner, name)):
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     if INTERPRETED:
+        from triton.runtime import interpreter
+
+        from sonicmoe_hf.kernels.triton import bias_gradient
+
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(interpreter, "_patch_builtin", replace_builtins)
+        # a GPU is filled by a thousand programs; here one comes after another
+        monkeypatch.setattr(bias_gradient, "PROGRAMS_WANTED", 16)
 
 
 @pytest.fixture

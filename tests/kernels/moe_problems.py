@@ -113,7 +113,7 @@ def poisoned():
             tensor = allocate(*args, **kwargs)
             if tensor.is_floating_point():
                 return tensor.fill_(float("nan"))
-            return tensor.fill_(1) if tensor.dtype == torch.bool else tensor.fill_(1 << 30)
+            return tensor.fill_(1 if tensor.dtype == torch.bool else min(1 << 30, torch.iinfo(tensor.dtype).max))
 
         return allocate_poisoned
 

@@ -4,6 +4,7 @@ import torch
 from moe_problems import layer, routing_ids, run
 
 from sonicmoe_hf.dispatch import dispatch
+from sonicmoe_hf.experts_op import Inputs, Options
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton.launch import cdiv, next_power_of_2
@@ -27,8 +28,8 @@ def test_the_ops_keep_their_contracts(device):
         torch.library.opcheck(OURS.dispatch.default, ids, test_utils=utilities)
     rows = dispatch(expert, T, E, token, sentinels=True, backend="triton")
     inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
-    inputs += [None] * 4  # no adapters
-    options = *Activation(), False, False, 1.0, 1.0, "triton"
+    inputs = Inputs(*inputs, *[None] * 4)  # no adapters
+    options = Options(*Activation(), False, False, 1.0, 1.0, "triton")
     forward = (*inputs, *rows, *options, True, False, False)
     torch.library.opcheck(OURS.experts_forward.default, forward, test_utils=utilities)
     _, h = OURS.experts_forward(*forward)

@@ -12,6 +12,7 @@ from triton import knobs
 
 from sonicmoe_hf import backends
 from sonicmoe_hf.dispatch import dispatch
+from sonicmoe_hf.experts_op import Inputs, Options
 from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
@@ -115,8 +116,8 @@ def test_the_ops_keep_their_contracts(backend):
     rows = dispatch(expert, 700, 16, backend=backend)
     inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
     inputs[3] = inputs[3].view(expert.shape)
-    inputs += [None] * 4  # no adapters
-    options = *Activation(), False, False, 1.0, 1.0, backend
+    inputs = Inputs(*inputs, *[None] * 4)  # no adapters
+    options = Options(*Activation(), False, False, 1.0, 1.0, backend)
     forward = (*inputs, *rows, *options, True, False, False)
     torch.library.opcheck(OURS.experts_forward.default, forward, test_utils=utilities)
     _, h = OURS.experts_forward(*forward)
