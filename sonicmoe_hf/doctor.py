@@ -14,6 +14,7 @@ from . import backends
 from .config import TokenRounding
 from .native.config_only import build_on_meta
 from .native.modeling import sizes_of
+from .patching.experts import expert_parallel_remedy, has_expert_parallelism
 from .patching.layer_ranges import LayerRange, collapse
 from .patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from .quantization.quantizer import QUANT_METHOD
@@ -212,6 +213,7 @@ def as_json(report: ModelReport | None) -> dict:
     facts: dict[str, Any] = {
         "versions": versions(),
         "backend_override": os.environ.get(backends.VARIABLE),
+        "expert_parallelism": {"token_rounding": has_expert_parallelism(), "how": expert_parallel_remedy()},
         "devices": [asdict(device) for device in devices()],
     }
     if report is not None:
