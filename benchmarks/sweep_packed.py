@@ -28,19 +28,13 @@ from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks
 
 CANDIDATES = [
-    Blocks(64, 256, 4, 1),
-    Blocks(64, 256, 4, 2),
-    Blocks(64, 256, 4, 3),
-    Blocks(64, 128, 4, 1),
-    Blocks(64, 128, 4, 2),
-    Blocks(64, 128, 4, 3),
-    Blocks(64, 128, 4, 4),
-    Blocks(128, 256, 8, 1),
-    Blocks(128, 256, 8, 2),
-    Blocks(128, 128, 8, 1),
-    Blocks(128, 128, 8, 2),
-    Blocks(128, 128, 4, 1),
-    Blocks(128, 256, 4, 1),
+    *(Blocks(64, 256, 4, stages) for stages in (1, 2, 3)),
+    *(Blocks(32, 256, 2, stages) for stages in (1, 2, 3)),
+    *(Blocks(16, 256, 1, stages) for stages in (1, 2, 3)),
+    *(Blocks(32, 256, 1, stages) for stages in (1, 2)),
+    *(Blocks(128, 256, 8, stages) for stages in (1, 2)),
+    Blocks(64, 256, 2, 1),
+    Blocks(32, 512, 2, 1),
 ]
 LAYERS, SHARES = 8, 15
 

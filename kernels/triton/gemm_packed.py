@@ -60,7 +60,8 @@ def _packed_product(
                 scale = tl.load(state + code.to(tl.uint32)) * tl.load(of_scale, mask=is_block, other=0.0) + offset
         else:
             scale = half_scale(code.to(tl.int32))
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (HEIGHT, BLOCKS, 4)), (HEIGHT, WORDS))
+        scale = tl.broadcast_to(tl.reshape(scale, (HEIGHT, BLOCKS // 4, 1, 4)), (HEIGHT, BLOCKS // 4, 4, 4))
+        scale = tl.reshape(scale, (HEIGHT, WORDS))
         for part in tl.static_range(BLOCK // 32):
             if K % DEPTH == 0:
                 word = tl.load(word_pointers + (start // 8 + 4 * part))
@@ -70,8 +71,11 @@ def _packed_product(
                 word = tl.load(word_pointers + (start // 8 + 4 * part), mask=is_word, other=0)
                 is_column = (start + column // 32 * BLOCK < K)[None, :]
                 x = tl.load(x_pointers + (start + 32 * part), mask=is_column, other=0.0)
+            word = tl.permute(tl.reshape(word, (HEIGHT, BLOCKS // 4, 4, 4)), (0, 1, 3, 2))
+            word = tl.reshape(word, (HEIGHT, WORDS))
+            x = tl.permute(tl.reshape(x, (ROWS, BLOCKS // 4, 4, 4, 8)), (0, 1, 3, 2, 4))
+            x = in_order_of_words(tl.reshape(x, (ROWS, 8 * WORDS)), FORMAT, ROWS, WORDS)
             values = unpacked(word, scale, state, FORMAT, HEIGHT, WORDS, x.dtype, INTERPRETED)
-            x = in_order_of_words(x, FORMAT, ROWS, WORDS)
             product = tl.dot(values, tl.trans(x), product)
     return product
 
