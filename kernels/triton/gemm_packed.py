@@ -16,7 +16,7 @@ from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
-from .packed_tile import half_scale, in_order_of_words, unpacked
+from .packed_tile import half_scale, in_order_of_words, lane_values, unpacked
 
 _SCALE_OFFSET, _SCALE_SCALES = tl.constexpr(SCALE_OFFSET), tl.constexpr(SCALE_SCALES.start)
 _SCALES_PER_SCALE = tl.constexpr(SCALES_PER_SCALE)
@@ -26,7 +26,7 @@ _SCALES_PER_SCALE = tl.constexpr(SCALES_PER_SCALE)
 def _packed_product(
     x_row, words, scales, state, expert, weight_row,
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight[weight_row] @ x^T [HEIGHT, ROWS] in fp32; x_row points to the rows of x [ROWS, K]. BLOCK values share a
     scale. A step takes DEPTH of K: DEPTH / BLOCK blocks, four words of each at a time, which a thread loads at once."""
@@ -42,7 +42,9 @@ def _packed_product(
     row_block = weight_row[:, None] * (K // BLOCK) + block[None, :]
     scale_pointers = scales + long_expert * (N * (K // BLOCK)) + row_block
     x_pointers = x_row[:, None] + (column // 32 * BLOCK + column % 32)[None, :]
+    lane_value = 0.0
     if FORMAT == "nf4":
+        lane_value = lane_values(state, INTERPRETED)
         offset = tl.load(state + _SCALE_OFFSET)
         row_block += expert * (N * (K // BLOCK))
     product = tl.zeros((HEIGHT, ROWS), tl.float32)
@@ -75,7 +77,7 @@ def _packed_product(
             word = tl.reshape(word, (HEIGHT, WORDS))
             x = tl.permute(tl.reshape(x, (ROWS, BLOCKS // 4, 4, 4, 8)), (0, 1, 3, 2, 4))
             x = in_order_of_words(tl.reshape(x, (ROWS, 8 * WORDS)), FORMAT, ROWS, WORDS)
-            values = unpacked(word, scale, state, FORMAT, HEIGHT, WORDS, x.dtype, INTERPRETED)
+            values = unpacked(word, scale, state, lane_value, FORMAT, HEIGHT, WORDS, x.dtype, LANES, INTERPRETED)
             product = tl.dot(values, tl.trans(x), product)
     return product
 
@@ -105,7 +107,7 @@ def gemm_packed_up_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
     COLUMNS: tl.constexpr = HEIGHT // 2
@@ -127,7 +129,7 @@ def gemm_packed_up_kernel(
         source = tl.load(token + read_row).to(tl.int64)
         product = _packed_product(
             x + source * H, words, scales, state, expert, weight_row,
-            2 * I, H, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, INTERPRETED,
+            2 * I, H, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, LANES, INTERPRETED,
         )  # fmt: skip
         product = _add_extra(
             product, rank, factor, expert, read_row, weight_row, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J
@@ -154,7 +156,7 @@ def gemm_packed_down_kernel(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
     column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
@@ -170,7 +172,7 @@ def gemm_packed_down_kernel(
         read_row = tl.minimum(row, end - 1)
         product = _packed_product(
             source + read_row.to(tl.int64) * K, words, scales, state, expert, weight_row,
-            N, K, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, INTERPRETED,
+            N, K, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, LANES, INTERPRETED,
         )  # fmt: skip
         product = _add_extra(
             product, rank, factor, expert, read_row, weight_row, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J
@@ -194,7 +196,7 @@ class _PackedPlan:
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = rows_at_once, blocks.columns, blocks.depth, is_interpreted(tensor.device)
+        self.tile = (rows_at_once, blocks.columns, blocks.depth, blocks.piece == 32, is_interpreted(tensor.device))
         # a scale's product and sum round separately
         self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": False}
 
