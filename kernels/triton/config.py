@@ -138,7 +138,7 @@ TABLE = {
         GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
         Blocks(32, 32, 1, 1),
         GradientBlocks(32, 32, 16, 1, 1),
-        Blocks(32, 256, 1, 1),
+        Blocks(64, 256, 1, 1),
     ),
 }
 

@@ -82,7 +82,7 @@ def _nf4_of_word() -> str:
 
 
 def _nf4_by_lanes() -> str:
-    """$0 .. $7: bf16 values of word $8 in their order; $9: the scale, fp32; $10: in each lane, a value of the code book."""
+    """$0 .. $7: bf16 values of word $8 in their order; $9: the scale, fp32; $10: a value of the code book in each lane."""
     lines = [".reg .b32 code, pair;", ".reg .f32 even, odd;"]
     for pair in range(4):
         for name, digit in (("even", 2 * pair + 1), ("odd", 2 * pair)):
