@@ -31,10 +31,11 @@ CANDIDATES = [
     blocks._replace(piece=piece)
     for piece in (32, 64)
     for blocks in (
-        *(Blocks(64, 256, 4, stages) for stages in (1, 2, 3)),
-        *(Blocks(32, 256, 2, stages) for stages in (1, 2)),
-        *(Blocks(16, 256, 1, stages) for stages in (1, 2)),
+        *(Blocks(16, 256, 1, stages) for stages in (1, 2, 3)),
         *(Blocks(32, 256, 1, stages) for stages in (1, 2)),
+        Blocks(32, 256, 2, 1),
+        Blocks(64, 256, 2, 1),
+        *(Blocks(64, 256, 4, stages) for stages in (1, 2)),
     )
 ]
 LAYERS, SHARES = 8, 15

@@ -96,8 +96,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_up": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 256, 4, 1)},
-        "packed_down": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 256, 4, 1)},
+        "packed_up": {"few": Blocks(32, 256, 1, 1), "some": Blocks(64, 256, 4, 1)},
+        "packed_down": {"few": Blocks(32, 256, 1, 1), "some": Blocks(64, 256, 4, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),

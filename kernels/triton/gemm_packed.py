@@ -35,13 +35,13 @@ def _packed_product(
     long_expert = expert.to(tl.int64)
     place = tl.arange(0, WORDS)
     block = tl.arange(0, BLOCKS)
-    column = tl.arange(0, 8 * WORDS)
+    column = tl.arange(0, 8 * BLOCKS)
     word_pointers = words + long_expert * (N * (K // 8)) + (
         weight_row[:, None] * (K // 8) + (place // 4 * (BLOCK // 8) + place % 4)[None, :]
     )  # fmt: skip
     row_block = weight_row[:, None] * (K // BLOCK) + block[None, :]
     scale_pointers = scales + long_expert * (N * (K // BLOCK)) + row_block
-    x_pointers = x_row[:, None] + (column // 32 * BLOCK + column % 32)[None, :]
+    x_pointers = x_row[:, None] + (column // 8 * BLOCK + column % 8)[None, :]
     lane_value = 0.0
     if FORMAT == "nf4":
         lane_value = lane_values(state, INTERPRETED)
@@ -62,23 +62,25 @@ def _packed_product(
                 scale = tl.load(state + code.to(tl.uint32)) * tl.load(of_scale, mask=is_block, other=0.0) + offset
         else:
             scale = half_scale(code.to(tl.int32))
-        scale = tl.broadcast_to(tl.reshape(scale, (HEIGHT, BLOCKS // 4, 1, 4)), (HEIGHT, BLOCKS // 4, 4, 4))
-        scale = tl.reshape(scale, (HEIGHT, WORDS))
         for part in tl.static_range(BLOCK // 32):
             if K % DEPTH == 0:
                 word = tl.load(word_pointers + (start // 8 + 4 * part))
-                x = tl.load(x_pointers + (start + 32 * part))
             else:
                 is_word = (start + place // 4 * BLOCK < K)[None, :]
                 word = tl.load(word_pointers + (start // 8 + 4 * part), mask=is_word, other=0)
-                is_column = (start + column // 32 * BLOCK < K)[None, :]
-                x = tl.load(x_pointers + (start + 32 * part), mask=is_column, other=0.0)
-            word = tl.permute(tl.reshape(word, (HEIGHT, BLOCKS // 4, 4, 4)), (0, 1, 3, 2))
-            word = tl.reshape(word, (HEIGHT, WORDS))
-            x = tl.permute(tl.reshape(x, (ROWS, BLOCKS // 4, 4, 4, 8)), (0, 1, 3, 2, 4))
-            x = in_order_of_words(tl.reshape(x, (ROWS, 8 * WORDS)), FORMAT, ROWS, WORDS)
-            values = unpacked(word, scale, state, lane_value, FORMAT, HEIGHT, WORDS, x.dtype, LANES, INTERPRETED)
-            product = tl.dot(values, tl.trans(x), product)
+            even, odd = tl.split(tl.reshape(word, (HEIGHT, BLOCKS, 2, 2)))
+            firsts = tl.split(even)
+            seconds = tl.split(odd)
+            for which in tl.static_range(4):
+                word = firsts[which // 2] if which % 2 == 0 else seconds[which // 2]
+                if K % DEPTH == 0:
+                    x = tl.load(x_pointers + (start + 32 * part + 8 * which))
+                else:
+                    is_column = (start + column // 8 * BLOCK < K)[None, :]
+                    x = tl.load(x_pointers + (start + 32 * part + 8 * which), mask=is_column, other=0.0)
+                x = in_order_of_words(x, FORMAT, ROWS, BLOCKS)
+                values = unpacked(word, scale, state, lane_value, FORMAT, HEIGHT, BLOCKS, x.dtype, LANES, INTERPRETED)
+                product = tl.dot(values, tl.trans(x), product)
     return product
 
 
@@ -196,7 +198,13 @@ class _PackedPlan:
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = (rows_at_once, blocks.columns, blocks.depth, blocks.piece == 32, is_interpreted(tensor.device))
+        self.tile = (
+            rows_at_once,
+            blocks.columns,
+            4 * FORMATS[name],
+            blocks.piece == 32,
+            is_interpreted(tensor.device),
+        )
         # a scale's product and sum round separately
         self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": False}
 
