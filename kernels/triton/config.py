@@ -96,8 +96,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_up": {"few": Blocks(32, 256, 1, 1), "some": Blocks(64, 256, 4, 1)},
-        "packed_down": {"few": Blocks(32, 256, 1, 1), "some": Blocks(64, 256, 4, 1)},
+        "packed_up": {"few": Blocks(32, 256, 1, 1), "some": Blocks(32, 256, 1, 1)},
+        "packed_down": {"few": Blocks(32, 256, 1, 1), "some": Blocks(32, 256, 1, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -115,7 +115,7 @@ TABLE = {
         GradientBlocks(128, 128, 32, 8, 4),
         Blocks(64, 64, 4, 4),
         GradientBlocks(128, 64, 64, 4, 4),
-        Blocks(64, 256, 4, 2),
+        Blocks(32, 256, 1, 1),
     ),
     ("small", 2): _everywhere(
         128,
@@ -125,7 +125,7 @@ TABLE = {
         GradientBlocks(128, 128, 32, 8, 3),
         Blocks(64, 64, 4, 3),
         GradientBlocks(128, 64, 32, 4, 3),
-        Blocks(64, 256, 4, 2),
+        Blocks(32, 256, 1, 1),
     ),
     ("any", 4): _everywhere(
         64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
