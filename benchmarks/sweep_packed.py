@@ -28,15 +28,21 @@ from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks
 
 CANDIDATES = [
-    blocks._replace(piece=piece)
-    for piece in (32, 64)
-    for blocks in (
-        *(Blocks(16, 256, 1, stages) for stages in (1, 2, 3)),
-        *(Blocks(32, 256, 1, stages) for stages in (1, 2)),
-        Blocks(32, 256, 2, 1),
-        Blocks(64, 256, 2, 1),
-        *(Blocks(64, 256, 4, stages) for stages in (1, 2)),
-    )
+    Blocks(64, 256, 4, 1),
+    Blocks(64, 256, 4, 2),
+    Blocks(64, 256, 4, 3),
+    Blocks(64, 128, 4, 1),
+    Blocks(64, 128, 4, 2),
+    Blocks(64, 128, 4, 3),
+    Blocks(64, 128, 4, 4),
+    Blocks(128, 256, 8, 1),
+    Blocks(128, 256, 8, 2),
+    Blocks(128, 128, 8, 1),
+    Blocks(128, 128, 8, 2),
+    Blocks(128, 128, 4, 1),
+    Blocks(128, 256, 4, 1),
+    Blocks(32, 256, 2, 1),
+    Blocks(32, 256, 2, 2),
 ]
 LAYERS, SHARES = 8, 15
 
@@ -147,7 +153,7 @@ def measure(table, shape, name, call):
     lines = []
     for us, (candidate, difference, _) in zip(interleaved_us([graph for *_, graph in found]), found):
         us /= LAYERS
-        text = " ".join(map(str, candidate[:4])) + ("" if candidate.piece == 32 else " piece=64")
+        text = " ".join(map(str, candidate[:4]))
         table.writerow([shape, name, text, f"{us:.2f}", f"{difference:.1e}", *provenance.columns().values()])
         lines.append((us, f"{text}: {us:.1f}" + ("" if difference < 1e-2 else f" DIFFERS {difference:.1e}")))
     print(shape, name, "us:", " | ".join(text for _, text in sorted(lines)), flush=True)

@@ -16,7 +16,7 @@ from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
-from .packed_tile import half_scale, in_order_of_words, lane_values, unpacked
+from .packed_tile import half_scale, in_order_of_words, unpacked
 
 _SCALE_OFFSET, _SCALE_SCALES = tl.constexpr(SCALE_OFFSET), tl.constexpr(SCALE_SCALES.start)
 _SCALES_PER_SCALE = tl.constexpr(SCALES_PER_SCALE)
@@ -26,7 +26,7 @@ _SCALES_PER_SCALE = tl.constexpr(SCALES_PER_SCALE)
 def _packed_product(
     x_row, words, scales, state, expert, weight_row,
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight[weight_row] @ x^T [HEIGHT, ROWS] in fp32; x_row points to the rows of x [ROWS, K]. BLOCK values share a
     scale. A step takes DEPTH of K: DEPTH / BLOCK blocks, four words of each at a time, which a thread loads at once."""
@@ -35,16 +35,14 @@ def _packed_product(
     long_expert = expert.to(tl.int64)
     place = tl.arange(0, WORDS)
     block = tl.arange(0, BLOCKS)
-    column = tl.arange(0, 8 * BLOCKS)
+    column = tl.arange(0, 8 * WORDS)
     word_pointers = words + long_expert * (N * (K // 8)) + (
         weight_row[:, None] * (K // 8) + (place // 4 * (BLOCK // 8) + place % 4)[None, :]
     )  # fmt: skip
     row_block = weight_row[:, None] * (K // BLOCK) + block[None, :]
     scale_pointers = scales + long_expert * (N * (K // BLOCK)) + row_block
-    x_pointers = x_row[:, None] + (column // 8 * BLOCK + column % 8)[None, :]
-    lane_value = 0.0
+    x_pointers = x_row[:, None] + (column // 32 * BLOCK + column % 32)[None, :]
     if FORMAT == "nf4":
-        lane_value = lane_values(state, INTERPRETED)
         offset = tl.load(state + _SCALE_OFFSET)
         row_block += expert * (N * (K // BLOCK))
     product = tl.zeros((HEIGHT, ROWS), tl.float32)
@@ -62,25 +60,19 @@ def _packed_product(
                 scale = tl.load(state + code.to(tl.uint32)) * tl.load(of_scale, mask=is_block, other=0.0) + offset
         else:
             scale = half_scale(code.to(tl.int32))
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (HEIGHT, BLOCKS, 4)), (HEIGHT, WORDS))
         for part in tl.static_range(BLOCK // 32):
             if K % DEPTH == 0:
                 word = tl.load(word_pointers + (start // 8 + 4 * part))
+                x = tl.load(x_pointers + (start + 32 * part))
             else:
                 is_word = (start + place // 4 * BLOCK < K)[None, :]
                 word = tl.load(word_pointers + (start // 8 + 4 * part), mask=is_word, other=0)
-            even, odd = tl.split(tl.reshape(word, (HEIGHT, BLOCKS, 2, 2)))
-            firsts = tl.split(even)
-            seconds = tl.split(odd)
-            for which in tl.static_range(4):
-                word = firsts[which // 2] if which % 2 == 0 else seconds[which // 2]
-                if K % DEPTH == 0:
-                    x = tl.load(x_pointers + (start + 32 * part + 8 * which))
-                else:
-                    is_column = (start + column // 8 * BLOCK < K)[None, :]
-                    x = tl.load(x_pointers + (start + 32 * part + 8 * which), mask=is_column, other=0.0)
-                x = in_order_of_words(x, FORMAT, ROWS, BLOCKS)
-                values = unpacked(word, scale, state, lane_value, FORMAT, HEIGHT, BLOCKS, x.dtype, LANES, INTERPRETED)
-                product = tl.dot(values, tl.trans(x), product)
+                is_column = (start + column // 32 * BLOCK < K)[None, :]
+                x = tl.load(x_pointers + (start + 32 * part), mask=is_column, other=0.0)
+            values = unpacked(word, scale, state, FORMAT, HEIGHT, WORDS, x.dtype, INTERPRETED)
+            x = in_order_of_words(x, FORMAT, ROWS, WORDS)
+            product = tl.dot(values, tl.trans(x), product)
     return product
 
 
@@ -109,7 +101,7 @@ def gemm_packed_up_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
     COLUMNS: tl.constexpr = HEIGHT // 2
@@ -131,7 +123,7 @@ def gemm_packed_up_kernel(
         source = tl.load(token + read_row).to(tl.int64)
         product = _packed_product(
             x + source * H, words, scales, state, expert, weight_row,
-            2 * I, H, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, LANES, INTERPRETED,
+            2 * I, H, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, INTERPRETED,
         )  # fmt: skip
         product = _add_extra(
             product, rank, factor, expert, read_row, weight_row, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J
@@ -158,7 +150,7 @@ def gemm_packed_down_kernel(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
     column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
@@ -174,7 +166,7 @@ def gemm_packed_down_kernel(
         read_row = tl.minimum(row, end - 1)
         product = _packed_product(
             source + read_row.to(tl.int64) * K, words, scales, state, expert, weight_row,
-            N, K, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, LANES, INTERPRETED,
+            N, K, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, INTERPRETED,
         )  # fmt: skip
         product = _add_extra(
             product, rank, factor, expert, read_row, weight_row, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J
@@ -190,21 +182,15 @@ def gemm_packed_down_kernel(
 class _PackedPlan:
     """How these kernels are launched: tensors and constants of the weight, the programs, and options."""
 
-    def __init__(self, kernel: str, tensor, weight: PackedOperand, rows):
+    def __init__(self, tensor, weight: PackedOperand, rows):
         codes, scales, state, name = weight
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        rows_at_once, blocks = packed_blocks(kernel, tensor, num_pairs, num_experts)
+        rows_at_once, blocks = packed_blocks(name, tensor, num_pairs, num_experts)
         self.weight = words_of(codes), scales, state
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = (
-            rows_at_once,
-            blocks.columns,
-            4 * FORMATS[name],
-            blocks.piece == 32,
-            is_interpreted(tensor.device),
-        )
+        self.tile = rows_at_once, blocks.columns, blocks.depth, is_interpreted(tensor.device)
         # a scale's product and sum round separately
         self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": False}
 
@@ -215,7 +201,7 @@ def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interlea
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
     if num_rows:
-        plan = _PackedPlan("packed_up", x_TH, gate_up, rows)
+        plan = _PackedPlan(x_TH, gate_up, rows)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_packed_up_kernel, (plan.row_tiles * cdiv(width, plan.height),),
@@ -232,7 +218,7 @@ def packed_down(a_RI, down: PackedOperand, bias_EH, rows, extra=None):
     num_rows, (_, columns, length) = rows.token.numel(), weight_shape(Quantized(*down[:3]), down.format)
     out_RN = a_RI.new_empty(num_rows, columns)
     if num_rows:
-        plan = _PackedPlan("packed_down", a_RI, down, rows)
+        plan = _PackedPlan(a_RI, down, rows)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_packed_down_kernel, (plan.row_tiles * cdiv(columns, plan.height),),

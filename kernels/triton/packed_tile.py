@@ -81,37 +81,11 @@ def _nf4_of_word() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
-def _nf4_by_lanes() -> str:
-    """$0 .. $7: bf16 values of word $8 in their order; $9: the scale, fp32; $10: a value of the code book in each lane."""
-    lines = [".reg .b32 code, pair;", ".reg .f32 even, odd;"]
-    for pair in range(4):
-        for name, digit in (("even", 2 * pair + 1), ("odd", 2 * pair)):
-            lines += [
-                f"shr.b32 code, $8, {4 * digit};",
-                f"shfl.sync.idx.b32 {name}, $10, code, 31, 0xFFFFFFFF;",
-                f"mul.rn.f32 {name}, {name}, $9;",
-            ]
-        lines += ["cvt.rn.bf16x2.f32 pair, odd, even;", f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, pair;"]
-    return "{" + "\n".join(lines) + "}"
-
-
-# a lane's value of the code book at $1; lanes 16 to 31 have those of lanes 0 to 15
-LANE_VALUE = tl.constexpr(
-    """{.reg .b32 lane;
-.reg .b64 place;
-mov.u32 lane, %laneid;
-and.b32 lane, lane, 15;
-mul.wide.u32 place, lane, 4;
-add.u64 place, place, $1;
-ld.global.nc.f32 $0, [place];}"""
-)
-NF4_BY_LANES = tl.constexpr(_nf4_by_lanes())
 MXFP4_OF_WORD = tl.constexpr(_mxfp4_of_word())
 NF4_TABLE = tl.constexpr(_nf4_table())
 NF4_OF_WORD = tl.constexpr(_nf4_of_word())
 _EIGHT_VALUES = "=h,=h,=h,=h,=h,=h,=h,=h,"
 VALUES_AND_SCALE = tl.constexpr(_EIGHT_VALUES + "r,r")
-VALUES_AND_LANES = tl.constexpr(_EIGHT_VALUES + "r,f,f")
 VALUES_AND_TABLE = tl.constexpr(_EIGHT_VALUES + "r,r,r,r,r,r,r,r,r")
 TABLE_AND_SCALE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,f")
 
@@ -130,15 +104,6 @@ def _interpreted(word, scale, state, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def lane_values(state, INTERPRETED: tl.constexpr):
-    """NF4's code book, a value in each lane of a warp."""
-    if INTERPRETED:
-        return 0.0
-    place = (state + _VALUE_MAP).to(tl.int64)
-    return tl.inline_asm_elementwise(LANE_VALUE, "=f,l", [place], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def half_scale(scale):
     """bf16 bits, twice, of 2^(scale - 128): never infinite, subnormal for the two smallest scales of MXFP4."""
     half = tl.where(scale > 1, (scale - 1) << 7, (scale + 1) << 5)
@@ -147,8 +112,8 @@ def half_scale(scale):
 
 @triton.jit
 def unpacked(
-    word, scale, state, lane_value, FORMAT: tl.constexpr, HEIGHT: tl.constexpr, WORDS: tl.constexpr,
-    DTYPE: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr,
+    word, scale, state, FORMAT: tl.constexpr, HEIGHT: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The values [HEIGHT, 8 * WORDS] of words [HEIGHT, WORDS] with a scale for each: fp32, or for MXFP4 `half_scale`.
 
@@ -156,11 +121,7 @@ def unpacked(
     """
     if INTERPRETED:
         return tl.reshape(_interpreted(word, scale, state, FORMAT, DTYPE), (HEIGHT, 8 * WORDS))
-    if FORMAT == "nf4" and LANES:
-        v = tl.inline_asm_elementwise(
-            NF4_BY_LANES, VALUES_AND_LANES, [word, scale, lane_value], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1
-        )
-    elif FORMAT == "nf4":
+    if FORMAT == "nf4":
         table = tl.inline_asm_elementwise(
             NF4_TABLE, TABLE_AND_SCALE, [scale], dtype=(tl.int32,) * 8, is_pure=True, pack=1
         )
