@@ -1,0 +1,170 @@
+"""QLoRA from a hub id to a checkpoint that an inference engine serves: experts in 4 bits, adapters, merge.
+
+Without arguments: a small Qwen3-MoE-architecture model with random weights, on the standard library's sources, offline,
+on any machine.
+
+    python examples/qlora.py
+    python examples/qlora.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --output outputs/qlora
+    python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
+    python examples/qlora.py --trl ...
+
+Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
+packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), and on GPUs the linear layers beside them
+become bitsandbytes' NF4 where that is installed. A folder that `sonicmoe-hf convert MODEL FOLDER --layout native --quantize nf4`
+wrote loads in seconds: give it as --model. --trl trains with TRL's SFTTrainer in place of Transformers' Trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from finetune import cut_into_blocks, load_texts
+from peft import get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import sonicmoe_hf
+from sonicmoe_hf.demo.corpus import train_tokenizer
+from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+
+PACKED, MXFP4 = "sonicmoe_hf", "mxfp4"  # quantisation methods of checkpoints that are taken as they are
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="hub id or folder; default: a small model with random weights")
+    parser.add_argument("--attn-implementation", help="sdpa, flex_attention (gpt-oss has no sdpa), ...")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
+    parser.add_argument(
+        "--dataset", help="hub name, or a file (.jsonl, .csv, .txt, .parquet); default: the standard library"
+    )
+    parser.add_argument("--dataset-config", help="the hub dataset's configuration")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--text-column", default="text")
+    parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--learning-rate", type=float, help="default: 1e-4; for the small model 3e-3")
+    parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer")
+    parser.add_argument("--output", type=Path, default=Path("outputs/qlora"))
+    parser.add_argument("--seed", type=int, default=0)
+    found = parser.parse_args(arguments)
+    found.sequence_length = found.sequence_length or (128 if found.model is None else 512)
+    return found
+
+
+def make_small_model(texts, folder: Path) -> str:
+    """A checkpoint as the hub has them, with random weights and a tokenizer of the texts."""
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    AutoModelForCausalLM.from_config(small_config(tokenizer), dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def load_packed(name: str, arguments: argparse.Namespace):
+    """The model with its experts in 4 bits, and the linear layers too where bitsandbytes is installed."""
+    options = {"dtype": "bfloat16"}
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    declared = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    method = None if declared is None else declared.get("quant_method")
+    if method not in (None, PACKED, MXFP4):
+        raise SystemExit(
+            f"{name} is quantised with {method!r}; convert it first: sonicmoe-hf convert {name} FOLDER --layout native "
+            "--quantize nf4"
+        )
+    if method != PACKED:
+        options["experts_quantization"] = MXFP4 if method == MXFP4 else "nf4"
+    # on CPUs bitsandbytes 0.50 loses gradients once a model has been evaluated
+    if method is None and torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    return sonicmoe_hf.from_pretrained(name, **options)
+
+
+def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Trainer:
+    """Transformers' Trainer or TRL's, with the loss in chunks (Liger) where that is installed and there is a GPU."""
+    settings = {
+        "output_dir": str(arguments.output / "adapter"),
+        "max_steps": arguments.steps,
+        "per_device_train_batch_size": arguments.batch_size,
+        "per_device_eval_batch_size": arguments.batch_size,
+        "learning_rate": arguments.learning_rate or (3e-3 if arguments.model is None else 1e-4),
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": max(1, arguments.steps // 20),
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "use_liger_kernel": torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None,
+        "optim": "adamw_torch_fused",
+        "logging_steps": max(1, arguments.steps // 8),
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": arguments.seed,
+        "use_cpu": not torch.accelerator.is_available(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    if arguments.trl:
+        from trl import SFTConfig, SFTTrainer
+
+        trainer, settings = SFTTrainer, SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
+    else:
+        trainer, settings = Trainer, TrainingArguments(**settings)
+    if isinstance(blocks, list):
+        blocks = Dataset.from_list(blocks)
+    held_out = blocks.train_test_split(test_size=max(1, min(32, len(blocks) // 10)), seed=arguments.seed)
+    return trainer(
+        model=model,
+        args=settings,
+        train_dataset=held_out["train"],
+        eval_dataset=held_out["test"],
+        processing_class=tokenizer,
+        callbacks=[sonicmoe_hf.ExpertLoadCallback()],
+    )
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train, evaluate, save the adapter, merge; returns the metrics."""
+    arguments = parse_arguments(argv)
+    set_seed(arguments.seed)
+    texts, adapter, merged = load_texts(arguments), arguments.output / "adapter", arguments.output / "merged"
+    base = arguments.model or make_small_model(texts, arguments.output / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = load_packed(base, arguments)
+    options = {"target_parameters": []} if arguments.attention_only else {}
+    model = get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.rank, **options))
+    model.print_trainable_parameters()
+    trainer = build_trainer(model, tokenizer, cut_into_blocks(texts, tokenizer, arguments.sequence_length), arguments)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    metrics = {"loss_before": before, **trainer.evaluate()}
+    trainer.save_model(str(adapter))
+    print(f"held-out loss {before:.3f} -> {metrics['eval_loss']:.3f}; the adapter is in {adapter}")
+    if torch.cuda.is_available():
+        print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+    done = sonicmoe_hf.merge_adapter(base, adapter, merged, "hub")
+    for notice in done.notices:
+        print(f"note: {notice}")
+    print(f"merged into {base}: {done.nbytes / 1e9:.2f} GB in {merged}. To serve it:\n\n    vllm serve {merged}\n")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
