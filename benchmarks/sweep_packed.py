@@ -43,6 +43,8 @@ CANDIDATES = [
     Blocks(128, 128, 8, 2),
     Blocks(128, 128, 4, 1),
     Blocks(128, 256, 4, 1),
+    Blocks(32, 256, 2, 1),
+    Blocks(32, 256, 2, 2),
 ]
 LAYERS, SHARES = 8, 15
 
