@@ -281,7 +281,8 @@ def test_full_finetuning_on_one_gpu_trains_bf16_weights_with_moments_in_8_bits(o
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
 
 
-def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
+def test_every_command_of_the_documents_is_one_that_its_example_takes():
+    pytest.importorskip("torchao")  # which one of the examples imports
     documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
     count = 0
     for document in documents:
