@@ -142,7 +142,7 @@ def test_data_is_assigned_from_packed_weights_alone(weight):
         lambda weight: weight.copy_(torch.zeros(weight.shape)),
         lambda weight: torch.zeros(weight.shape).copy_(weight),
         lambda weight: torch.zeros_like(weight),
-        lambda weight: weight.split(2),
+        lambda weight: weight.split(2, dim=1),
     ],
 )
 def test_dense_operations_say_what_to_do(weight, use):
