@@ -1,13 +1,16 @@
 """Training steps of Qwen3-30B-A3B's layers on two GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
 
-    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--layers 4] [--tokens 16384] [--liger] [--case NAME ...]
+    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--layers 4] [--tokens 16384] [--case NAME ...]
 
-Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A step
-is forward, backward, fused AdamW and zero_grad. First the cases are checked: the losses and the norms of the gradients of the
-top-k cases must agree. Then steps are timed, and one step's bytes are counted: what a GPU sends to others, by the
-collectives' definition (all-gather: N - 1 times its part; reduce-scatter: (N - 1) / N of its input; all-to-all: what is for
-others). `exchange` is what the experts' ranks exchange, `other` is FSDP2's. Set NCCL_NVLS_ENABLE=0 where NVLink multicast is
-not to be used. --profile prints the kernels that take longest. --tiny checks the script, also without GPUs.
+Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
+step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.
+
+Losses and norms of the gradients of the top-k cases must agree. Steps are timed, and the bytes of one are counted: what a
+GPU sends to others. That is N - 1 times its part for an all-gather, (N - 1) / N of its input for a reduce-scatter, and
+what is for others in an all-to-all. `exchange` is what the experts' ranks exchange, `other` what FSDP2 does.
+
+Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --profile prints the kernels that take longest. --tiny
+checks the script, also without GPUs.
 """
 
 from __future__ import annotations
@@ -16,9 +19,8 @@ import argparse
 import collections
 import csv
 import gc
-import shutil
+import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -27,16 +29,19 @@ from unittest import mock
 import provenance
 import torch
 import torch.distributed as dist
-from lora_step import SEQUENCE, SIZES, TINY
+from models import MODELS, TINY
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
 
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel import collectives
 
-WARMUP = 3
-LEARNING_RATE = 1e-4
+INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives
+WARMUP, SEQUENCE = 3, 4096
 TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of experts and of ranks are rounded
 
 
@@ -82,24 +87,20 @@ class BytesSent(TorchDispatchMode):
             self._count(func._schema.name.partition("::")[2], func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name, func, args, kwargs):
+    def _count(self, name: str, func, args, kwargs) -> None:
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
-        if "process_group" in given:
-            group = dist.ProcessGroup.unbox(given["process_group"])
-        elif "group_name" in given:
-            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
-        else:
-            return  # wait_tensor
-        inputs = next(given[key] for key in ("input", "input_tensor", "inputs", "tensors", "input_tensors", "self")
-                      if key in given)  # fmt: skip
-        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-        inputs = inputs[0] if inputs and not isinstance(inputs[0], torch.Tensor) else inputs
+        tensors = [value for key, value in given.items() if key in INPUTS]
+        if not tensors or not {"process_group", "group_name"} & set(given):
+            return  # a barrier, or waiting
+        inputs = tree_leaves(tensors)
         if inputs[0].device.type != self.device_type:
             return
+        group = given.get("process_group")
+        group = dist.ProcessGroup.unbox(group) if group is not None else _resolve_process_group(given["group_name"])
         size, num_bytes = group.size(), sum(tensor.numel() * tensor.itemsize for tensor in inputs)
         if "all_to_all" in name or "alltoall" in name:
             splits = given.get("input_split_sizes")
-            splits = [len(inputs[0]) // size] * size if not splits else splits
+            splits = splits or [len(inputs[0]) // size] * size
             sent = num_bytes * (1 - splits[group.rank()] / max(sum(splits), 1))
         elif "reduce_scatter" in name:
             sent = num_bytes * (size - 1) / size
@@ -108,36 +109,48 @@ class BytesSent(TorchDispatchMode):
         elif "reduce" in name:
             sent = 2 * num_bytes * (size - 1) / size
         else:
-            raise NotImplementedError(f"{name} is not counted")
+            print(f"not counted: {name}")
+            return
         if self.is_ours or "all_to_all" in name or "alltoall" in name:
             self.exchange += sent
         else:
             self.other += sent
 
 
-def save_weights(folder: str, options) -> None:
-    sizes = TINY if options.tiny else SIZES
-    config = Qwen3MoeConfig(**sizes, num_hidden_layers=options.layers, use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+def sequences(num_tokens: int, vocabulary: int, rank: int, device: str) -> torch.Tensor:
+    """Random tokens of this rank, without padding."""
+    length = min(SEQUENCE, num_tokens)
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(vocabulary, (num_tokens // length, length), generator=generator).to(device)
 
 
-def load(folder: str, case: Case, options):
+def fill(model) -> None:
+    """The same random weights, whatever the shards: every rank makes the whole of each and keeps its part."""
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator(parameter.device).manual_seed(number)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        whole.fill_(1.0) if whole.dim() == 1 else whole.normal_(0, 0.02, generator=generator)
+        parameter.data.to_local().copy_(DtensorShardOperation(parameter.data).shard_tensor(whole))
+
+
+def build(ep_implementation: str | None, options):
+    """The model, its experts split over the ranks or their weights sharded by FSDP2, as from_pretrained splits and shards
+    them."""
     world = dist.get_world_size()
     sizes = {"fsdp_size": world}
-    if case.ep_implementation is not None:
-        sizes |= {"ep_size": world, "ep_implementation": case.ep_implementation}
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf",
-        distributed_config=DistributedConfig(**sizes),
-    )  # fmt: skip
-    if options.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
-
-        apply_liger_kernel_to_qwen3_moe(swiglu=False, model=model)
-    sonicmoe_hf.patch_model(model, case.routing)
+    if ep_implementation is not None:
+        sizes |= {"ep_size": world, "ep_implementation": ep_implementation}
+    config = Qwen3MoeConfig(**options.sizes, num_hidden_layers=options.layers, use_cache=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"
+        )
+    distributed, _, mesh = model.prepare_distribute_model(DistributedConfig(**sizes))
+    model = model.maybe_distribute_model(model, distributed, mesh).to_empty(device=options.device)
+    fill(model)
+    with torch.device(options.device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # buffers, and no weights
+    sonicmoe_hf.patch_model(model)
     return model.train()
 
 
@@ -145,8 +158,8 @@ def optimizer_of(model):
     """Parameters of different meshes are updated apart: torch takes lists of one mesh."""
     by_mesh = collections.defaultdict(list)
     for parameter in model.parameters():
-        by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
-    return torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=LEARNING_RATE, fused=True)
+        by_mesh[parameter.device_mesh].append(parameter)
+    return torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=0.0, fused=True)
 
 
 def one_step(model, tokens, optimizer=None):
@@ -213,20 +226,33 @@ def profile(model, tokens, optimizer):
             print(f"    {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d}  {event.key[:100]}", flush=True)
 
 
-def measure(folder: str, name: str, tokens, options) -> dict[str, list[float]]:
-    case = CASES[name]
-    model = load(folder, case, options)
+def measure(model, case: Case, tokens, options) -> dict[str, list[float]]:
+    sonicmoe_hf.set_routing(model, case.routing)
     found = {"loss": [mean_over_ranks(one_step(model, tokens))], "gradient_norm": [gradient_norm(model)]}
     model.zero_grad(set_to_none=True)
     found |= {metric: [value] for metric, value in bytes_of_step(model, tokens, options).items()}
     found["ms"], peak = timed_steps(model, tokens, options)
     found["peak_GiB"] = [peak]
     found["tokens_per_second_per_gpu"] = [1e3 * options.tokens / ms for ms in found["ms"]]
-    del model
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return found
+
+
+def results_of(options) -> dict[str, dict[str, list[float]]]:
+    """Of every case; those of one implementation share a model."""
+    tokens = sequences(options.tokens, options.sizes["vocab_size"], dist.get_rank(), options.device)
+    results: dict[str, dict[str, list[float]]] = {}
+    names = options.case or CASES
+    for implementation in dict.fromkeys(CASES[name].ep_implementation for name in names):
+        model = build(implementation, options)
+        for name in (name for name in names if CASES[name].ep_implementation == implementation):
+            results[name] = measure(model, CASES[name], tokens, options)
+            if dist.get_rank() == 0:
+                report(name, results[name])
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return results
 
 
 def check(results: dict[str, dict[str, list[float]]]) -> None:
@@ -244,11 +270,11 @@ def write(path: Path, results, options) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["shape", "options", "case", "metric", "median", "min", "max", *origin])
+        writer.writerow(["shape", "case", "metric", "median", "min", "max", *origin])
         for name, found in results.items():
             for metric, values in found.items():
                 row = [f"{value:.6g}" for value in (statistics.median(values), min(values), max(values))]
-                writer.writerow([shape, "Liger" if options.liger else "", name, metric, *row, *origin.values()])
+                writer.writerow([shape, name, metric, *row, *origin.values()])
 
 
 def report(name: str, found) -> None:
@@ -267,44 +293,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels for the rest of the model")
     parser.add_argument("--profile", action="store_true", help="the kernels of one step that take longest")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "expert_parallel.csv")
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.sizes = TINY if options.tiny else MODELS["Qwen3-30B-A3B"].sizes
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    rank = dist.get_rank()
     if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    memory = Path("/dev/shm")
-    shared = [tempfile.mkdtemp(dir=memory if memory.is_dir() else None) if rank == 0 else None]
-    dist.broadcast_object_list(shared, device=torch.device(options.device))
-    folder = shared[0]
-    try:
-        if rank == 0:
-            save_weights(folder, options)
-        dist.barrier()
-        vocabulary = (TINY if options.tiny else SIZES)["vocab_size"]
-        length = min(SEQUENCE, options.tokens)
-        generator = torch.Generator().manual_seed(rank)
-        tokens = torch.randint(vocabulary, (options.tokens // length, length), generator=generator).to(options.device)
-        results = {}
-        for name in options.case or CASES:
-            results[name] = measure(folder, name, tokens, options)
-            if rank == 0:
-                report(name, results[name])
-        if rank == 0:
-            print(f"\n{options.layers} layers, {options.tokens} tokens a rank, {provenance.commit()}")
-            for name, found in results.items():
-                report(name, found)
-            write(options.csv, results, options)
-            check(results)
-            print("losses and gradients of the top-k cases agree")
-        dist.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    results = results_of(options)
+    if dist.get_rank() == 0:
+        print(f"\n{options.layers} layers, {options.tokens} tokens a rank, commit {provenance.commit()}")
+        for name, found in results.items():
+            report(name, found)
+        write(options.csv, results, options)
+        check(results)
+        print("losses and gradients of the top-k cases agree")
     dist.destroy_process_group()
 
 

@@ -43,7 +43,7 @@ MODELS = {
             "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_parameters": ROPE,
         },
-        layers=48, trained_layers=4,
+        layers=48, trained_layers=16,
     ),
     # The paper gives the experts' sizes. The rest is what lm-engine's own configs of these sizes have (open-lm-engine,
     # configs/research/m2rnn/7b-normal/softmax-attention.yml), without their shared expert: 6.6e9 parameters.
@@ -54,7 +54,7 @@ MODELS = {
             "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 24, "num_key_value_heads": 24,
             "head_dim": 64, "vocab_size": 100352, "max_position_embeddings": 4096, "tie_word_embeddings": True,
         },
-        layers=40, trained_layers=8, tokens=24576,
+        layers=40, trained_layers=16, tokens=24576,
     ),
     "OLMoE-1B-7B": Model(  # config.json of allenai/OLMoE-1B-7B-0924
         OlmoeConfig,
@@ -62,7 +62,7 @@ MODELS = {
             "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
             "norm_topk_prob": False, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
         },
-        layers=16, trained_layers=8,
+        layers=16, trained_layers=16,
     ),
     "gpt-oss-20b": Model(  # config.json of openai/gpt-oss-20b; it has no sdpa
         GptOssConfig,
@@ -70,7 +70,7 @@ MODELS = {
             "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
         },
-        layers=24, trained_layers=4, tokens=8192, attention="eager",
+        layers=24, trained_layers=8, tokens=8192, attention="eager",
     ),
 }  # fmt: skip
 

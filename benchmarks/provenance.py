@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 COMMIT_VARIABLE = "SONICMOE_HF_COMMIT"  # for a machine that has the files and not the repository
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors", "peft", "liger-kernel")
+PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors", "peft", "liger-kernel", "torchao")
 PEERS = ("sonic_moe", "scattermoe", "scattermoe_lora", "unsloth_zoo")  # sources, which are no distributions
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lora_step import SIZES as QWEN3
-from lora_step import one_step
+from models import MODELS
 from moe_layer import Table
 from peft import get_peft_model
 from torch import nn
+from training import one_step
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
@@ -73,7 +73,7 @@ CASES = {
 
 
 def config_of(case: Case, options):
-    sizes = {"qwen3": {**QWEN3, "num_hidden_layers": 48}, "gpt_oss": GPT_OSS}[case.model]
+    sizes = {"qwen3": {**MODELS["Qwen3-30B-A3B"].sizes, "num_hidden_layers": 48}, "gpt_oss": GPT_OSS}[case.model]
     if options.tiny:
         sizes = {name: TINY.get(name, value) for name, value in sizes.items() if name != "rope_parameters"}
     if options.layers:
@@ -162,7 +162,7 @@ def train(case: Case, options):
     for _ in range(WARMUP + options.steps):
         synchronize()
         began = time.perf_counter()
-        losses.append(one_step(model, optimizer, tokens, options.device))
+        losses.append(one_step(model, optimizer, tokens))
         synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     losses = torch.stack(losses).tolist()

@@ -165,7 +165,8 @@ def measured(calls, calls_each, rounds, device):
     """`interleaved_us` of graphs of the calls; on a CPU of the calls."""
     if device != "cuda":
         return {name: [1e3 * ms / calls_each for ms in found] for name, found in times(calls, rounds, device).items()}
-    return interleaved_us({name: captured(call) for name, call in calls.items()}, calls_each, rounds)
+    graphs = {name: captured(call) for name, call in calls.items()}
+    return interleaved_us({name: replay for name, replay in graphs.items() if replay}, calls_each, rounds)
 
 
 def dequantize_bandwidth(config, shape, options, add):

@@ -2,8 +2,8 @@
 
 Module hooks mark each part of forward. A kernel belongs to the innermost mark around its launch; in backward, to that of
 the forward operation which made the autograd node that launched it. The experts' kernels are split by name into grouped
-products and the rest. Host time is what the host spends between the marks, backward's nodes included, and the profiler's
-own cost with it: read it beside the same part of other contenders.
+products, our combine, and the rest. Host time is what the host spends between the marks, backward's nodes included, and
+the profiler's own cost with it: read it beside the same part of other contenders.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from sonicmoe_hf.patching.support import find_layers
 
 PREFIX = "part:"
-PRODUCTS, EXPERTS, ROUTER, BLOCK = "experts: products", "experts: the rest", "router", "MoE block: the rest"
-MOE = (PRODUCTS, EXPERTS, ROUTER, BLOCK)
+PRODUCTS, COMBINE, EXPERTS = "experts: products", "experts: combine", "experts: the rest"
+ROUTER, BLOCK = "router", "MoE block: the rest"
+MOE = (PRODUCTS, COMBINE, EXPERTS, ROUTER, BLOCK)
 REST = "the rest"  # embeddings, masks, residual sums, and accumulating gradients
 ORDER = (*MOE, "attention", "norms", "loss", "optimiser", REST)
 PRODUCT_NAMES = ("gemm", "cutlass", "nvjet", "scatter2scatter", "group_bwd")  # in kernels' names
@@ -122,17 +123,18 @@ class Parts(NamedTuple):
     kernels: dict[tuple[str, str], tuple[float, float]]
     wall: float
 
-    def outside_products(self) -> float:
-        """The share of the MoE blocks' GPU time that is not in their grouped products."""
+    def outside(self, *inside: str) -> float:
+        """The share of the MoE blocks' GPU time that is in none of these parts."""
         block = sum(self.gpu.get(part, 0.0) for part in MOE)
-        return 1 - self.gpu.get(PRODUCTS, 0.0) / block if block else float("nan")
+        return 1 - sum(self.gpu.get(part, 0.0) for part in inside) / block if block else float("nan")
 
     def metrics(self):
         """(metric, value) for the CSV."""
         for part in ORDER:
             yield f"{part}: GPU ms", self.gpu.get(part, 0.0)
             yield f"{part}: host ms", self.host.get(part, 0.0)
-        yield "MoE block: share outside products", self.outside_products()
+        yield "MoE block: share outside products", self.outside(PRODUCTS)
+        yield "MoE block: share outside products and combine", self.outside(PRODUCTS, COMBINE)
         yield "wall ms", self.wall
         for (part, name), (ms, launches) in self.kernels.items():
             yield f"{part}: {name}: kernel ms, {launches:g} launches", ms
@@ -195,14 +197,21 @@ def _kernel_times(complete: list[dict], threads: dict[int, _Thread], steps: int)
         launch = launches.get(event["args"].get("correlation"))
         thread = threads.get(launch["tid"]) if launch else None
         part = thread.innermost(launch["ts"]) if thread else REST
-        if part == EXPERTS and any(name in event["name"].lower() for name in PRODUCT_NAMES):
-            part = PRODUCTS
+        if part == EXPERTS:
+            part = _part_of_experts(event["name"].lower())
         time = 1e-3 * event["dur"] / steps
         gpu[part] = gpu.get(part, 0.0) + time
         key = part, event["name"].split("(")[0][:70]
         before = kernels.get(key, (0.0, 0.0))
         kernels[key] = before[0] + time, before[1] + 1 / steps
     return gpu, kernels
+
+
+def _part_of_experts(kernel: str) -> str:
+    """Which part of the experts a kernel of this name computes."""
+    if kernel.startswith("combine_kernel"):  # ours: the weighted sum of each token's rows, forward and backward
+        return COMBINE
+    return PRODUCTS if any(name in kernel for name in PRODUCT_NAMES) else EXPERTS
 
 
 def profiled(model, tokens, autocast: bool, steps: int) -> Parts:
@@ -235,7 +244,8 @@ def shown(parts: Parts) -> str:
         on_gpu = parts.gpu.get(part, 0.0)
         lines.append(f"{part:22s} {on_gpu:9.3f} {on_gpu / busy if busy else 0:7.1%} {parts.host.get(part, 0.0):9.3f}")
     lines.append(f"{'sum':22s} {busy:9.3f} {'':7s} {sum(parts.host.values()):9.3f}   wall {parts.wall:.1f} ms")
-    lines.append(f"MoE block outside its products: {parts.outside_products():.1%} of its GPU time")
+    outside, others = parts.outside(PRODUCTS), parts.outside(PRODUCTS, COMBINE)
+    lines.append(f"MoE block outside its products: {outside:.1%} of its GPU time; without the combine {others:.1%}")
     for part in ORDER:
         own = sorted(((t, n, name) for (p, name), (t, n) in parts.kernels.items() if p == part), reverse=True)
         lines += [f"  {part:20s} {time:8.3f} ms {count:6.1f} x {name}" for time, count, name in own[:SHOWN_KERNELS]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import os
 import subprocess
 import sys
@@ -24,26 +23,32 @@ from triton.runtime import JITFunction
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
-from sonicmoe_hf.kernels.triton import gemm_packed
+from sonicmoe_hf.kernels.triton import config, gemm_packed
 from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks
 
 CANDIDATES = [
-    *itertools.starmap(Blocks, itertools.product((64,), (128, 256), (4,), (1, 2, 3, 4))),
-    Blocks(64, 512, 4, 1),
-    Blocks(64, 512, 4, 2),
-    Blocks(128, 128, 4, 2),
-    Blocks(128, 256, 4, 1),
-    Blocks(128, 128, 8, 2),
+    Blocks(64, 256, 4, 1),
+    Blocks(64, 256, 4, 2),
+    Blocks(64, 256, 4, 3),
+    Blocks(64, 128, 4, 1),
+    Blocks(64, 128, 4, 2),
+    Blocks(64, 128, 4, 3),
+    Blocks(64, 128, 4, 4),
+    Blocks(128, 256, 8, 1),
     Blocks(128, 256, 8, 2),
-    Blocks(32, 256, 2, 2),
-    Blocks(32, 256, 4, 2),
+    Blocks(128, 128, 8, 1),
+    Blocks(128, 128, 8, 2),
+    Blocks(128, 128, 4, 1),
+    Blocks(128, 256, 4, 1),
 ]
 LAYERS, SHARES = 8, 15
 
 
 def use(candidate):
-    gemm_packed.blocks_for = lambda *_: candidate
+    """From now on the table answers `candidate`."""
+    rows_of = config.packed_blocks
+    gemm_packed.packed_blocks = lambda *size: (rows_of(*size)[0], candidate)
 
 
 def experiments(shape: Shape, weights):
@@ -73,64 +78,83 @@ def packed_weights(shape: Shape, layers):
     return found
 
 
+def others(shape: Shape):
+    """Calls of what a layer with bf16 or expanded weights launches besides, to compile."""
+    T, H, I, E, K = shape
+    x, a, y = (torch.empty(n, m, device="cuda", dtype=torch.bfloat16) for n, m in ((T, H), (T * K, I), (T * K, H)))
+    gate_up, down = (torch.empty(E, *size, device="cuda", dtype=torch.bfloat16) for size in ((2 * I, H), (H, I)))
+    rows = kernels.dispatch(torch.zeros(T, K, device="cuda", dtype=torch.int64), None, T, E, False)
+    yield lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True)
+    yield lambda: kernels.down(a, down, None, rows)
+    yield lambda: kernels.combine(y, torch.empty(T * K, device="cuda"), rows, T)
+    for name in FORMATS:
+        for size in ((2 * I, H), (H, I)):
+            yield lambda name=name, size=size: kernels.dequantize(
+                *quantize(torch.zeros(1, *size, device="cuda"), name), name, torch.bfloat16, rows
+            )
+
+
 def compile_share(shapes, share):
     run = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
     launching._COMPILED = NothingKept()
     weights = packed_weights(shapes[0]._replace(E=1), 1)
-    for shape in shapes:
-        jobs = itertools.product(experiments(shape, weights), CANDIDATES)
-        for i, ((name, call), candidate) in enumerate(jobs):
-            if i % SHARES == share:
-                use(candidate)
-                try:
-                    call()
-                except Exception as error:  # a candidate may ask for more than the GPU has
-                    print("not compiled", name, candidate, str(error)[:100], flush=True)
+    jobs = [
+        (call, candidate) for shape in shapes for _, call in experiments(shape, weights) for candidate in CANDIDATES
+    ]
+    jobs += [(call, CANDIDATES[0]) for call in others(shapes[0])]
+    for call, candidate in jobs[share::SHARES]:
+        use(candidate)
+        try:
+            call()
+        except Exception as error:  # a candidate may ask for more than the GPU has: the sweep goes on without it
+            print("not compiled", candidate, str(error)[:100], flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=".")
     parser.add_argument("--shape", default="2048,768,128,8")
-    parser.add_argument("--tokens", action="append", type=int)
+    parser.add_argument("--tokens", action="append", type=int, help="default 1, 8 and 64")
     parser.add_argument("--share", type=int)
     options = parser.parse_args()
-    sizes = map(int, options.shape.split(","))
-    shapes = [Shape(tokens, *rest) for rest in [tuple(sizes)] for tokens in options.tokens or (1, 8, 64, 256)]
+    H, I, E, K = map(int, options.shape.split(","))
+    shapes = [Shape(tokens, H, I, E, K) for tokens in options.tokens or (1, 8, 64)]
     torch.manual_seed(0)
     if options.share is not None:
-        return compile_share([shapes[0], shapes[-1]], options.share)
+        few = [shape.T * K <= config.FEW_PACKED * E for shape in shapes]
+        return compile_share([shapes[few.index(is_few)] for is_few in dict.fromkeys(few)], options.share)
     workers = [subprocess.Popen([sys.executable, *sys.argv, "--share", str(i)]) for i in range(SHARES)]
+    weights = packed_weights(shapes[0], LAYERS)
     for worker in workers:
         worker.wait()
     print("compiled", flush=True)
-    weights = packed_weights(shapes[0], LAYERS)
     with open(os.path.join(options.out, "sweep_packed.csv"), "w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["shape", "kernel", "blocks", "us", "difference", *provenance.columns()])
         for shape in shapes:
             for name, call in experiments(shape, weights):
-                first, found = None, []
-                for candidate in CANDIDATES:
-                    use(candidate)
-                    try:
-                        result = call()
-                        first = result if first is None else first
-                        difference = ((result.float() - first.float()).norm() / first.float().norm()).item()
-                        found.append((candidate, difference, captured(call)))
-                    except Exception as error:  # as in compile_share
-                        print("failed", name, candidate, str(error)[:80])
-                lines = []
-                for us, (candidate, difference, _) in zip(interleaved_us([f[-1] for f in found]), found):
-                    us /= LAYERS
-                    text = " ".join(map(str, candidate[:4]))
-                    table.writerow(
-                        [shape, name, text, f"{us:.2f}", f"{difference:.1e}", *provenance.columns().values()]
-                    )
-                    wrong = "" if difference < 1e-2 else f" DIFFERS {difference:.1e}"
-                    lines.append((us, f"{text}: {us:.1f}{wrong}"))
-                print(shape, name, "us", " | ".join(text for _, text in sorted(lines)), flush=True)
+                measure(table, shape, name, call)
+
+
+def measure(table, shape, name, call):
+    """Write and print the figures of a product's candidates."""
+    first, found = None, []
+    for candidate in CANDIDATES:
+        use(candidate)
+        try:
+            result = call().float()
+            first = result if first is None else first
+            found.append((candidate, ((result - first).norm() / first.norm()).item(), captured(call)))
+        except Exception as error:  # as in compile_share
+            print("failed", name, candidate, str(error)[:80])
+    lines = []
+    for us, (candidate, difference, _) in zip(interleaved_us([graph for *_, graph in found]), found):
+        us /= LAYERS
+        text = " ".join(map(str, candidate[:4]))
+        table.writerow([shape, name, text, f"{us:.2f}", f"{difference:.1e}", *provenance.columns().values()])
+        lines.append((us, f"{text}: {us:.1f}" + ("" if difference < 1e-2 else f" DIFFERS {difference:.1e}")))
+    print(shape, name, "us:", " | ".join(text for _, text in sorted(lines)), flush=True)
 
 
 if __name__ == "__main__":

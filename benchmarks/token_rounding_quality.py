@@ -54,29 +54,27 @@ PLAN = (
         ("top_k", 0, "layer", 0),
         ("nearest", 4, "layer", 0),
         ("balanced", 4, "layer", 0),
-        ("expert_choice", 0, "layer", 0),
         ("nearest", 2, "layer", 0),
         ("balanced", 2, "layer", 0),
     ),
     (
+        ("expert_choice", 0, "layer", 0),
         ("nearest", 1, "layer", 0),
         ("balanced", 1, "layer", 0),
-        ("top_k", 0, "layer", 1),
         ("top_k", 0, "none", 0),
         ("nearest", 4, "none", 0),
         ("balanced", 4, "none", 0),
-    ),
-    (
-        ("nearest", 2, "none", 0),
-        ("balanced", 2, "none", 0),
-        ("expert_choice", 0, "none", 0),
         ("nearest", 8, "layer", 0),
         ("balanced", 8, "layer", 0),
+        ("nearest", 2, "none", 0),
+        ("balanced", 2, "none", 0),
+        ("top_k", 0, "layer", 1),
+        ("expert_choice", 0, "none", 0),
         ("token_drop", 0, "layer", 0),
-    ),
-    (
         ("nearest", 1, "none", 0),
         ("balanced", 1, "none", 0),
+    ),
+    (
         ("stochastic", 4, "layer", 0),
         ("nearest_score", 4, "layer", 0),
         ("up", 4, "layer", 0),
@@ -161,66 +159,60 @@ def append_row(path: Path, preset: Preset, run: Run, figures: dict, description:
         writer.writerow(row)
 
 
-def key(row: dict) -> tuple[str, int, str]:
-    """What is compared: (method, tile, balancing loss)."""
-    return row["method"], int(row["tile"]), row["balancing"]
-
-
 class Comparison(NamedTuple):
-    """Differences of held-out loss, in nats per token.
+    """Differences between methods, in nats per token.
 
-    over_top_k: key -> (loss minus top-k's under the same balancing loss, its standard error). run_sd: standard deviation
-    of a run around the model, with `freedom` degrees of freedom; NaN where there are none.
+    over_top_k: (method, tile) -> (loss minus top-k's, its standard error). run_sd: standard deviation of a run around
+    method + seed, with `freedom` degrees of freedom; NaN where there are none.
     """
 
-    over_top_k: dict[tuple, tuple[float, float]]
+    over_top_k: dict[tuple[str, int], tuple[float, float]]
     run_sd: float
     freedom: int
 
 
-def compare(rows: list[dict]) -> Comparison:
-    """Least squares of loss = method + seed, replicas as further runs of their method.
+def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], list[dict]]:
+    """(method, tile) -> its rows under this balancing loss: in METHODS' order, the smallest tile first."""
+    table: dict[tuple[str, int], list[dict]] = {}
+    for row in sorted(rows, key=lambda row: (METHODS.index(row["method"]), int(row["tile"]))):
+        if row["balancing"] == balancing:
+            table.setdefault((row["method"], int(row["tile"])), []).append(row)
+    return table
+
+
+def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_loss") -> Comparison:
+    """Least squares of loss = method + seed; replicas are further runs of their method.
 
     One fit for all runs, so that a method lacking a seed is still compared like with like.
     """
-    keys, seeds = list(dict.fromkeys(map(key, rows))), list(dict.fromkeys(row["seed"] for row in rows))
-    design = numpy.zeros((len(rows), len(keys) + len(seeds)))
+    rows, names = [row for runs in table.values() for row in runs], list(table)
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    design = numpy.zeros((len(rows), len(names) + len(seeds)))
     for place, row in enumerate(rows):
-        design[place, keys.index(key(row))] = design[place, len(keys) + seeds.index(row["seed"])] = 1.0
-    loss = numpy.array([float(row["held_out_loss"]) for row in rows])
+        design[place, names.index((row["method"], int(row["tile"])))] = 1.0
+        design[place, len(names) + seeds.index(row["seed"])] = 1.0
+    loss = numpy.array([float(row[column]) for row in rows])
     inverse = numpy.linalg.pinv(design.T @ design)
     effect = inverse @ design.T @ loss
-    freedom = len(rows) - numpy.linalg.matrix_rank(design)
+    freedom = int(len(rows) - numpy.linalg.matrix_rank(design))
     run_sd = float((((loss - design @ effect) ** 2).sum() / freedom) ** 0.5) if freedom else float("nan")
     over = {}
-    for place, (method, tile, balancing) in enumerate(keys):
-        if method != "top_k" and ("top_k", 0, balancing) in keys:
+    for place, name in enumerate(names):
+        if name != ("top_k", 0) and ("top_k", 0) in table:
             contrast = numpy.zeros(len(effect))
-            contrast[place], contrast[keys.index(("top_k", 0, balancing))] = 1.0, -1.0
-            error = run_sd * float(contrast @ inverse @ contrast) ** 0.5
-            over[method, tile, balancing] = float(contrast @ effect), error
-    return Comparison(over, run_sd, int(freedom))
+            contrast[place], contrast[names.index(("top_k", 0))] = 1.0, -1.0
+            over[name] = float(contrast @ effect), run_sd * float(contrast @ inverse @ contrast) ** 0.5
+    return Comparison(over, run_sd, freedom)
 
 
-def replica_sd(rows: list[dict]) -> float:
+def replica_sd(rows: list[dict], column: str = "held_out_loss") -> float:
     """Standard deviation of runs that differ by their replica alone; NaN without any."""
     groups: dict[tuple, list[float]] = {}
     for row in rows:
-        groups.setdefault((*key(row), row["seed"]), []).append(float(row["held_out_loss"]))
+        groups.setdefault(tuple(row[name] for name in ("method", "tile", "seed")), []).append(float(row[column]))
     repeated = [numpy.array(losses) for losses in groups.values() if len(losses) > 1]
     squares = sum(((losses - losses.mean()) ** 2).sum() for losses in repeated)
     return float((squares / sum(len(losses) - 1 for losses in repeated)) ** 0.5) if repeated else float("nan")
-
-
-def ordered(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """key -> its rows: by balancing loss, METHODS' order and tile, the smallest tile first."""
-    table: dict[tuple, list[dict]] = {}
-    order = sorted(
-        rows, key=lambda row: (BALANCING.index(row["balancing"]), METHODS.index(row["method"]), int(row["tile"]))
-    )
-    for row in order:
-        table.setdefault(key(row), []).append(row)
-    return table
 
 
 def mean(rows: list[dict], name: str) -> float:
@@ -228,16 +220,17 @@ def mean(rows: list[dict], name: str) -> float:
     return sum(float(row[name]) for row in rows) / len(rows)
 
 
-def show(rows: list[dict]) -> None:
-    """The table in Markdown, and what it can resolve."""
-    comparison = compare(rows)
-    print("| balancing loss | method | tiles per expert | runs | held-out loss | over top-k's | bits per byte | rows "
-          "| starved | dead | dead, held-out | load cv, held-out | s |")  # fmt: skip
-    print("|" + "---|" * 13)
-    for (method, tile, balancing), runs in ordered(rows).items():
-        over = comparison.over_top_k.get((method, tile, balancing))
+def show(rows: list[dict], balancing: str) -> None:
+    """The table of one balancing loss in Markdown, and what it can resolve."""
+    table = by_method(rows, balancing)
+    comparison = compare(table)
+    print(f"balancing loss: {balancing}")
+    print("| method | tiles per expert | runs | held-out loss | over top-k's | bits per byte | rows | starved | dead "
+          "| dead, held-out | load cv, held-out | s |")  # fmt: skip
+    print("|" + "---|" * 12)
+    for (method, tile), runs in table.items():
+        over = comparison.over_top_k.get((method, tile))
         cells = (
-            balancing,
             method,
             f"{float(runs[0]['tiles_per_expert']):g}" if tile else "",
             len(runs),
@@ -250,32 +243,31 @@ def show(rows: list[dict]) -> None:
             f"{mean(runs, 'training_seconds'):.1f}",
         )
         print("| " + " | ".join(map(str, cells)) + " |")
-    print(
-        f"standard deviation of a run: {comparison.run_sd:.4f} around method + seed ({comparison.freedom} degrees of "
-        f"freedom), {replica_sd(rows):.4f} between replicas"
-    )
+    listed = [row for runs in table.values() for row in runs]
+    print(f"standard deviation of a run ({comparison.freedom} degrees of freedom):")
+    for column in ("train_loss_25", "train_loss_50", "train_loss_75", "train_loss_100", "held_out_loss"):
+        print(
+            f"  {column}: mean {mean(listed, column):.4f}, {compare(table, column).run_sd:.4f} around method + seed, "
+            f"{replica_sd(listed, column):.4f} between replicas"
+        )
 
 
-def plot_tiles(axis, rows: list[dict], comparison: Comparison, balancing: str) -> None:
-    """Held-out loss over top-k's by tiles per expert, a line a rounding; other methods beside them."""
-    table = {name: runs for name, runs in ordered(rows).items() if name[2] == balancing}
-    names = [name for name in table if name in comparison.over_top_k]
+def plot_tiles(axis, table: dict[tuple[str, int], list[dict]]) -> None:
+    """Held-out loss over top-k's by tiles per expert, a line a rounding; methods without a tile as lines across."""
+    over = compare(table).over_top_k
     for colour, method in enumerate(SWEPT):
-        swept = [name for name in names if name[0] == method]
+        swept = [name for name in over if name[0] == method]
         x = [float(table[name][0]["tiles_per_expert"]) * (0.97 + 0.06 * colour) for name in swept]
-        over = [comparison.over_top_k[name] for name in swept]
-        y, error = [value for value, _ in over], [2 * error for _, error in over]
+        y, error = [over[name][0] for name in swept], [2 * over[name][1] for name in swept]
         axis.errorbar(x, y, error, fmt="o-", capsize=3, color=f"C{colour}", label=f"{method}, ± 2 standard errors")
-    others = [name for name in names if name[0] not in ROUNDINGS]
-    for colour, name in enumerate(others, len(SWEPT)):
-        value, error = comparison.over_top_k[name]
+    for colour, name in enumerate((name for name in over if name[0] not in ROUNDINGS), len(SWEPT)):
+        value, error = over[name]
         axis.axhline(value, color=f"C{colour}", linestyle="--", label=f"{name[0]}: {value:+.3f} ± {2 * error:.3f}")
     axis.axhline(0.0, color="grey", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_xlim(0.8, 10)
     axis.set_xticks(TILES_PER_EXPERT, TILES_PER_EXPERT)
     axis.set_xlabel("mean rows per expert / tile")
-    axis.set_title("balancing loss of every layer" if balancing == "layer" else "no balancing loss", fontsize=10)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=8)
 
@@ -284,12 +276,12 @@ def plot(rows: list[dict], path: Path) -> None:
     """Held-out loss over top-k's, by tile and balancing loss."""
     from matplotlib.figure import Figure
 
-    comparison = compare(rows)
-    shown = [balancing for balancing in BALANCING if any(row["balancing"] == balancing for row in rows)]
-    figure = Figure(figsize=(5.2 * len(shown), 4), layout="constrained")
-    axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
-    for axis, balancing in zip(axes, shown):
-        plot_tiles(axis, rows, comparison, balancing)
+    tables = {balancing: table for balancing in BALANCING if (table := by_method(rows, balancing))}
+    figure = Figure(figsize=(5.2 * len(tables), 4), layout="constrained")
+    axes = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axis, (balancing, table) in zip(axes, tables.items()):
+        plot_tiles(axis, table)
+        axis.set_title("balancing loss of every layer" if balancing == "layer" else "no balancing loss", fontsize=10)
     axes[0].set_ylabel("held-out loss minus top-k's, nats per token")
     figure.savefig(path, dpi=140)
 
@@ -346,7 +338,9 @@ def main(arguments: list[str] | None = None) -> None:
     this = tuple(map(str, (preset.name, preset.steps, preset.learning_rate, preset.final_rate)))
     rows = [row for row in read_rows(path) if tuple(row[name] for name in settings) == this]
     if rows:
-        show(rows)
+        for balancing in BALANCING:
+            if by_method(rows, balancing):
+                show(rows, balancing)
         if importlib.util.find_spec("matplotlib") is None:
             print("no picture: matplotlib is not installed")
             return

@@ -70,20 +70,45 @@ def one_step(model, optimizer, tokens, autocast: bool = True):
     return loss.detach()
 
 
+class _Clock:
+    """The times at which the device reached certain points; the host waits for it only when asked for them."""
+
+    def __init__(self, on_gpu: bool):
+        self.on_gpu = on_gpu
+        self.points: list = []
+
+    def note(self) -> None:
+        if self.on_gpu:
+            self.points.append(torch.cuda.Event(enable_timing=True))
+            self.points[-1].record()
+        else:
+            self.points.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """Between each two points."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [before.elapsed_time(after) for before, after in zip(self.points, self.points[1:])]
+        return [1e3 * (after - before) for before, after in zip(self.points, self.points[1:])]
+
+
 def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
-    """One step a batch, the first WARMUP of them not timed; the GPU is waited for after each."""
+    """One step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the others."""
     on_gpu = batches[0].device.type == "cuda"
-    optimizer = optimizer_of(model)
-    seconds = []
+    optimizer, clock, began = optimizer_of(model), _Clock(on_gpu), time.perf_counter()
+    first_step_s = float("nan")
     for number, tokens in enumerate(batches):
-        if number == 1 and on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        if on_gpu:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
+        if number == WARMUP:
+            clock.note()
         loss = one_step(model, optimizer, tokens, autocast)
-        if on_gpu:
+        if number >= WARMUP:
+            clock.note()
+        elif on_gpu:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        if number == 0:
+            first_step_s = time.perf_counter() - began
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+    milliseconds = clock.milliseconds()
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-    return Measured([1e3 * s for s in seconds[WARMUP:]], seconds[0], peak, loss.item())
+    return Measured(milliseconds, first_step_s, peak, loss.item())

@@ -90,8 +90,6 @@ def main(argv: list[str] | None = None) -> Trainer:
     arguments = parse_arguments(argv)
     set_seed(arguments.seed)
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes a CPU longer than it saves
     model, tokenizer, train_blocks = load(arguments)
     learning_rate = arguments.learning_rate or (3e-3 if arguments.model is None else 1e-5)
     optimizer = AdamW8bit(model.parameters(), learning_rate, bf16_stochastic_round=True)
@@ -121,7 +119,9 @@ def main(argv: list[str] | None = None) -> Trainer:
         callbacks=[throughput],
     )
     step_in_backward(model, optimizer)
-    trainer.train()
+    # torchao compiles its step, which takes a CPU longer than it saves
+    with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
+        trainer.train()
     if arguments.save:
         trainer.save_model()
     return trainer

@@ -260,8 +260,9 @@ def rounded_routing(
         policy.max_rows(num_tokens, top_k, num_experts),
         logits_TE.dtype if dtype is None else dtype, backend,
     )  # fmt: skip
+    uniform_E = _uniform(policy.rounding, num_experts, device, batch_group)
     weight_P, expert_P, *rows = run(
-        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, _uniform(policy.rounding, num_experts, device, batch_group),
+        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E,
         family.weighting(router), how,
     )  # fmt: skip
     fell_back = False if valid_T is None else rows.pop()

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli.main import main as command
@@ -19,6 +22,10 @@ from sonicmoe_hf.demo import corpus, run
 from sonicmoe_hf.patching.patch import patch_state
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TINY_SIZES = {
+    "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 16,
+}  # fmt: skip
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n"
 TINY = [
     "--batch-size",
@@ -95,6 +102,7 @@ def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.newest
 def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -103,6 +111,7 @@ def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     assert command(["demo", "--steps", "4", "--rounding", "top_k", "--output", str(tmp_path)]) == 1
 
 
+@pytest.mark.newest
 def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -156,6 +165,7 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "options", [[], ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]], ids=["all weights", "LoRA"]
 )
@@ -180,6 +190,113 @@ def test_finetune_names_a_missing_column(tmp_path):
         load("finetune").main(["--dataset", str(texts)])
 
 
+def kept_trainers(example, monkeypatch):
+    """A list that every Trainer which `example` builds from now on goes into."""
+    trainers, build = [], example.build_trainer
+    monkeypatch.setattr(example, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
+    return trainers
+
+
+def test_finetune_measures_a_compiled_model_with_random_weights_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    finetune = load("finetune")
+    trainers = kept_trainers(finetune, monkeypatch)
+    Qwen3MoeConfig(**{**TINY_SIZES, "num_hidden_layers": 3, "vocab_size": 2048}).save_pretrained(tmp_path / "tiny")
+    with pytest.raises(SystemExit):
+        finetune.main(["--random"])
+    options = ["--model", str(tmp_path / "tiny"), "--random", "--layers", "1", "--rounding", "top_k", "--compile", "eager",
+               "--dtype", "bfloat16", "--train-only", "--steps", "3", "--output", str(tmp_path / "out"), *TINY]  # fmt: skip
+    metrics = finetune.main(options)
+    (trainer,) = trainers
+    assert isinstance(trainer.model_wrapped, OptimizedModule) and len(trainer.model.model.layers) == 1
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    assert (
+        "train_loss" in metrics and "eval_loss" not in metrics and not list((tmp_path / "out").glob("*.safetensors"))
+    )
+    rate = re.search(
+        r"([\d,]+) tokens/s a device over 1 steps of 256 tokens; first step after", capsys.readouterr().out
+    )
+    assert int(rate[1].replace(",", "")) > 0
+    torch._dynamo.reset()
+
+
+def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path):
+    finetune = load("finetune")  # tests/patching/test_liger.py trains with the two arguments
+    args = finetune.training_arguments(finetune.parse_arguments(["--liger", "--output", str(tmp_path)]))
+    assert args.use_liger_kernel and args.liger_kernel_config == {"swiglu": False}
+
+
+def test_sft_packs_texts_and_trains_adapters_on_experts(tmp_path):
+    sft = load("sft_packing")
+    trainer = sft.main(["--steps", "2", "--batch-size", "2", "--sequence-length", "64", "--learning-rate", "1e-2",
+                        "--output", str(tmp_path)])  # fmt: skip
+    assert {len(row) for row in trainer.train_dataset[:-1]["input_ids"]} == {64}, "no padding"
+    assert all(layer.accelerated for layer in sonicmoe_hf.supports(trainer.model))
+    factors = load_file(tmp_path / "adapter_model.safetensors")
+    trained = [name for name, factor in factors.items() if ".experts." in name and "lora_B" in name and factor.any()]
+    assert len(trained) == 2 * 4, "lora_B starts at zero, on two weights of four layers"
+
+
+@pytest.fixture(scope="module")
+def one_gpu():
+    pytest.importorskip("torchao")
+    return load("full_finetune_one_gpu")
+
+
+def test_steps_in_backward_give_the_weights_of_one_step_after_it_and_hold_one_gradient_at_a_time(one_gpu):
+    models = [AutoModelForCausalLM.from_config(Qwen3MoeConfig(**TINY_SIZES)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    one_gpu.step_in_backward(models[1], optimizers[1])
+    held = []
+    for parameter in models[1].parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(p.grad is not None for p in models[1].parameters()))
+        )
+    for step in range(3):
+        tokens = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(step))
+        for model in models:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert len(held) == 3 * len(list(models[1].parameters())) and set(held) == {0}, "freed by the hook before this one"
+    for expected, actual in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(expected, actual)
+
+
+def test_full_finetuning_on_one_gpu_trains_bf16_weights_with_moments_in_8_bits(one_gpu, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 400)
+    Qwen3MoeConfig(
+        **{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 16, "vocab_size": 2048}
+    ).save_pretrained(tmp_path / "tiny")
+    options = ["--model", str(tmp_path / "tiny"), "--random", "--text", str(text), "--sequence-length", "64"]
+    trainer = one_gpu.main([*options, "--steps", "8", "--learning-rate", "1e-2", "--output", str(tmp_path)])
+    state = trainer.optimizer.optimizer.state
+    for name, weight in trainer.model.named_parameters():
+        assert weight.dtype == torch.bfloat16 and weight.grad is None
+        if ".experts." in name:
+            moments = state[weight]["exp_avg"], state[weight]["exp_avg_sq"]
+            assert {type(moment).__name__ for moment in moments} == {"OptimState8bit"}
+            assert all(moment.codes.shape == weight.shape and moment.codes.any() for moment in moments)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[-1] < losses[0] - 1
+    assert "tokens/s a device over 6 steps" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+
+
+def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
+    documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
+    count = 0
+    for document in documents:
+        text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+        for name, options in re.findall(r"^    .*examples/(\w+)\.py(.*)", text, flags=re.MULTILINE):
+            example = load(name)
+            if "..." not in options and hasattr(example, "parse_arguments"):
+                example.parse_arguments(shlex.split(options, comments=True))
+                count += 1
+    assert count >= 8
+
+
 def test_the_accelerate_loop_lowers_the_held_out_loss():
     before, after = load("accelerate_loop").main(
         ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
@@ -188,10 +305,7 @@ def test_the_accelerate_loop_lowers_the_held_out_loss():
 
 
 def test_the_python_of_the_document_on_token_rounding_runs():
-    config = Qwen3MoeConfig(
-        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
-    )  # fmt: skip
+    config = Qwen3MoeConfig(**TINY_SIZES)
     text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
     python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(python) == 1
@@ -220,10 +334,7 @@ def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     """Every block, with a tiny model in place of the hub's and two steps in place of a thousand."""
     tokenizer = corpus.train_tokenizer([TEXT], 300)
-    config = Qwen3MoeConfig(
-        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
-    )  # fmt: skip
+    config = Qwen3MoeConfig(**TINY_SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     dataset = corpus.blocks([TEXT] * 20, tokenizer, 16)
     monkeypatch.chdir(tmp_path)

@@ -276,7 +276,7 @@ def test_decisive_runs_come_first(quality):
     assert {gpu.mean_rows / run.tile for run in runs if run.method == "nearest"} == {8, 4, 2, 1}
     assert [run.method for run in runs[:3]] == ["top_k", "nearest", "balanced"]
     first = runs[: 2 * len(command.PLAN[0])]
-    assert {run.method for run in first} == {"top_k", "nearest", "balanced", "expert_choice"}
+    assert {run.method for run in first} == {"top_k", "nearest", "balanced"}
     assert {run.seed for run in first} == {4, 7}
 
 
@@ -292,12 +292,13 @@ def test_differences_are_found_where_seeds_are_missing(quality):
         for seed, level in seeds.items()
         if (method, seed) != ("nearest", 1)
     ]  # fmt: skip
-    comparison = command.compare(rows)
+    table = command.by_method([*rows, {**rows[0], "balancing": "none"}], "layer")
+    comparison = command.compare(table)
     assert comparison.freedom == 8 - (3 + 3 - 1)
     for (method, tile), effect in effects.items():
         if method != "top_k":
-            difference, error = comparison.over_top_k[method, tile, "layer"]
+            difference, error = comparison.over_top_k[method, tile]
             assert difference == pytest.approx(effect, abs=4e-3) and 0 < error < 4e-3
-    assert math.isnan(command.replica_sd(rows)) and math.isnan(command.compare(rows[:1]).run_sd)
+    assert math.isnan(command.replica_sd(rows)) and math.isnan(command.compare({("top_k", 0): rows[:1]}).run_sd)
     twin = {**rows[0], "replica": "1", "held_out_loss": str(float(rows[0]["held_out_loss"]) + 0.01)}
     assert command.replica_sd([*rows, twin]) == pytest.approx(0.01 / 2**0.5)

@@ -96,9 +96,10 @@ def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that
     parts = step_parts.attribute(events, steps=2)
     found = {part: round(2e3 * ms) for part, ms in parts.gpu.items()}
     assert found == {
-        step_parts.ROUTER: 24, step_parts.PRODUCTS: 300, step_parts.EXPERTS: 20, step_parts.BLOCK: 2, step_parts.REST: 4,
+        step_parts.ROUTER: 24, step_parts.PRODUCTS: 300, step_parts.COMBINE: 20, step_parts.BLOCK: 2, step_parts.REST: 4,
     }  # fmt: skip
-    assert parts.outside_products() == pytest.approx(46 / 346)
+    assert parts.outside(step_parts.PRODUCTS) == pytest.approx(46 / 346)
+    assert parts.outside(step_parts.PRODUCTS, step_parts.COMBINE) == pytest.approx(26 / 346)
     assert {part: round(2e3 * ms) for part, ms in parts.host.items()} == {
         step_parts.ROUTER: 50, step_parts.EXPERTS: 90, step_parts.BLOCK: 30, step_parts.REST: 10,
     }  # fmt: skip
@@ -115,3 +116,36 @@ def test_settings_that_no_figure_could_be_told_of_are_errors(benchmark, capsys):
         with pytest.raises(SystemExit):
             train_step.options_of(wrong)
     assert "--weights fp32: mode full only" in capsys.readouterr().err
+
+
+def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import charts
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
+    rows = [
+        {**common, "contender": contender, "metric": metric, "median": "2.5"}
+        for contender in ("grouped_mm", "sonicmoe-hf")
+        for metric in ("tokens_per_s", "peak_GiB")
+    ]
+    path = tmp_path / "train_step.csv"
+
+    def write(rows):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write([*rows, {**rows[0], "mode": "LoRA", "commit": "2"}])
+    medians, origin = charts.read_medians(path, charts.STEP)
+    assert origin["commit"] == "1" and len(medians) == 4
+    charts.draw(charts.STEP, path, tmp_path / "images" / "chart.png")
+    assert (tmp_path / "images" / "chart.png").stat().st_size > 1000
+    write([*rows, {**rows[0], "commit": "2"}])
+    with pytest.raises(ValueError, match="mixes runs"):
+        charts.read_medians(path, charts.STEP)

@@ -67,11 +67,12 @@ def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradien
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
         "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
-        "packed_up": {"many": packed}, "packed_down": {"many": packed},
+        "packed_up": {"some": packed}, "packed_down": {"some": packed},
     }  # fmt: skip
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
+# Of packed_up and packed_down "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
 # The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
@@ -95,8 +96,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_up": {"many": Blocks(64, 256, 4, 2)},
-        "packed_down": {"many": Blocks(64, 256, 4, 2)},
+        "packed_up": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 128, 4, 2)},
+        "packed_down": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 128, 4, 2)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -114,7 +115,7 @@ TABLE = {
         GradientBlocks(128, 128, 32, 8, 4),
         Blocks(64, 64, 4, 4),
         GradientBlocks(128, 64, 64, 4, 4),
-        Blocks(64, 256, 4, 2),
+        Blocks(64, 128, 4, 2),
     ),
     ("small", 2): _everywhere(
         128,
@@ -182,11 +183,6 @@ def reads_packed(dtype: torch.dtype, rows) -> bool:
     return is_taken and rows.token.numel() <= PACKED * (rows.offsets.numel() - 1)
 
 
-def packed_rows(num_pairs: int, num_experts: int) -> int:
-    """The rows that kernels reading packed weights take at a time."""
-    return FEW_PACKED_ROWS if num_pairs <= FEW_PACKED * num_experts else SMALLEST_TILE
-
-
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:
     """The most row tiles there can be: every expert may have one that is not full. What kernels are launched over."""
     return min(cdiv(num_pairs, tile_rows(num_pairs, num_experts)) + num_experts, num_pairs)
@@ -207,3 +203,10 @@ def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
 def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
     """The table's entry for a kernel whose operands are like `tensor`."""
     return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
+
+
+def packed_blocks(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> tuple[int, Blocks]:
+    """(rows taken at a time, the table's entry) for a kernel that reads packed weights."""
+    is_few = num_pairs <= FEW_PACKED * num_experts
+    blocks = _entry(kernel, tensor.device, tensor.element_size(), "few" if is_few else "some")
+    return FEW_PACKED_ROWS if is_few else SMALLEST_TILE, blocks

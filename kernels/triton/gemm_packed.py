@@ -12,7 +12,7 @@ import triton.language as tl
 from ..interface import PackedOperand
 from ..quantized import FORMATS, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, Quantized, weight_shape
 from .activations import activate
-from .config import blocks_for, is_interpreted, max_row_tiles, packed_rows
+from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
@@ -185,14 +185,12 @@ class _PackedPlan:
     def __init__(self, kernel: str, tensor, weight: PackedOperand, rows):
         codes, scales, state, name = weight
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        blocks = blocks_for(kernel, tensor, num_pairs, num_experts)
+        rows_at_once, blocks = packed_blocks(kernel, tensor, num_pairs, num_experts)
         self.weight = words_of(codes), scales, state
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = (
-            packed_rows(num_pairs, num_experts), blocks.columns, blocks.depth, is_interpreted(tensor.device)
-        )  # fmt: skip
+        self.tile = rows_at_once, blocks.columns, blocks.depth, is_interpreted(tensor.device)
         # a scale's product and sum round separately
         self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": False}
 

@@ -59,11 +59,12 @@ def _nf4_table() -> str:
 def _nf4_of_word() -> str:
     """$0 .. $7: bf16 values of word $8 in their order, by the table $9 .. $16."""
     lines = [
-        ".reg .b32 code, upper, first, second, low, high, pair;",
+        ".reg .b32 code, upper, bytes, first, second, low, high, pair;",
         "and.b32 code, $8, 0x77777777;",  # a code's place in its half of the table
+        "mov.b32 bytes, 0x32103210;",
         "shr.b32 upper, $8, 1;",
-        "and.b32 upper, upper, 0x44444444;",
-        "or.b32 upper, upper, 0x32103210;",  # selects byte i of `second` where code i is 8 or more, else of `first`
+        # (upper & 0x44..) | bytes: selects byte i of `second` where code i is 8 or more, else of `first`
+        "lop3.b32 upper, upper, 0x44444444, bytes, 0xEA;",
     ]
     for half in range(2):
         if half:  # a permutation reads four selectors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig
 
@@ -9,7 +11,7 @@ VOCAB_SIZE = 2048
 NUM_EXPERTS = 32
 TOP_K = 4
 PER_LAYER_LOSS = 0.01
-QWEN3_30B_A3B = {  # config.json of Qwen/Qwen3-30B-A3B
+QWEN3_30B_A3B: dict[str, Any] = {  # config.json of Qwen/Qwen3-30B-A3B
     "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
     "head_dim": 128, "num_hidden_layers": 48, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -49,7 +51,7 @@ def random_model(name: str, layers: int | None = None, **options) -> PreTrainedM
         layers: in place of the config's own number.
         options: of `AutoModelForCausalLM.from_config`, such as dtype.
     """
-    sizes = {} if layers is None else {"num_hidden_layers": layers}
+    sizes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     if name == "Qwen/Qwen3-30B-A3B":
         config = Qwen3MoeConfig(**{**QWEN3_30B_A3B, **sizes})
     else:

@@ -1,1 +1,1 @@
-"""Expert parallelism through Transformers' EPImplementationInterface: token rounding, and each token sent once to a rank."""
+"""Expert parallelism through Transformers' EPImplementationInterface: token rounding, and tokens sent to a rank once."""

@@ -1,8 +1,7 @@
 """How tokens reach the experts of other ranks, and what these experts give comes back.
 
-A token is sent to a rank once, however many of its experts live there, and a rank's experts are summed before their output
-is sent back. Letters: N ranks, T tokens of this rank, H hidden size, E experts of all ranks, P pairs (token, expert) as a
-Routing lists them.
+A token is sent to a rank once, however many of its experts live there, and a rank's experts are summed before their
+output is sent back. Letters: N ranks, T tokens of this rank, H hidden size, P pairs (token, expert) of a Routing.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ def _agreed(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> lis
 
 
 def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
-    """Every rank gets all tokens, and a sum over ranks of what their experts give: for two ranks, where hardly a token has
-    all its experts on one. All shapes are known on the host, so nothing waits for the device."""
+    """Every rank gets all tokens, and the sum over ranks of what their experts give: for two ranks, where few tokens have
+    all their experts on one. All shapes are known on the host, so nothing waits for the device."""
     num_tokens, num_pairs = len(x_TH), routing.expert_index.numel()
     most_tokens, most_pairs, is_list = _agreed(num_tokens, num_pairs, routing.token_index is not None, ranks)
     if not most_tokens:
@@ -117,7 +116,7 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
 
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
-    """Each rank gets the tokens that one of its experts wants: for more ranks than two. The sizes are read on the host."""
+    """Each rank gets the tokens that one of its experts wants: for three ranks or more. Sizes are read on the host."""
     num_tokens, group, per = len(x_TH), ranks.group, ranks.num_local
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
     is_pair_P = (expert_P >= 0) & (expert_P < ranks.size * per)

@@ -14,24 +14,8 @@ from .. import backends, custom_op
 from ..private.torch import current_function_mode
 
 MOST_EXPERTS, MOST_TAKEN = 1024, 32
-FEWEST_ROWS = 1024  # torch.topk costs the host less, and few rows cost the GPU little
+FEWEST_ROWS = 8192  # with fewer the host sets the pace of a layer, and torch.topk costs it less
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class _TopK(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, k):
-        index = backends.load("triton").top_k(scores.reshape(-1, scores.shape[-1]), k)
-        index = index.view(*scores.shape[:-1], k)
-        ctx.save_for_backward(index)
-        ctx.shape = scores.shape
-        ctx.mark_non_differentiable(index)
-        return scores.gather(-1, index), index
-
-    @staticmethod
-    def backward(ctx, gradient, _):
-        (index,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).scatter(-1, index, gradient), None
 
 
 def top_k(input, k, dim=-1, largest=True, sorted=True, *, out=None):
@@ -45,7 +29,12 @@ def top_k(input, k, dim=-1, largest=True, sorted=True, *, out=None):
         return None
     if backends.choose(input.device, torch.bfloat16).name == "eager":
         return None
-    return torch.return_types.topk(_TopK.apply(input, k))
+    scores = input.detach()
+    index = backends.load("triton").top_k(scores if scores.dim() == 2 else scores.flatten(0, -2), k)
+    if input.dim() != 2:
+        index = index.view(*input.shape[:-1], k)
+    # differentiated by gather, whose node is not Python's: that would cost the host more than the kernel takes
+    return torch.return_types.topk((input.gather(-1, index), index))
 
 
 class FastTopK(TorchFunctionMode):
@@ -70,7 +59,11 @@ def _is_on() -> bool:
 
 
 class FastTopKEntry:
-    """Forward pre-hook of a router: its top-k is ours until FastTopKExit. The stack of modes is each thread's own."""
+    """Forward pre-hook of a router: its top-k is ours until FastTopKExit. The stack of modes is each thread's own.
+
+    Neither is called after errors: Dynamo would compile every layer on its own (it guards that hook's number). What an
+    error leaves on, the model's exit hook or the next router takes off.
+    """
 
     def __call__(self, router: nn.Module, args):
         if not torch.compiler.is_compiling() and args and _worthwhile(args[0]) and not _is_on():
@@ -78,8 +71,13 @@ class FastTopKEntry:
 
 
 class FastTopKExit:
-    """Forward hook of a router, called after errors too."""
+    """Forward hook of a router."""
 
     def __call__(self, router: nn.Module, args, output):
-        if not torch.compiler.is_compiling() and _is_on():
-            current_function_mode().__exit__(None, None, None)
+        take_off()
+
+
+def take_off() -> None:
+    """End our top-k in this thread, where it is on."""
+    if not torch.compiler.is_compiling() and _is_on():
+        current_function_mode().__exit__(None, None, None)

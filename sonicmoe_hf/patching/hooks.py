@@ -20,7 +20,7 @@ from ..model_patches import FAMILIES
 from ..private.torch import forward_hooks, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation
 from ..routing import MISPLACED, rounded_routing
-from . import calls
+from . import calls, fast_topk
 from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
@@ -266,6 +266,7 @@ class ModelExitHook:
         self.state, self.name = state, name
 
     def __call__(self, model: nn.Module, args, output):
+        fast_topk.take_off()  # where an error left it on
         call = calls.end(self.state, self.name)
         if call is None or not call.gradients:
             return

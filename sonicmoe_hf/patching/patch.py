@@ -128,7 +128,7 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
             _remove_hooks(router, FAST_TOP_K)
         elif find_hook(forward_hooks(router), FastTopKExit) is None:
             router.register_forward_pre_hook(FastTopKEntry())
-            router.register_forward_hook(FastTopKExit(), always_call=True)
+            router.register_forward_hook(FastTopKExit())
     every = set(every_experts(root))
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):

@@ -232,7 +232,8 @@ def _why_no_rounding(layer: Layer) -> str | None:
         return "token rounding does not know its router; docs/models.md lists the models it works in"
     if is_expert_parallel(layer.experts):
         if expert_parallelism(layer.experts) is None:
-            return f"token rounding does not work under expert parallelism of Transformers' own; {expert_parallel_remedy()}"
+            what = "token rounding does not work under expert parallelism of Transformers' own"
+            return f"{what}; {expert_parallel_remedy()}"
     elif is_tensor_parallel(layer.experts):
         return "token rounding does not work under tensor parallelism of the experts"
     if not hands_indices_to_experts(layer.block, layer.family):

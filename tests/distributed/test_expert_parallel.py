@@ -286,23 +286,23 @@ def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
 def refusals(rank, folder):
     messages = []
 
-    def note(ask):
+    def note(ask, *arguments):
         with pytest.raises((ValueError, AttributeError, TypeError)) as error:
-            ask()
+            ask(*arguments)
         messages.append(str(error.value))
 
     for sizes, implementation in ((APART, "all_to_all"), (SHARED, "all_to_all"), (SHARED, "all_reduce")):
         model = load(folder, sizes, implementation=implementation)
-        note(lambda: sonicmoe_hf.set_routing(model, POLICY))
-        note(lambda: LoadBalancing(0.1).start(model))
+        note(sonicmoe_hf.set_routing, model, POLICY)
+        note(LoadBalancing(0.1).start, model)
         experts = next(find_layers(model)).experts
         assert expert_parallelism(experts) is None
         x, expert, weights, token = pairs(8, is_list=True)
-        note(lambda: experts(x, Routing(expert, weights, token), weights))
+        note(experts, x, Routing(expert, weights, token), weights)
     model = load(folder, SHARED)
     assert isinstance(expert_parallelism(next(find_layers(model)).experts), SonicMoEExpertParallelism)
     sonicmoe_hf.unpatch_model(model)
-    note(lambda: model(**batch()))
+    note(model, batch()["input_ids"])
     return messages
 
 

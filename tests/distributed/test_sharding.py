@@ -3,16 +3,20 @@
 import contextlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build
 from helpers.ranks import WORLD, Ranks
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
+from safetensors.torch import load_file
 from test_distributed import OWN_BATCH, SUMMATION, mean_of_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from transformers import AutoModelForCausalLM, Trainer
@@ -21,7 +25,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf.demo.corpus import standard_library
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 
@@ -107,6 +113,7 @@ def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora=Fals
     return found
 
 
+@pytest.mark.newest
 @with_deepspeed
 @pytest.mark.parametrize("family", CONFIGS)
 @ROUTINGS
@@ -114,6 +121,7 @@ def test_zero_3_gives_the_unsharded_models_loss_and_gradients(ranks, family, rou
     assert_mean_of_ranks(patched(family, routing), ranks.run(zero_step, family, 3, routing, False, None))
 
 
+@pytest.mark.newest
 @with_deepspeed
 @pytest.mark.parametrize(
     "family, stage, routing, patch_last, checkpointing",
@@ -133,6 +141,7 @@ def test_zero_patched_after_the_engine_or_checkpointed_gives_the_same(
     assert_mean_of_ranks(patched(family, routing), results)
 
 
+@pytest.mark.newest
 @with_deepspeed
 @pytest.mark.parametrize(
     "family, stage, patch_last, checkpointing",
@@ -245,6 +254,7 @@ def fsdp_step(
     return loss.detach(), fsdp_gradients(prepared)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("family", CONFIGS)
 @ROUTINGS
 def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
@@ -258,6 +268,7 @@ def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, rout
                 assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("patch_last", [False, True])
 def test_fsdp1_by_pefts_wrap_policy_gathers_the_factors_of_adapted_experts(ranks, patch_last):
     model = with_lora(patched("qwen3_moe", None), target_modules=["q_proj"])
@@ -268,6 +279,7 @@ def test_fsdp1_by_pefts_wrap_policy_gathers_the_factors_of_adapted_experts(ranks
         assert_all_close({"loss": loss, **learned}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1s_mixed_precision_leaves_the_rounded_weights_as_they_are(ranks, use_orig_params):
     layers, experts = ["DeepseekV3DecoderLayer"], ["DeepseekV3DecoderLayer", "DeepseekV3Experts"]
@@ -290,3 +302,68 @@ def test_the_trainer_rounds_and_counts_with_fsdp1_as_with_ddp(ranks, tmp_path):
         for options, wrapper in (({}, "DistributedDataParallel"), (fsdp, "FullyShardedDataParallel"))
     )
     assert_trained_alike(actual, expected)
+
+
+# the recipes of docs/recipes.md
+
+
+def launch_environment(config):
+    """What `accelerate launch --config_file config` tells its processes."""
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(config), "-"]))
+    environment = prepare_multi_gpu_env(options)
+    return {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def finetuned(rank, options, environment):
+    """The held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    AcceleratorState._reset_state(True)
+    if "--deepspeed" in options:
+        import_deepspeed()
+    sys.path.insert(0, str(EXAMPLES))
+    import finetune
+
+    texts = standard_library()[0][:4]
+    finetune.standard_library = lambda: (texts, [])
+    make_arguments, make_trainer, trainers = finetune.training_arguments, finetune.build_trainer, []
+
+    def training_arguments(arguments):
+        found = make_arguments(arguments)
+        if environment:
+            pretend_to_have_gpus()
+        return found
+
+    finetune.training_arguments = training_arguments
+    finetune.build_trainer = lambda *args: trainers.append(make_trainer(*args)) or trainers[-1]
+    loss = finetune.main(options)["eval_loss"]
+    wrapper = type(trainers[0].model_wrapped).__name__
+    if "--deepspeed" in options:
+        trainers[0].model_wrapped.destroy()
+        unset_hf_deepspeed_config()
+    finetune.training_arguments, finetune.build_trainer = make_arguments, make_trainer
+    os.environ.clear()
+    os.environ.update(before)
+    return loss, wrapper
+
+
+@with_deepspeed
+def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_with_ddp(ranks, tmp_path):
+    def run(name, *more, **environment):
+        options = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--held-out-blocks", "4",
+                   "--rounding", "top_k", "--learning-rate", "1e-3"]  # fmt: skip
+        results = ranks.run(finetuned, [*options, "--output", str(tmp_path / name), *more], environment)
+        assert results[0] == results[1]
+        return *results[0], load_file(tmp_path / name / "model.safetensors")
+
+    run("start")  # the small model, for the others to begin with
+    start = ("--model", str(tmp_path / "start"))
+    expected, wrapper, weights = run("ddp", *start)
+    assert wrapper == "DistributedDataParallel"
+    fsdp2 = run("fsdp2", *start, **launch_environment(EXAMPLES / "fsdp2.yaml"))
+    zero3 = run("zero3", *start, "--deepspeed", str(EXAMPLES / "zero3.json"))
+    wrappers = ["FSDPQwen3MoeForCausalLM", "DeepSpeedEngine"]
+    for (loss, wrapper, same_weights), expected_wrapper in zip((fsdp2, zero3), wrappers):
+        assert wrapper == expected_wrapper and loss == pytest.approx(expected, rel=1e-5), SUMMATION
+        same_weights = {name: same_weights[name] for name in weights}  # FSDP2 saves tied weights twice
+        assert_all_close(same_weights, weights, 1e-2, "Adam's first steps make of a small difference a large one")

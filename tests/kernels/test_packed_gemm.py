@@ -148,6 +148,7 @@ def run_ptx(text, inputs):
             "shr.b32": lambda a, d: value(a) >> value(d),
             "and.b32": lambda a, b: value(a) & value(b),
             "or.b32": lambda a, b: value(a) | value(b),
+            "lop3.b32": lambda a, b, c, table: value(a) & value(b) | value(c) if value(table) == 0xEA else None,
             "prmt.b32": lambda a, b, s: permuted(value(a), value(b), value(s)),
             "mul.rn.f32": lambda a, b: rounded(single(value(a)) * single(int(b[2:], 16))),
             "cvt.rn.bf16x2.f32": lambda a, b: bf16_bits(single(value(a))) << 16 | bf16_bits(single(value(b))),

@@ -123,6 +123,7 @@ def test_triton_gives_the_codecs_values(device, name):
 
 def test_a_layer_on_triton_never_reads_what_experts_without_rows_leave_unwritten(device, monkeypatch):
     E, H, I = 4, 64, 64
+    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", 0)
     ids = torch.tensor([[0, 2], [2, 0], [0, 2]], device=device)
     new_empty = torch.Tensor.new_empty
 

@@ -13,16 +13,23 @@ from helpers.models import (
     twin,
 )
 from helpers.training import POLICY, TILE, trainer_for
+from torch._dynamo.testing import CompileCounter
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.patching.patch import router_hooks, start_counting
 
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here
+WITH_TOP_K = ("deepseek_v3", "gpt_oss")  # Qwen3-MoE follows the mode below; OLMoE's block differs from its by a flag
 
 
-@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "routing"),
+    [
+        *((family, POLICY) for family in CONFIGS),
+        *(pytest.param(f, None, marks=pytest.mark.newest) for f in WITH_TOP_K),
+    ],
+)
 def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing):
     torch._dynamo.reset()
     model = build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
@@ -37,13 +44,32 @@ def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
 
 
+@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
+def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
+    """Regional compilation: 48 layers of which each was compiled would be over Dynamo's limit, and run uncompiled."""
+    torch._dynamo.reset()
+    model, inputs = build("qwen3_moe", use_cache=False), batch()
+    sonicmoe_hf.patch_model(model, routing)
+    expected = loss_and_gradients(model, inputs)
+    compiled = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=compiled, fullgraph=True)
+    actual = loss_and_gradients(model, inputs)
+    assert len(model.model.layers) > 1 and compiled.frame_count == 1
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.newest
 def test_a_compiled_model_follows_the_policy_and_the_mode():
     torch._dynamo.reset()
     model = build("qwen3_moe", **ONE_LAYER)
     sonicmoe_hf.patch_model(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = batch()
-    top_k = loss_and_gradients(compiled, inputs)["logits"]
+    expected = loss_and_gradients(model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = loss_and_gradients(compiled, inputs)
+    assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
+    top_k = actual["logits"]
     sonicmoe_hf.set_routing(model, POLICY)
     rounded = loss_and_gradients(compiled, inputs)["logits"]
     with torch.no_grad():
@@ -55,6 +81,7 @@ def test_a_compiled_model_follows_the_policy_and_the_mode():
         assert relative_error(logits, top_k) < 1e-5  # fp32: the same computation, compiled for another case
 
 
+@pytest.mark.newest
 def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
     torch._dynamo.reset()
     model = build(
@@ -83,6 +110,7 @@ def compile_with_graph_breaks(model):
     return torch.compile(model, backend="aot_eager")
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("compiled", [compile_blocks, compile_with_graph_breaks])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(use_reentrant, compiled):
@@ -99,6 +127,7 @@ def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forwa
         assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
 
 
+@pytest.mark.newest
 def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
     torch._dynamo.reset()
     model = build("qwen3_moe", **ONE_LAYER)
