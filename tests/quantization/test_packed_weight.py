@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -83,6 +84,12 @@ def test_a_module_is_moved_and_cast_around_it(weight):
     module.to_empty(device="cpu")
     assert module.weight.codes.device.type == "cpu"
     assert isinstance(copy.deepcopy(module).weight, nn.Parameter)
+
+
+def test_it_is_shared_between_processes(weight):
+    module = Experts(weight.clone()).share_memory()
+    assert same(module.weight, weight) and module.weight.is_shared() and module.weight.scales.is_shared()
+    assert same(pickle.loads(ForkingPickler.dumps(module.weight)), weight)
 
 
 def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
