@@ -61,7 +61,7 @@ class LoraWeights:
         self._check_plain()
         self.headers = headers_of(self.path)
         self.source = source
-        self.carried = {source.model_name(name): source.tensors[name].shape for name in source.carried}
+        self.carried = {source.model_name(name): source.shape_of(name) for name in source.carried}
         self.native = self._trained_on_native()
         hub_layout = "gpt_oss" if source.family.hub_layout == "gpt_oss" else "fused"
         self.layout = "native" if self.native else hub_layout
