@@ -34,10 +34,10 @@ def _versions_table() -> Table:
     return table
 
 
-def _devices_table(found: list[Device]) -> Table:
+def _devices_table(devices: list[Device]) -> Table:
     """One row per device and backend; dtypes that get the same share it."""
     table = Table("device", "dtypes", "backend", "why", title="Devices", title_justify="left")
-    for device in found:
+    for device in devices:
         shared: dict[tuple[str, str], list[str]] = {}
         for dtype, choice in device.backends.items():
             shared.setdefault(choice, []).append(dtype)
