@@ -290,7 +290,8 @@ def test_full_finetuning_on_one_gpu_refuses_a_second(one_gpu, monkeypatch, tmp_p
         one_gpu.main(["--output", str(tmp_path)])
 
 
-def test_every_command_of_the_documents_is_one_that_its_example_takes():
+def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     pytest.importorskip("torchao")  # which one of the examples imports
     documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
     count = 0
