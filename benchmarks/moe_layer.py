@@ -172,6 +172,11 @@ class Table:
         )
 
     def write(self, path):
+        """Anew; raises SystemExit rather than put figures without a GPU in the place of a GPU's."""
+        if self.common["gpu"] == "none" and Path(path).exists():
+            with open(path, newline="") as file:
+                if any(row["gpu"] != "none" for row in csv.DictReader(file)):
+                    raise SystemExit(f"{path} has a GPU's figures, and these are none: name another file or folder")
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()

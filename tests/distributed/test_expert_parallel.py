@@ -1,6 +1,8 @@
 """Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRounding
+from sonicmoe_hf.demo.corpus import standard_library
 from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.experts import expert_parallelism, has_expert_parallelism
@@ -27,6 +30,7 @@ from sonicmoe_hf.routing import Routing
 pytestmark = pytest.mark.skipif(
     not has_expert_parallelism(), reason="Transformers has EPImplementationInterface since 5.23"
 )
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHARED = {"tp_size": WORLD, "ep_size": WORLD}
 APART = {"fsdp_size": WORLD, "ep_size": WORLD}
 STOCHASTIC = TokenRounding(rounding="stochastic", tile=TILE)
@@ -317,6 +321,25 @@ def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
         own_loss = losses[rank if sizes == APART else 0]
         assert_all_close(actual, {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
         assert history == callback.history
+
+
+# the example
+
+
+def trained(rank, output):
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "expert_parallel.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    texts = standard_library()[0][:4]
+    example.standard_library = lambda: (texts, [])
+    return example.main(["--steps", "4", "--batch-size", "4", "--tile", "16", "--output", output])
+
+
+def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
+    losses, same_losses = ranks.run(trained, str(tmp_path))
+    assert losses == same_losses and losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (32, 128, 64)
 
 
 # refusals
