@@ -125,18 +125,20 @@ class Source:
         self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
 
     def _find_layout(self) -> str:
-        found: dict[str, str] = {}
+        layout_of: dict[str, str] = {}
         for block, sizes in self.expected.blocks.items():
             layout = detect_layout(self.tensors, block, self.family)
             if layout is None or (layout == "per_expert" and sizes.num_experts > len(self.tensors)):
                 raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
-            found[block] = layout
-        if not found:
+            layout_of[block] = layout
+        if not layout_of:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        if len(set(found.values())) > 1:
-            first, other = next((a, b) for a in found for b in found if found[a] != found[b])
-            raise CheckpointError(f"the experts of {first} are {found[first]!r}, those of {other} {found[other]!r}")
-        layout = next(iter(found.values()))
+        if len(set(layout_of.values())) > 1:
+            first, other = next((a, b) for a in layout_of for b in layout_of if layout_of[a] != layout_of[b])
+            raise CheckpointError(
+                f"the experts of {first} are {layout_of[first]!r}, those of {other} {layout_of[other]!r}"
+            )
+        layout = next(iter(layout_of.values()))
         if self.native != (layout == "native"):
             raise CheckpointError(
                 f"{self.folder / CONFIG_FILE} says model_type {self.config['model_type']!r}, but the experts are in the "

@@ -40,8 +40,8 @@ def problem(name, T, H, I, E, K, kind, device, dtype):
     "T, H, I, kind, interleaved, rank",
     [
         (1, 64, 64, "top_k", False, 0),
-        (40, 192, 64, "list", True, 3),  # half a step of the depth; several tiles of rows, the last ones cut
-        (9, 128, 192, "sentinels", False, 40),
+        (20, 320, 64, "list", True, 3),  # two steps of the depth, the second cut; several tiles of rows
+        (12, 128, 64, "top_k", False, 20),  # 12 rows of two experts, eight at a time
     ],
 )
 def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, interleaved, rank):
@@ -89,13 +89,12 @@ def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device, name, monkeypatch):
+def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device, monkeypatch):
     E, H, I, rank = 2, 64, 64, 2
     monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", 1)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    gate_up = PackedWeight.quantize((torch.randn(E, 2 * I, H, device=device) / 8).to(dtype), name)
-    down = PackedWeight.quantize((torch.randn(E, H, I, device=device) / 8).to(dtype), name)
+    gate_up = PackedWeight.quantize((torch.randn(E, 2 * I, H, device=device) / 8).to(dtype), "nf4")
+    down = PackedWeight.quantize((torch.randn(E, H, I, device=device) / 8).to(dtype), "mxfp4")
     adapters = {
         "gate_up_adapter": LowRank(*adapter(E, rank, H, 2 * I, device), 0.5),
         "down_adapter": LowRank(*adapter(E, rank, I, H, device), 0.5),
