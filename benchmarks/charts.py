@@ -57,13 +57,14 @@ STEP = Chart(
     "train_step",
     {"mode": "full"},
     {
+        ("7B", "Liger, FSDP2, 2 GPUs"): "7B of the paper, whole\nFSDP2 on two GPUs, Liger",
         ("7B", "Liger"): "7B of the paper\n16 layers, Liger",
         ("Qwen3-30B-A3B", "Liger"): "Qwen3-30B-A3B\n16 layers, Liger",
         ("OLMoE-1B-7B", "plain"): "OLMoE-1B-7B\nwhole",
         ("gpt-oss-20b", "Liger"): "gpt-oss-20b\n8 layers, Liger",
     },
     {
-        "tokens_per_s": ("Training, thousand tokens a second", "{:.0f}", 1e-3),
+        "tokens_per_s": ("Training, thousand tokens a second and GPU", "{:.0f}", 1e-3),
         "peak_GiB": ("Peak memory, GiB", "{:.0f}", 1),
     },
     "Whole steps with AdamW, all weights trained in bf16, {gpu}, random weights and tokens; commit {commit}",

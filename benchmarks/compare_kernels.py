@@ -1,4 +1,5 @@
-"""The kernels of kernels/hopper beside those of other copies of that folder.
+"""The kernels of kernels/hopper beside those of other copies of that folder, which are called by this tree's names and
+parameters: copies from "Hopper: adapters as extra depth of up, down, down_backward and input_rows" on.
 
     git worktree add /tmp/before HEAD~1
     python benchmarks/compare_kernels.py --code /tmp/before/kernels/hopper      # the same machine code? needs no GPU
@@ -151,8 +152,13 @@ def main():
     options = parser.parse_args()
     folders = [TREE, *(folder.resolve() for folder in options.folder)]
     for folder in folders:
-        if not (folder / "compiled.py").is_file():
+        source = folder / "compiled.py"
+        if not source.is_file():
             parser.error(f"{folder} is no copy of kernels/hopper: it has no compiled.py")
+        if not re.search(r"def gemm_up\([^)]*\brank\b", source.read_text()):
+            parser.error(
+                f"{source} has no gemm_up with a rank: the copy is too old to be called as this tree's kernels"
+            )
     shapes = [Shape(*map(int, text.split(","))) for text in options.shape] if options.shape else list(SHAPES.values())
     os.environ["LOCAL_RANK"] = "1"  # no further processes that compile
     if not options.code and not torch.cuda.is_available():

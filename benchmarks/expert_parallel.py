@@ -266,7 +266,10 @@ def check(results: dict[str, dict[str, list[float]]]) -> None:
 
 def write(path: Path, results, options) -> None:
     origin = provenance.columns() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu"}
-    shape = f"{options.layers} layers, {options.tokens} tokens a rank, {dist.get_world_size()} ranks"
+    shape = (
+        f"{options.layers} layers, vocabulary {options.sizes['vocab_size']}, {options.tokens} tokens a rank, "
+        f"{dist.get_world_size()} ranks"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -291,6 +294,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
+    parser.add_argument(
+        "--vocabulary", type=int, help="default: the model's; a small one leaves the head out of the times"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
     parser.add_argument("--profile", action="store_true", help="the kernels of one step that take longest")
@@ -299,6 +305,8 @@ def main() -> None:
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.sizes = TINY if options.tiny else MODELS["Qwen3-30B-A3B"].sizes
+    if options.vocabulary is not None:
+        options.sizes = {**options.sizes, "vocab_size": options.vocabulary}
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

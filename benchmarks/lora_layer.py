@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from contenders import Unavailable
 from lora_contenders import AXOLOTL, PEERS, UPSTREAM, Experts, experts_module, through_peft
-from moe_layer import Table, captured, first_step, interleaved_times, memory
+from measuring import captured, relative_errors
+from moe_layer import Table, first_step, interleaved_times, memory
 from shapes import add_shapes, chosen_shapes, problem
 
 from sonicmoe_hf import backends
 
 OURS = "sonicmoe-hf"
-ADAPTERS = ("A1", "B1", "A2", "B2")
 FROZEN = (OURS, "frozen")
 
 
@@ -36,7 +36,7 @@ class Step:
     def __init__(self, layer: Experts, inputs):
         x, *_, self.expert, weight, self.dout = inputs
         self.x, self.weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        self.layer = layer
+        self.layer, self.adapters, self.scale = layer, layer.adapters, layer.scale
         self.wanted = {"x": self.x, "weight": self.weight, **layer.adapters}
         self.gradients = ()
 
@@ -71,53 +71,6 @@ def layers_of(shape, inputs, ranks, peer_rank, peers):
     for name in peers:
         makers[name, f"LoRA r={peer_rank}"] = lambda name=name: PEERS[name](shape, gate_up, down, peer_rank)
     return makers
-
-
-def of_expert(layer, e, num_experts):
-    """The adapters of expert e in fp32: A as [r, in], B as [out, r]."""
-    for name, factor in layer.adapters.items():
-        if name in ADAPTERS:
-            factor = factor.detach().float()
-            own = factor.unflatten(0, (num_experts, -1))[e] if name[0] == "A" else factor[:, e::num_experts]
-            yield name, own
-
-
-def relative_errors(step, inputs):
-    """The error of every result against fp32, relative to its norm, an expert at a time."""
-    x, gate_up, down, expert, weight, dout = (tensor.detach() for tensor in inputs)
-    layer, num_experts, found = step.layer, len(gate_up), step.results()
-    expected = {name: torch.zeros_like(found[name], dtype=torch.float32) for name in ("out", "dx", "dweight")}
-    squares = {name: [0.0, 0.0] for name in found if name not in expected}
-    for e in range(num_experts):
-        own = dict(of_expert(layer, e, num_experts))
-        w1, w2 = gate_up[e].float(), down[e].float()
-        if own:
-            w1, w2 = w1 + layer.scale * own["B1"] @ own["A1"], w2 + layer.scale * own["B2"] @ own["A2"]
-        token, place = (expert == e).nonzero(as_tuple=True)
-        x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, place].float()[:, None]
-        gate, up = (x_e @ w1.T).chunk(2, dim=1)
-        sigmoid = gate.sigmoid()
-        a, da = gate * sigmoid * up, dout_e @ w2
-        expected["out"].index_add_(0, token, w * (a @ w2.T))
-        expected["dweight"][token, place] = (da * a).sum(1)
-        dgate, dup = w * da * up * sigmoid * (1 + gate * (1 - sigmoid)), w * da * gate * sigmoid
-        dh = torch.cat((dgate, dup), dim=1)
-        expected["dx"].index_add_(0, token, dh @ w1)
-        dw1, dw2 = dh.T @ x_e, (w * dout_e).T @ a
-        exact = {"dgate_up": dw1, "ddown": dw2}
-        for number, dw in (("1", dw1), ("2", dw2)) if own else ():
-            exact[f"dA{number}"] = layer.scale * own[f"B{number}"].T @ dw
-            exact[f"dB{number}"] = layer.scale * dw @ own[f"A{number}"].T
-        for name, sums in squares.items():
-            gradient = found[name].float()
-            if name.startswith("dA"):
-                gradient = gradient.unflatten(0, (num_experts, -1))[e]
-            else:
-                gradient = gradient[:, e::num_experts] if name.startswith("dB") else found[name][e].float()
-            sums[0] += (gradient - exact[name]).square().sum()
-            sums[1] += exact[name].square().sum()
-    errors = {name: ((found[name].float() - exact).norm() / exact.norm()).item() for name, exact in expected.items()}
-    return errors | {name: (wrong / whole).sqrt().item() for name, (wrong, whole) in squares.items()}
 
 
 def times(calls, rounds, device):

@@ -15,10 +15,12 @@ import csv
 import gc
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import provenance
 import torch
 from contenders import BOUND, CONTENDERS, available
+from measuring import captured, relative_errors
 from shapes import LARGE, Shape, add_shapes, chosen_shapes, floor_seconds, problem
 
 from sonicmoe_hf.kernels.triton.config import tile_rows
@@ -45,6 +47,8 @@ NAMES = ("x", "gate_up", "down", "weight")
 class Step:
     """One contender on one problem: a call is one forward, or one forward and backward."""
 
+    adapters: ClassVar = {}
+
     def __init__(self, layer, inputs, mode):
         x, gate_up, down, expert, weight, self.dout = inputs
         frozen = mode == "frozen"
@@ -66,32 +70,10 @@ class Step:
             self.gradients = torch.autograd.grad(out, self.wanted, self.dout, allow_unused=True)
         return out
 
-
-def relative_errors(step, inputs):
-    """The error of every result against fp32, relative to its norm; an expert at a time, because all weights and their
-    gradients in fp32 would not fit."""
-    x, gate_up, down, expert, weight, dout = (tensor.detach() for tensor in inputs)
-    out, (dx, dgate_up, ddown, dweight) = step().detach(), step.gradients
-    expected = {name: torch.zeros_like(like, dtype=torch.float32) for name, like in
-                (("out", out), ("dx", x), ("dweight", weight))}  # fmt: skip
-    squares = {name: [0.0, 0.0] for name in ("dgate_up", "ddown")}
-    for e in range(len(gate_up)):
-        token, place = (expert == e).nonzero(as_tuple=True)
-        x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, place].float()[:, None]
-        gate, up = (x_e @ gate_up[e].float().T).chunk(2, dim=1)
-        sigmoid = gate.sigmoid()
-        a, da = gate * sigmoid * up, dout_e @ down[e].float()
-        expected["out"].index_add_(0, token, w * (a @ down[e].float().T))
-        expected["dweight"][token, place] = (da * a).sum(1)
-        dgate, dup = w * da * up * sigmoid * (1 + gate * (1 - sigmoid)), w * da * gate * sigmoid
-        dh = torch.cat((dgate, dup), dim=1)
-        expected["dx"].index_add_(0, token, dh @ gate_up[e].float())
-        for name, found, exact in (("dgate_up", dgate_up, dh.T @ x_e), ("ddown", ddown, (w * dout_e).T @ a)):
-            squares[name][0] += (found[e].float() - exact).square().sum()
-            squares[name][1] += exact.square().sum()
-    found = {"out": out, "dx": dx, "dweight": dweight}
-    errors = {name: ((found[name].float() - exact).norm() / exact.norm()).item() for name, exact in expected.items()}
-    return errors | {name: (wrong / whole).sqrt().item() for name, (wrong, whole) in squares.items()}
+    def results(self):
+        """out, and the gradient of every input under its name with a d before it."""
+        out = self().detach()
+        return {"out": out, **{f"d{name}": gradient for name, gradient in zip(NAMES, self.gradients)}}
 
 
 def memory(step):
@@ -122,24 +104,6 @@ def first_step(step):
     seconds = time.perf_counter() - began
     step.gradients = ()
     return {"first_step_s": seconds, "first_peak_MB": (torch.cuda.max_memory_allocated() - before) / 1e6}
-
-
-def captured(step):
-    """The step as a CUDA graph, or None where it cannot be captured (it synchronises)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except (RuntimeError, torch.AcceleratorError) as error:
-        print(f"    no CUDA graph: {str(error).splitlines()[0][:100]}", flush=True)
-        torch.cuda.synchronize()
-        return None
-    return graph.replay
 
 
 def interleaved_times(calls, rounds):
@@ -208,6 +172,11 @@ class Table:
         )
 
     def write(self, path):
+        """Anew; raises SystemExit rather than put figures without a GPU in the place of a GPU's."""
+        if self.common["gpu"] == "none" and Path(path).exists():
+            with open(path, newline="") as file:
+                if any(row["gpu"] != "none" for row in csv.DictReader(file)):
+                    raise SystemExit(f"{path} has a GPU's figures, and these are none: name another file or folder")
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS)
             writer.writeheader()

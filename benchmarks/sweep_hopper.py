@@ -19,8 +19,9 @@ from unittest import mock
 
 import provenance
 import torch
+from measuring import graph_of, largest_error
 from shapes import Shape, problem
-from sweep_triton import as_tensors, captured
+from sweep_triton import as_tensors
 
 from sonicmoe_hf import warmup
 from sonicmoe_hf.kernels import hopper, triton
@@ -119,16 +120,16 @@ def compile_all(shapes, wanted):
     return candidates
 
 
-def microseconds(graphs, rounds=5, repeats=4):
+def microseconds(replays, rounds=5, repeats=4):
     """The median time of each graph; they take turns, because the GPU's clock falls as it warms."""
-    times = [[] for _ in graphs]
+    times = [[] for _ in replays]
     for _ in range(rounds):
-        for graph, found in zip(graphs, times):
-            graph.replay()
+        for replay, found in zip(replays, times):
+            replay()
             for _ in range(repeats):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
-                graph.replay()
+                replay()
                 end.record()
                 found.append((start, end))
         torch.cuda.synchronize()
@@ -137,18 +138,16 @@ def microseconds(graphs, rounds=5, repeats=4):
 
 def time_kernel(call, flop, candidates):
     """(name of the tile, microseconds, TFLOP/s, relative difference from the first) of each candidate, and of Triton."""
-    graphs, differences, first = [], [], None
+    replays, differences, first = [], [], None
     for tile in [*candidates, None]:
         with using(tile):
             step = lambda tile=tile: call(triton if tile is None else hopper)  # noqa: E731
             results = as_tensors(step())
-            graphs.append(captured(step))
+            replays.append(graph_of(step))
         first = first or results
-        differences.append(
-            max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first))
-        )
+        differences.append(largest_error(results, first))
     names = [*map(str, candidates), "triton"]
-    for name, us, difference in zip(names, microseconds(graphs), differences):
+    for name, us, difference in zip(names, microseconds(replays), differences):
         yield name, us, flop / us / 1e6, difference
 
 

@@ -16,10 +16,12 @@ import sys
 
 import provenance
 import torch
+from measuring import graph_of
 from shapes import Shape
-from sweep_triton import NothingKept, captured, interleaved_us
+from sweep_triton import NothingKept, interleaved_us
 from triton.runtime import JITFunction
 
+from sonicmoe_hf.comparing import relative_error
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
@@ -41,6 +43,8 @@ CANDIDATES = [
     Blocks(128, 128, 8, 2),
     Blocks(128, 128, 4, 1),
     Blocks(128, 256, 4, 1),
+    Blocks(32, 256, 2, 1),
+    Blocks(32, 256, 2, 2),
 ]
 LAYERS, SHARES = 8, 15
 
@@ -143,9 +147,9 @@ def measure(table, shape, name, call):
     for candidate in CANDIDATES:
         use(candidate)
         try:
-            result = call().float()
+            result = call()
             first = result if first is None else first
-            found.append((candidate, ((result - first).norm() / first.norm()).item(), captured(call)))
+            found.append((candidate, relative_error(result, first), graph_of(call)))
         except Exception as error:  # as in compile_share
             print("failed", name, candidate, str(error)[:80])
     lines = []

@@ -18,6 +18,7 @@ from importlib import import_module
 
 import provenance
 import torch
+from measuring import graph_of, largest_error
 from shapes import SHAPES, Shape, problem
 from triton.runtime import JITFunction
 
@@ -101,22 +102,14 @@ def experiments(shape: Shape, wanted, inputs):
                 yield kernel, tile, candidate, flop, call
 
 
-def captured(call):
-    """A CUDA graph of the call: the device's time, without the host's."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def interleaved_us(graphs, rounds=16, warm=4):
+def interleaved_us(replays, rounds=16, warm=4):
     """The median time of each graph, all taking turns."""
-    times = [[] for _ in graphs]
+    times = [[] for _ in replays]
     for _ in range(rounds):
-        for graph, found in zip(graphs, times):
+        for replay, found in zip(replays, times):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            replay()
             end.record()
             found.append((start, end))
     torch.cuda.synchronize()
@@ -163,10 +156,7 @@ def measure(table, shape, name, group):
         try:
             results = as_tensors(call())
             first = first or results
-            difference = max(
-                ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(results, first)
-            )
-            found.append((tile, candidate, flop, difference, captured(call)))
+            found.append((tile, candidate, flop, largest_error(results, first), graph_of(call)))
         except Exception as error:  # as in compile_share
             print("failed", name, candidate, str(error)[:80])
     lines = []

@@ -21,7 +21,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from contenders import CONTENDERS, Unavailable
-from moe_layer import Table, captured
+from measuring import captured
+from moe_layer import Table
 from shapes import Shape
 
 from sonicmoe_hf import backends

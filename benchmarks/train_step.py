@@ -67,6 +67,7 @@ def settings(options, world: int) -> str:
     """What the column `launch` says of a run: everything that is not as by default."""
     parts = {
         "Liger": options.liger,
+        "spread load": options.spread_load,
         "checkpointing": options.checkpointing,
         f"compiled {options.compile}": options.compile,
         "varying lengths": options.varying_lengths,
@@ -90,6 +91,8 @@ def prepared(run: Run, options):
     )  # fmt: skip
     if options.liger:
         models.apply_liger(run.model, model)
+    if options.spread_load:
+        models.spread_load(model)
     if ours:
         sonicmoe_hf.patch_model(model, contender.routing)
     model = adapted(model, run.mode)
@@ -170,6 +173,9 @@ def options_of(arguments=None):
     parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument(
+        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
+    )
     parser.add_argument(
         "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
     )

@@ -121,15 +121,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
     training.add_argument("--seed", type=int, default=0)
-    found = parser.parse_args(arguments)
-    if found.experts_quantization and not found.lora_rank:
+    options = parser.parse_args(arguments)
+    if options.experts_quantization and not options.lora_rank:
         parser.error("--experts-quantization freezes the experts: it needs --lora")
-    if found.random and found.model is None:
+    if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
     for switch in ("bf16", "gradient_checkpointing"):
-        if getattr(found, switch) is None:
-            setattr(found, switch, bool(found.lora_rank))
-    return found
+        if getattr(options, switch) is None:
+            setattr(options, switch, bool(options.lora_rank))
+    return options
 
 
 def load_texts(arguments: argparse.Namespace):
@@ -160,12 +160,12 @@ def cut_into_blocks(texts, tokenizer, length: int):
         return {"input_ids": rows, "labels": rows}
 
     if isinstance(texts, list):
-        found = [{"input_ids": row, "labels": row} for row in cut({"text": texts})["input_ids"]]
+        rows = [{"input_ids": row, "labels": row} for row in cut({"text": texts})["input_ids"]]
     else:
-        found = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
-    if len(found) < 2:
-        raise SystemExit(f"{len(found)} blocks of {length} tokens: too little text; shorten --sequence-length")
-    return found
+        rows = texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokenizing")
+    if len(rows) < 2:
+        raise SystemExit(f"{len(rows)} blocks of {length} tokens: too little text; shorten --sequence-length")
+    return rows
 
 
 def load_small_model(texts, arguments: argparse.Namespace):

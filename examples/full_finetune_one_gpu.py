@@ -43,10 +43,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/full")
     parser.add_argument("--no-save", dest="save", action="store_false", help="do not write the model at the end")
     parser.add_argument("--seed", type=int, default=0)
-    found = parser.parse_args(arguments)
-    if found.random and found.model is None:
+    options = parser.parse_args(arguments)
+    if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
-    return found
+    return options
 
 
 def load(arguments: argparse.Namespace):
@@ -90,33 +90,38 @@ def main(argv: list[str] | None = None) -> Trainer:
     arguments = parse_arguments(argv)
     set_seed(arguments.seed)
     on_gpu = torch.cuda.is_available()
+    args = TrainingArguments(
+        output_dir=arguments.output,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=arguments.batch_size,
+        learning_rate=arguments.learning_rate or (3e-3 if arguments.model is None else 1e-5),
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, arguments.steps // 20),
+        max_grad_norm=0.0,  # gradients are gone before there is a norm of all
+        gradient_checkpointing=True,
+        use_liger_kernel=on_gpu,
+        liger_kernel_config={"swiglu": False},  # the experts are ours
+        logging_steps=arguments.logging_steps,
+        save_strategy="no",
+        report_to="none",
+        seed=arguments.seed,
+        use_cpu=not on_gpu,
+        dataloader_pin_memory=on_gpu,
+    )
+    if (processes := args.world_size * max(1, args.n_gpu)) > 1:
+        raise SystemExit(
+            f"gradients of {processes} GPUs would not be averaged before the step: start one process with "
+            "CUDA_VISIBLE_DEVICES=0, or see FSDP2 in docs/recipes.md"
+        )
     model, tokenizer, train_blocks = load(arguments)
-    learning_rate = arguments.learning_rate or (3e-3 if arguments.model is None else 1e-5)
-    optimizer = AdamW8bit(model.parameters(), learning_rate, bf16_stochastic_round=True)
-    throughput = ThroughputCallback(arguments.sequence_length)
+    optimizer = AdamW8bit(model.parameters(), args.learning_rate, bf16_stochastic_round=True)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=arguments.output,
-            max_steps=arguments.steps,
-            per_device_train_batch_size=arguments.batch_size,
-            lr_scheduler_type="cosine",
-            warmup_steps=max(1, arguments.steps // 20),
-            max_grad_norm=0.0,  # gradients are gone before there is a norm of all
-            gradient_checkpointing=True,
-            use_liger_kernel=on_gpu,
-            liger_kernel_config={"swiglu": False},  # the experts are ours
-            logging_steps=arguments.logging_steps,
-            save_strategy="no",
-            report_to="none",
-            seed=arguments.seed,
-            use_cpu=not on_gpu,
-            dataloader_pin_memory=on_gpu,
-        ),
+        args=args,
         train_dataset=train_blocks,
         processing_class=tokenizer,
         optimizers=(optimizer, None),
-        callbacks=[throughput],
+        callbacks=[ThroughputCallback(arguments.sequence_length)],
     )
     step_in_backward(model, optimizer)
     # torchao compiles its step, which takes a CPU longer than it saves

@@ -10,8 +10,9 @@ on any machine.
 
 Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
 packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), and on GPUs the linear layers beside them
-become bitsandbytes' NF4 where that is installed. A folder that `sonicmoe-hf convert MODEL FOLDER --layout native --quantize nf4`
-wrote loads in seconds: give it as --model. --trl trains with TRL's SFTTrainer in place of Transformers' Trainer.
+become bitsandbytes' NF4 where that is installed. A folder that `sonicmoe-hf convert MODEL FOLDER --layout native
+--quantize nf4` wrote loads in seconds: give it as --model. --trl trains with TRL's SFTTrainer in place of Transformers'
+Trainer.
 """
 
 from __future__ import annotations

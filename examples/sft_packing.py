@@ -41,10 +41,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--output", default="outputs/sft")
     parser.add_argument("--seed", type=int, default=0)
-    found = parser.parse_args(arguments)
-    if found.random and found.model is None:
+    options = parser.parse_args(arguments)
+    if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
-    return found
+    return options
 
 
 def load(arguments: argparse.Namespace):

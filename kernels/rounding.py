@@ -96,14 +96,21 @@ def pairs_of_mask(mask_TE, num_pairs):
     return pair_P // max(num_tokens, 1), token_P
 
 
+def _divisor(chosen, epsilon: float):
+    """The sum of a token's chosen scores, in the last dimension, + epsilon; 1 + epsilon where that sum is 0."""
+    total = chosen.sum(-1, keepdim=True)
+    return torch.where(total > 0, total, 1.0) + epsilon
+
+
+def chosen_weights(chosen, normalised: bool, epsilon: float, scale: float):
+    """Weights of a token's chosen scores, in the last dimension with any number of zeros: the scores, over their sum
+    (+ epsilon) if `normalised`, times `scale`. Zeros, with finite gradients, where there are none."""
+    return (chosen / _divisor(chosen, epsilon) if normalised else chosen) * scale
+
+
 def set_weights(scores_TE, mask_TE, normalised: bool, epsilon: float, scale: float):
-    """weights_TE: S on the chosen set, over its sum (+ epsilon) if `normalised`, times `scale`; elsewhere 0. Zeros, with
-    finite gradients, where the set is empty."""
-    weights_TE = torch.where(mask_TE, scores_TE, 0.0)
-    if normalised:
-        total_T1 = weights_TE.sum(-1, keepdim=True)
-        weights_TE = weights_TE / (torch.where(total_T1 > 0, total_T1, 1.0) + epsilon)
-    return weights_TE * scale
+    """weights_TE: `chosen_weights` of S on the set, a mask; elsewhere 0."""
+    return chosen_weights(torch.where(mask_TE, scores_TE, 0.0), normalised, epsilon, scale)
 
 
 def set_weights_gradient(gradient_TE, scores_TE, mask_TE, normalised: bool, epsilon: float, scale: float):
@@ -112,7 +119,8 @@ def set_weights_gradient(gradient_TE, scores_TE, mask_TE, normalised: bool, epsi
     if not normalised:
         return gradient_TE
     chosen_TE = torch.where(mask_TE, scores_TE, 0.0)
-    total_T1 = chosen_TE.sum(-1, keepdim=True)
-    divisor_T1 = torch.where(total_T1 > 0, total_T1, 1.0) + epsilon
-    share_T1 = torch.where(total_T1 > 0, (gradient_TE * chosen_TE).sum(-1, keepdim=True) / divisor_T1, 0.0)
+    divisor_T1 = _divisor(chosen_TE, epsilon)
+    share_T1 = torch.where(
+        chosen_TE.sum(-1, keepdim=True) > 0, (gradient_TE * chosen_TE).sum(-1, keepdim=True) / divisor_T1, 0.0
+    )
     return torch.where(mask_TE, (gradient_TE - share_T1) / divisor_T1, 0.0)

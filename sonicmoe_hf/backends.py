@@ -27,13 +27,13 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def _once(function):
     """Ask once for every device; torch.compile takes the answer for a constant and traces nothing of how it is found."""
-    found = {}
+    answers = {}
 
     @torch.compiler.assume_constant_result
     def ask(device: torch.device):
-        if device not in found:
-            found[device] = function(device)
-        return found[device]
+        if device not in answers:
+            answers[device] = function(device)
+        return answers[device]
 
     return ask
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|actual - expected| / |expected|, Frobenius norms in fp64; of a zero tensor, the norm of the difference."""
+    """|actual - expected| / |expected|, Frobenius norms in fp64; of a zero tensor, the norm of the difference. Infinite
+    where either holds a NaN."""
     actual, expected = actual.double(), expected.double()
     scale = expected.norm().item()
-    return (actual - expected).norm().item() / (scale if scale > 0 else 1.0)
+    error = (actual - expected).norm().item() / (scale if scale > 0 else 1.0)
+    return float("inf") if math.isnan(error) else error
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from . import backends
 from .config import TokenRounding
 from .native.config_only import build_on_meta
 from .native.modeling import sizes_of
+from .patching.experts import expert_parallel_remedy, has_expert_parallelism
 from .patching.layer_ranges import LayerRange, collapse
 from .patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from .quantization.quantizer import QUANT_METHOD
@@ -99,26 +100,26 @@ class ModelReport:
 
 def versions() -> dict[str, str]:
     """Python's version and those of the packages that matter; "not installed" where one is missing."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    found["torch"] = torch.__version__
-    return found
+            by_package[package] = "not installed"
+    by_package["torch"] = torch.__version__
+    return by_package
 
 
 def devices() -> list[Device]:
     """Every CUDA device, and the CPU."""
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         description = f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
-        found.append(Device(f"cuda:{index}", description, _backends(torch.device("cuda", index))))
+        devices.append(Device(f"cuda:{index}", description, _backends(torch.device("cuda", index))))
     description = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    found.append(Device("cpu", description, _backends(torch.device("cpu"))))
-    return found
+    devices.append(Device("cpu", description, _backends(torch.device("cpu"))))
+    return devices
 
 
 def _backends(device: torch.device) -> dict[str, tuple[str, str]]:
@@ -157,19 +158,21 @@ def examine(
     """
     model = build_on_meta(name)
     quantisation = _quantisation(model.config)
-    found = supports(model)
+    support = supports(model)
     if quantisation is not None and quantisation.startswith(PACKED_AS):
-        found = [layer._replace(reason=f"{layer.reason}; its experts are {quantisation}, frozen") for layer in found]
+        support = [
+            layer._replace(reason=f"{layer.reason}; its experts are {quantisation}, frozen") for layer in support
+        ]
     elif quantisation is not None:
         reason = (
             f"the checkpoint is quantised ({quantisation}): its experts would never reach sonicmoe_hf; "
             f"{REMEDIES.get(quantisation, NO_REMEDY)}"
         )
-        found = [layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in found]
+        support = [layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in support]
     rounding = []
     if batch_size is not None and sequence_length is not None:
-        rounding = _forecasts(model, found, batch_size * sequence_length, TokenRounding(tile=tile))
-    layers = collapse(found, _placements(model, found))
+        rounding = _forecasts(model, support, batch_size * sequence_length, TokenRounding(tile=tile))
+    layers = collapse(support, _placements(model, support))
     return ModelReport(name, type(model).__name__, quantisation, layers, _here(model.dtype), rounding)
 
 
@@ -184,10 +187,10 @@ def _quantisation(config) -> str | None:
     return None
 
 
-def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:
+def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:
     """One forecast for each kind of layer (experts, top-k) where token rounding works."""
     kinds: dict[tuple[int, int], bool] = {}
-    for layer in supported_layers(model, found, "token_rounding"):
+    for layer in supported_layers(model, support, "token_rounding"):
         num_experts, top_k = layer.experts.num_experts, layer.router.top_k
         kinds[num_experts, top_k] = policy.applies(tokens, top_k, num_experts)
     needed = policy.min_tiles_per_expert * policy.tile_rows
@@ -197,11 +200,11 @@ def _forecasts(model, found: list[LayerSupport], tokens: int, policy: TokenRound
     ]
 
 
-def _placements(model, found: list[LayerSupport]) -> dict[str, str]:
+def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
     """For supported layers by name: what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
         return {}
-    sizes = {layer.name: sizes_of(layer.experts) for layer in supported_layers(model, found, "accelerated")}
+    sizes = {layer.name: sizes_of(layer.experts) for layer in supported_layers(model, support, "accelerated")}
     return {name: placement(size.hidden, size.intermediate) for name, size in sizes.items()}
 
 
@@ -210,6 +213,7 @@ def as_json(report: ModelReport | None) -> dict:
     facts: dict[str, Any] = {
         "versions": versions(),
         "backend_override": os.environ.get(backends.VARIABLE),
+        "expert_parallelism": {"token_rounding": has_expert_parallelism(), "how": expert_parallel_remedy()},
         "devices": [asdict(device) for device in devices()],
     }
     if report is not None:

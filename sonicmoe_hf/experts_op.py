@@ -299,8 +299,8 @@ def _backward(ctx, dout):
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
         gradients = _run_backward(dout, held, inputs, rows, ctx.options, needs)
-    found = iter(gradients)
-    return [next(found) if needed else None for needed in needs]
+    computed = iter(gradients)
+    return [next(computed) if needed else None for needed in needs]
 
 
 custom_op.differentiate(_FORWARD, _setup_context, _backward)

@@ -84,10 +84,10 @@ class Routing:
         """
         if self.rows is None or (self.rows_backend == "eager" and backend != "eager"):
             return None
-        found = self.rows.token_offsets.numel() - 1, self.rows.offsets.numel() - 1
-        if found != (num_tokens, num_experts):
+        sizes = self.rows.token_offsets.numel() - 1, self.rows.offsets.numel() - 1
+        if sizes != (num_tokens, num_experts):
             raise ValueError(
-                f"the routing is of {found[0]} tokens and {found[1]} experts, but there are {num_tokens} tokens and "
+                f"the routing is of {sizes[0]} tokens and {sizes[1]} experts, but there are {num_tokens} tokens and "
                 f"{num_experts} experts"
             )
         return self.rows
@@ -185,10 +185,10 @@ def _round_rows(
     return tensors if valid is None else [*tensors, result.fell_back]
 
 
-def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, how):
-    expert = scores.new_empty(how.num_pairs, dtype=torch.int32)
-    rows = fake_rows(expert, *scores.shape, how.backend)
-    tensors = [scores.new_empty(how.num_pairs, dtype=how.dtype), expert, *rows]
+def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, options):
+    expert = scores.new_empty(options.num_pairs, dtype=torch.int32)
+    rows = fake_rows(expert, *scores.shape, options.backend)
+    tensors = [scores.new_empty(options.num_pairs, dtype=options.dtype), expert, *rows]
     return tensors if valid is None else [*tensors, scores.new_empty((), dtype=torch.bool)]
 
 
@@ -203,9 +203,9 @@ _BACKWARD = custom_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [s
 
 
 def _setup_context(ctx, arguments, output):
-    scores, *_, ctx.weighting, how = arguments
+    scores, *_, ctx.weighting, options = arguments
     ctx.set_materialize_grads(False)
-    ctx.backend = how.backend
+    ctx.backend = options.backend
     ctx.save_for_backward(scores, *output[1 : 2 + len(Rows._fields)])
 
 
@@ -255,7 +255,7 @@ def rounded_routing(
     backend = backends.choose(device, torch.float32).name
     plain = _differentiable if scores_TE.requires_grad or custom_op.forward_mode() else _round_rows
     run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
-    how = _Rounding(
+    options = _Rounding(
         policy.rounding, policy.tile_rows, policy.min_pairs(num_experts),
         policy.max_rows(num_tokens, top_k, num_experts),
         logits_TE.dtype if dtype is None else dtype, backend,
@@ -263,7 +263,7 @@ def rounded_routing(
     uniform_E = _uniform(policy.rounding, num_experts, device, batch_group)
     weight_P, expert_P, *rows = run(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E,
-        family.weighting(router), how,
+        family.weighting(router), options,
     )  # fmt: skip
     fell_back = False if valid_T is None else rows.pop()
     rows = Rows(*rows)

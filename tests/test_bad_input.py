@@ -57,7 +57,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_in_words(case):
+def test_bad_input_raises_an_error_that_names_it(case):
     changes, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         arguments, options = good(**changes)

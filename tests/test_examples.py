@@ -284,7 +284,15 @@ def test_full_finetuning_on_one_gpu_trains_bf16_weights_with_moments_in_8_bits(o
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
 
 
+def test_full_finetuning_on_one_gpu_refuses_a_second(one_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(one_gpu.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(SystemExit, match="gradients of 2 GPUs would not be averaged"):
+        one_gpu.main(["--output", str(tmp_path)])
+
+
 def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)  # as `python examples/...` does: one imports another
+    pytest.importorskip("torchao")  # which one of the examples imports
     documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
     count = 0
     for document in documents:

@@ -233,7 +233,7 @@ def test_compiled_and_under_torch_func_it_gives_the_same():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(change, words):
+def test_what_does_not_fit_raises_value_error(change, words):
     inputs, index = problem(T, H, I, E, K, grad=False)
     inputs = with_factors(inputs)
     adapters = {f"{name}_adapter": low_rank(inputs, name) for name in ("gate_up", "down")}

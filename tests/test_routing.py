@@ -234,7 +234,7 @@ def test_the_policys_bound_holds_whatever_the_routing(problem, rounding):
     assert rows <= policy.max_rows(len(scores), top_k.shape[1], scores.shape[1])
 
 
-def test_bad_policies_are_refused_in_words():
+def test_bad_policies_raise_value_error_with_the_value():
     with pytest.raises(ValueError, match=r"rounding is 'closest'; choose one of 'nearest', 'balanced'"):
         TokenRounding(rounding="closest")
     for tile in (0, -1, 2.5, True, "128"):

@@ -119,11 +119,11 @@ def is_intact(path: Path) -> bool:
             status = file.stat()
             if status.st_uid not in _trusted_owners() or _others_can_write(status):
                 return False
-        found = path.read_bytes()
+        content = path.read_bytes()
         checksum = path.with_suffix(".sha256").read_text()
     except OSError:
         return False
-    return hashlib.sha256(found).hexdigest() == checksum
+    return hashlib.sha256(content).hexdigest() == checksum
 
 
 def missing(wanted: list[tuple[str, tuple]]) -> list[tuple[str, tuple]]:

@@ -46,23 +46,23 @@ def variants(
     I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with adapters of
     `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
     width = 2 * inner
-    found = []
+    kernels = []
     if takes(hidden, inner):
         gated = activation, interleaved, rank
         for want in UP:
-            found.append(
+            kernels.append(
                 ("gemm_up", (dtype, hidden, inner, not transposed, bias, *want, *gated, tile("gemm_up", width)))
             )
         for want in DOWN_BACKWARD:
             chosen = tile("gemm_dgated", inner)
-            found.append(("gemm_dgated", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
+            kernels.append(("gemm_dgated", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
         for chosen in gemm_down_tiles(hidden, inner):
-            found.append(("gemm_down", (dtype, hidden, inner, not transposed, bias, rank, chosen)))
+            kernels.append(("gemm_down", (dtype, hidden, inner, not transposed, bias, rank, chosen)))
         for chosen in gemm_wgrad_tiles(hidden):
-            found.append(("gemm_wgrad", (dtype, inner, hidden, transposed, chosen)))
+            kernels.append(("gemm_wgrad", (dtype, inner, hidden, transposed, chosen)))
     if takes(hidden, width):
         for chosen in gemm_down_tiles(hidden, width):
-            found.append(("gemm_down", (dtype, hidden, width, transposed, False, rank, chosen)))
+            kernels.append(("gemm_down", (dtype, hidden, width, transposed, False, rank, chosen)))
         for chosen in gemm_wgrad_tiles(hidden):
-            found.append(("gemm_wgrad", (dtype, width, hidden, not transposed, chosen)))
-    return list(dict.fromkeys(found))
+            kernels.append(("gemm_wgrad", (dtype, width, hidden, not transposed, chosen)))
+    return list(dict.fromkeys(kernels))

@@ -27,7 +27,7 @@ PACKED, FEW_PACKED, FEW_PACKED_ROWS = 32, 8, 16
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `columns` of rank_rows: the most of a rank that a tile takes; of packed_up and packed_down: rows of the weight.
+    `columns` of rank_rows: the most of a rank that a tile takes; of packed_nf4 and packed_mxfp4: rows of the weight.
     `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are
     not gathered come as tensor descriptors where the copy engine takes them.
     """
@@ -67,12 +67,12 @@ def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradien
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
         "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
-        "packed_up": {"some": packed}, "packed_down": {"some": packed},
+        "packed_nf4": {"some": packed}, "packed_mxfp4": {"some": packed},
     }  # fmt: skip
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
-# Of packed_up and packed_down "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
+# Of packed_nf4 and packed_mxfp4, for up and down, "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
 # The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
@@ -96,8 +96,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_up": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 128, 4, 2)},
-        "packed_down": {"few": Blocks(64, 256, 4, 1), "some": Blocks(64, 128, 4, 2)},
+        "packed_nf4": {"few": Blocks(64, 256, 4, 1), "some": Blocks(128, 256, 4, 1)},
+        "packed_mxfp4": {"few": Blocks(32, 256, 2, 2), "some": Blocks(64, 128, 4, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -138,7 +138,7 @@ TABLE = {
         GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
         Blocks(32, 32, 1, 1),
         GradientBlocks(32, 32, 16, 1, 1),
-        Blocks(32, 128, 1, 1),
+        Blocks(64, 128, 1, 1),
     ),
 }
 
@@ -205,8 +205,8 @@ def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: i
     return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
 
 
-def packed_blocks(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> tuple[int, Blocks]:
-    """(rows taken at a time, the table's entry) for a kernel that reads packed weights."""
+def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> tuple[int, Blocks]:
+    """(rows taken at a time, the table's entry) for a kernel that reads weights packed in this format."""
     is_few = num_pairs <= FEW_PACKED * num_experts
-    blocks = _entry(kernel, tensor.device, tensor.element_size(), "few" if is_few else "some")
+    blocks = _entry(f"packed_{format}", tensor.device, tensor.element_size(), "few" if is_few else "some")
     return FEW_PACKED_ROWS if is_few else SMALLEST_TILE, blocks

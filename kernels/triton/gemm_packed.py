@@ -182,10 +182,10 @@ def gemm_packed_down_kernel(
 class _PackedPlan:
     """How these kernels are launched: tensors and constants of the weight, the programs, and options."""
 
-    def __init__(self, kernel: str, tensor, weight: PackedOperand, rows):
+    def __init__(self, tensor, weight: PackedOperand, rows):
         codes, scales, state, name = weight
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        rows_at_once, blocks = packed_blocks(kernel, tensor, num_pairs, num_experts)
+        rows_at_once, blocks = packed_blocks(name, tensor, num_pairs, num_experts)
         self.weight = words_of(codes), scales, state
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
@@ -201,7 +201,7 @@ def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interlea
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
     if num_rows:
-        plan = _PackedPlan("packed_up", x_TH, gate_up, rows)
+        plan = _PackedPlan(x_TH, gate_up, rows)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_packed_up_kernel, (plan.row_tiles * cdiv(width, plan.height),),
@@ -218,7 +218,7 @@ def packed_down(a_RI, down: PackedOperand, bias_EH, rows, extra=None):
     num_rows, (_, columns, length) = rows.token.numel(), weight_shape(Quantized(*down[:3]), down.format)
     out_RN = a_RI.new_empty(num_rows, columns)
     if num_rows:
-        plan = _PackedPlan("packed_down", a_RI, down, rows)
+        plan = _PackedPlan(a_RI, down, rows)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_packed_down_kernel, (plan.row_tiles * cdiv(columns, plan.height),),

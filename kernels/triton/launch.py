@@ -65,22 +65,22 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
     first = tensors[0]
     device = (first.base if type(first) is TensorDescriptor else first).get_device()
     key = (id(kernel), device, *kinds, *constants, *options.items())
-    found = _COMPILED.get(key)
-    if found is None:
+    launchable = _COMPILED.get(key)
+    if launchable is None:
         at = len(tensors)
         if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
             raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
         compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-        found = _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
-        return found
-    compiled, run, function, metadata = found
+        launchable = _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
+        return launchable
+    compiled, run, function, metadata = launchable
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler listens
         compiled[x, y, z](*pointers, *numbers, *constants, stream=stream)
     else:
         run(x, y, z, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
-    return found
+    return launchable
 
 
 class KernelLauncher:
@@ -89,7 +89,7 @@ class KernelLauncher:
     def __init__(self, kernel, device: int, grid, numbers=(), constants=(), **options):
         self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
         self.device, self.programs, self.rest = device, (*grid, 1, 1)[:3], (*numbers, *constants)
-        self.found = None
+        self.launchable = None
 
     def __call__(self, *tensors):
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -97,10 +97,10 @@ class KernelLauncher:
         for pointer in pointers:
             bits |= pointer or 0
         hooks = knobs.runtime
-        if bits % 16 or self.found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            found = launch_kernel(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
-            self.found = found or self.found
+        if bits % 16 or self.launchable is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            launchable = launch_kernel(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
+            self.launchable = launchable or self.launchable
             return
-        _, run, function, metadata = self.found
+        _, run, function, metadata = self.launchable
         stream = driver.active.get_current_stream(self.device)
         run(*self.programs, stream, function, metadata, None, None, None, *pointers, *self.rest)

@@ -163,32 +163,33 @@ class _progress_bar:
 def _run_inspect(arguments) -> int:
     from ..native.inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(arguments.path, arguments.revision)
+    inspection = inspect_checkpoint(arguments.path, arguments.revision)
     if arguments.json:
-        print(json.dumps({**found._asdict(), "folder": str(found.folder)}, indent=2))
+        print(json.dumps({**inspection._asdict(), "folder": str(inspection.folder)}, indent=2))
     else:
-        _print_inspection(found)
+        _print_inspection(inspection)
     return 0
 
 
-def _print_inspection(found) -> None:
+def _print_inspection(inspection) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    dtypes = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in found.dtypes.items())
-    table = Table(title=escape(str(found.folder)), title_justify="left", show_header=False)
-    table.add_row("family", found.family)
-    table.add_row("layout", escape(found.description))
-    table.add_row("stored as", dtypes if found.quantisation is None else f"{found.quantisation}: {dtypes}")
+    dtypes = ", ".join(f"{name} {nbytes / 1e9:.2f} GB" for name, nbytes in inspection.dtypes.items())
+    table = Table(title=escape(str(inspection.folder)), title_justify="left", show_header=False)
+    table.add_row("family", inspection.family)
+    table.add_row("layout", escape(inspection.description))
+    table.add_row("stored as", dtypes if inspection.quantisation is None else f"{inspection.quantisation}: {dtypes}")
     table.add_row(
-        "size", f"{found.parameters / 1e9:.2f} B parameters, {found.nbytes / 1e9:.2f} GB in {found.files} files"
+        "size",
+        f"{inspection.parameters / 1e9:.2f} B parameters, {inspection.nbytes / 1e9:.2f} GB in {inspection.files} files",
     )
     table.add_row(
         "experts",
-        f"{found.layers} layers of {found.num_experts}, hidden size {found.hidden_size}, "
-        f"intermediate size {found.intermediate_size}",
+        f"{inspection.layers} layers of {inspection.num_experts}, hidden size {inspection.hidden_size}, "
+        f"intermediate size {inspection.intermediate_size}",
     )
-    for target, words in found.conversions.items():
+    for target, words in inspection.conversions.items():
         table.add_row(f"convert to {target}", escape(words))
     Console().print(table)

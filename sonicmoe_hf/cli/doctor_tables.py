@@ -10,6 +10,7 @@ from rich.table import Table
 
 from .. import backends
 from ..doctor import Device, ModelReport, devices, versions
+from ..patching.experts import expert_parallel_remedy
 
 YES, NO = "[green]yes[/]", "[red]no[/]"
 
@@ -20,7 +21,8 @@ def print_doctor(report: ModelReport | None) -> None:
     console.print(_versions_table())
     console.print(_devices_table(devices()))
     override = os.environ.get(backends.VARIABLE)
-    console.print(f"{backends.VARIABLE} is {'not set' if override is None else repr(override)}\n")
+    console.print(f"{backends.VARIABLE} is {'not set' if override is None else repr(override)}")
+    console.print(f"token rounding under expert parallelism: {escape(expert_parallel_remedy())}\n")
     if report is not None:
         _print_model(console, report)
 
@@ -32,10 +34,10 @@ def _versions_table() -> Table:
     return table
 
 
-def _devices_table(found: list[Device]) -> Table:
+def _devices_table(devices: list[Device]) -> Table:
     """One row per device and backend; dtypes that get the same share it."""
     table = Table("device", "dtypes", "backend", "why", title="Devices", title_justify="left")
-    for device in found:
+    for device in devices:
         shared: dict[tuple[str, str], list[str]] = {}
         for dtype, choice in device.backends.items():
             shared.setdefault(choice, []).append(dtype)

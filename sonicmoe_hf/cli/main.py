@@ -33,8 +33,9 @@ def _at_least(least: int):
 def _version() -> str:
     from ..doctor import versions
 
-    found = versions()
-    return f"sonicmoe-hf {found['sonicmoe-hf']} (torch {found['torch']}, transformers {found['transformers']})"
+    installed = versions()
+    packages = ", ".join(f"{name} {installed[name]}" for name in ("torch", "transformers"))
+    return f"sonicmoe-hf {installed['sonicmoe-hf']} ({packages})"
 
 
 class _VersionAction(argparse.Action):

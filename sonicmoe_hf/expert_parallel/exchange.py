@@ -90,8 +90,8 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
     num_tokens, num_pairs = len(x_TH), routing.expert_index.numel()
     most_tokens, most_pairs, is_list = _agreed(num_tokens, num_pairs, routing.token_index is not None, ranks)
     if not most_tokens:
-        return experts(x_TH, ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0),
-                       routing.weights)  # fmt: skip
+        here = ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0)
+        return experts(x_TH, here, routing.weights)
     works: list = []
     if is_list:
         expert, token, weight = pairs_of(routing, num_tokens)
@@ -108,8 +108,8 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
     all_x = gather(_padded(x_TH, most_tokens), ranks.group, works)
     for work in works[:-1]:
         work.wait()
-    expert, token = all_pairs.unbind(1) if is_list else (all_pairs, None)
-    here = ranks.routing(ranks.local(expert), all_weights, token, len(all_x))  # while x is on its way
+    all_experts, all_tokens = all_pairs.unbind(1) if is_list else (all_pairs, None)
+    here = ranks.routing(ranks.local(all_experts), all_weights, all_tokens, len(all_x))  # while x is on its way
     works[-1].wait()
     out = scatter_sum(experts(all_x, here, all_weights), ranks.group)
     return out if len(out) == num_tokens else out[:num_tokens]

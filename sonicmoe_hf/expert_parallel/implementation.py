@@ -34,8 +34,9 @@ class SonicMoEExpertParallelism(EPImplementation):
     def __deepcopy__(self, memo):
         return self  # as Transformers' forward around it, a function, is not copied either
 
-    def _experts(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
-        return self.experts_forward(x, routing, weights)
+    def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that ranks with the same batch share: each has the gradient of what its own experts do with it."""
+        return tensor if self.batch_group is None else sum_gradients(tensor, self.batch_group)
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
         """The experts' output [T, H] for this rank's tokens [T, H].
@@ -61,21 +62,21 @@ class SonicMoEExpertParallelism(EPImplementation):
             routing = Routing(top_k_index, top_k_weights)
         if self.batch_group is None:
             return self._exchange(hidden_states, routing)
-        weights = sum_gradients(routing.weights, self.batch_group)
+        weights = self.with_summed_gradient(routing.weights)
         routing = Routing(routing.expert_index, weights, routing.token_index)
-        hidden_states = sum_gradients(hidden_states, self.batch_group)
+        hidden_states = self.with_summed_gradient(hidden_states)
         if self.shares_batch:
             return self._on_shared_batch(hidden_states, routing)
         return self._exchange_part(hidden_states, routing)
 
     def _exchange(self, x_TH, routing: Routing):
         by = by_gathering if self.ranks.size == 2 else by_all_to_all
-        return by(x_TH, routing, self.ranks, self._experts)
+        return by(x_TH, routing, self.ranks, self.experts_forward)
 
     def _on_shared_batch(self, x_TH, routing: Routing):
         expert = self.ranks.local(routing.expert_index)
         here = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
-        return sum_over_ranks(self._experts(x_TH, here, routing.weights), self.batch_group)
+        return sum_over_ranks(self.experts_forward(x_TH, here, routing.weights), self.batch_group)
 
     def _exchange_part(self, x_TH, routing: Routing):
         """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""

@@ -20,11 +20,11 @@ from ..config import check_choice
 from ..errors import CheckpointError
 from ..model_patches import NativeFamily
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
+from .configs import family_of
 from .convert import new_folder
 from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, opened, read_json, refuse_model_beside_adapter
 from .hub import local_folder
 from .plan import TARGETS
-from .source import family_of
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them

@@ -143,7 +143,7 @@ def _leaves(entries: dict, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 def _suspects(entries: dict) -> str:
     """The entries without any one of which, so by its default, the model could be built."""
-    found = []
+    suspects = []
     for keys, value in _leaves(entries):
         changed = copy.deepcopy(entries)
         holder = changed
@@ -154,5 +154,5 @@ def _suspects(entries: dict) -> str:
             _build(changed)
         except UNREADABLE:
             continue
-        found.append(f"{'.'.join(keys)}, which is {reprlib.repr(value)}")
-    return f"; look at {', or '.join(found)}" if found else ""
+        suspects.append(f"{'.'.join(keys)}, which is {reprlib.repr(value)}")
+    return f"; look at {', or '.join(suspects)}" if suspects else ""

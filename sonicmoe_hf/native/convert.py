@@ -20,12 +20,14 @@ from ..config import check_choice
 from ..errors import CheckpointError
 from ..kernels.quantized import FORMATS
 from ..quantization.quantizer import ExpertsQuantizationConfig
+from . import nvfp4
 from .atomic_folder import appearing_whole, copy_file, sync, write_json
+from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
 from .packed import LOSS, Quantiser
 from .plan import TARGETS, Planned, plan, target_layout
-from .source import DTYPES, Source, hub_config, native_config
+from .source import DTYPES, Source
 
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 
@@ -66,8 +68,8 @@ def convert_checkpoint(
     Args:
         src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
         dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
-        dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek) and packed weights become bf16. None does so with a notice, False
-            refuses.
+        dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so with
+            a notice, False refuses.
         quantize: "nf4" or "mxfp4" packs the experts (native layout only; see `quantize_experts`); MXFP4 ones stay as
             they are.
         max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
@@ -166,7 +168,7 @@ def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
 
 def _other_files(source: Source) -> tuple[list[Path], list[str]]:
     """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
-    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
+    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE, nvfp4.FILE}
     files, skipped = [], []
     for path in sorted(source.folder.iterdir()):
         if path.name in weights or path.name.startswith("."):
@@ -221,7 +223,8 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
 
 def _write_config(folder: Path, source: Source, layout: str, dtype: str | None, quantize: str | None) -> None:
     config = dict(source.hub_config)
-    if config.pop("quantization_config", None) is not None:
+    config.pop("quantization_config", None)
+    if source.quantisation is not None:
         dtype = dtype or str(source.dense_dtype).removeprefix("torch.")
     if quantize is not None:
         config["quantization_config"] = ExpertsQuantizationConfig(quantize).to_dict()

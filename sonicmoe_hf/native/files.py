@@ -75,15 +75,15 @@ def headers_of(path: Path) -> dict[str, Header]:
     Raises:
         CheckpointError: as `opened`, or a tensor has a dtype that is not known here.
     """
-    found = {}
+    headers = {}
     with opened(path) as handle:
         for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
             view = handle.get_slice(name)
             dtype = SAFETENSORS_DTYPES.get(view.get_dtype())
             if dtype is None:
                 raise CheckpointError(f"{path}: {name} has dtype {view.get_dtype()}, which conversion does not know")
-            found[name] = Header(path.name, dtype, tuple(view.get_shape()))
-    return found
+            headers[name] = Header(path.name, dtype, tuple(view.get_shape()))
+    return headers
 
 
 def refuse_model_beside_adapter(folder: Path) -> None:
@@ -118,22 +118,22 @@ def read_headers(folder: Path) -> dict[str, Header]:
             f"{folder} has both {WEIGHTS_FILE} and {INDEX_FILE}, which names other files; Transformers would load "
             f"{WEIGHTS_FILE}: remove the one that is out of date"
         )
-    found: dict[str, Header] = {}
+    by_name: dict[str, Header] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not (folder / file).is_file():
             raise CheckpointError(f"{index} names {file!r}, which is not a file in {folder}")
         headers = headers_of(folder / file)
-        if twice := sorted(set(found) & set(headers)):
-            raise CheckpointError(f"{twice[0]} is in {found[twice[0]].file} and in {file}")
-        found.update(headers)
-    _same_names(index, weight_map, found)
-    return found
+        if twice := sorted(set(by_name) & set(headers)):
+            raise CheckpointError(f"{twice[0]} is in {by_name[twice[0]].file} and in {file}")
+        by_name.update(headers)
+    _same_names(index, weight_map, by_name)
+    return by_name
 
 
-def _same_names(index: Path, weight_map: dict[str, str], found: dict[str, Header]) -> None:
-    for name in sorted(set(weight_map) ^ set(found)):
-        place = f"{index.name} but not in {weight_map[name]}" if name in weight_map else f"{found[name].file} alone"
+def _same_names(index: Path, weight_map: dict[str, str], by_name: dict[str, Header]) -> None:
+    for name in sorted(set(weight_map) ^ set(by_name)):
+        place = f"{index.name} but not in {weight_map[name]}" if name in weight_map else f"{by_name[name].file} alone"
         raise CheckpointError(f"{name} is in {place}: index and files of {index.parent} contradict each other")
-    for name, header in found.items():
+    for name, header in by_name.items():
         if weight_map[name] != header.file:
             raise CheckpointError(f"{index} looks for {name} in {weight_map[name]}, but it is in {header.file}")

@@ -19,7 +19,8 @@ class Inspection(NamedTuple):
 
     folder: where it is. family, layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in
     words.
-    quantisation: "nf4", "mxfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in all.
+    quantisation: "nf4", "mxfp4", "nvfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in
+    all.
     layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
     conversions: for each target, what would be written.
     """

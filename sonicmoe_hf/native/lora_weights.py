@@ -61,7 +61,7 @@ class LoraWeights:
         self._check_plain()
         self.headers = headers_of(self.path)
         self.source = source
-        self.carried = {source.model_name(name): source.tensors[name].shape for name in source.carried}
+        self.carried = {source.model_name(name): source.shape_of(name) for name in source.carried}
         self.native = self._trained_on_native()
         hub_layout = "gpt_oss" if source.family.hub_layout == "gpt_oss" else "fused"
         self.layout = "native" if self.native else hub_layout
@@ -147,10 +147,10 @@ class LoraWeights:
         rank = self._setting("rank_pattern", "r", weight)
         alpha = self._setting("alpha_pattern", "lora_alpha", weight)
         due = (rank * num_experts, shape[1]), (shape[0], rank * num_experts)
-        found = tuple(self.headers[sides[side]].shape for side in "AB")
-        if found != due or (due[0] == due[1][::-1] and num_experts > 1 and self._may_be_swapped()):
+        shapes = tuple(self.headers[sides[side]].shape for side in "AB")
+        if shapes != due or (due[0] == due[1][::-1] and num_experts > 1 and self._may_be_swapped()):
             raise CheckpointError(
-                f"{self.path}: lora_A and lora_B of {weight} have shapes {found[0]} and {found[1]}, where {due[0]} and "
+                f"{self.path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, where {due[0]} and "
                 f"{due[1]} are due for r = {rank}; PEFT up to 0.19.0 took out for in, and peft_version is "
                 f"{self.config.get('peft_version')!r}: train the adapter with a newer PEFT"
             )

@@ -159,9 +159,11 @@ class NativeConfig(_ConfigBase):
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """The family's, after checking that this is the config of a native checkpoint we can read."""
-        found = config_dict.get("model_type", cls.model_type)
-        if found != cls.model_type:
-            raise CheckpointError(f"this is a checkpoint of model_type {found!r}, not {cls.model_type!r}; {CONVERT}")
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise CheckpointError(
+                f"this is a checkpoint of model_type {model_type!r}, not {cls.model_type!r}; {CONVERT}"
+            )
         version = config_dict.get(VERSION_KEY)
         if version != LAYOUT_VERSION:
             raise CheckpointError(

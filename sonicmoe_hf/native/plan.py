@@ -69,7 +69,7 @@ def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
     kept = source.dtype_of(name)
     cast = kept.is_floating_point and not source.expected.keep_fp32.intersection(name.split("."))
     wanted = dtype if cast and dtype is not None else kept
-    return Planned(source.model_name(name), source.tensors[name].shape, wanted, lambda: source.read(name).to(wanted))
+    return Planned(source.model_name(name), source.shape_of(name), wanted, lambda: source.read(name).to(wanted))
 
 
 def _experts_of(

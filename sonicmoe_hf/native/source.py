@@ -12,19 +12,16 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..kernels.quantized import FORMATS, Quantized
-from ..model_patches import NATIVE_FAMILIES, NativeFamily
+from ..model_patches import NativeFamily
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
-from ..quantization.quantizer import QUANT_METHOD
 from ..quantization.state import stored_as
+from . import nvfp4
 from .config_only import UNREADABLE, without_code
+from .configs import declared_quantisation, family_of, hub_config
 from .dequantize import dequantise_fp8, fp8_scale_shape
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 from .layouts import (
-    HUB_CONFIG_KEY,
-    LAYOUT_VERSION,
-    NATIVE_PREFIX,
-    VERSION_KEY,
     Named,
     Sizes,
     detect_layout,
@@ -34,9 +31,7 @@ from .layouts import (
 from .modeling import sizes_of
 from .packed import FIRST, Part, checked, dense_expert, parts_of, row_view
 
-QUANTISATIONS = ("mxfp4", "fp8", QUANT_METHOD)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
 
 class Expected(NamedTuple):
@@ -51,49 +46,6 @@ class Expected(NamedTuple):
     optional: set[str]
     ignored: list[str]
     keep_fp32: set[str]
-
-
-def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
-    """The family that config.json names, and whether it says the native layout."""
-    model_type = config.get("model_type")
-    name = str(model_type).removeprefix(NATIVE_PREFIX)
-    if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
-        raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}")
-    native = model_type.startswith(NATIVE_PREFIX)
-    if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
-        raise CheckpointError(
-            f"{path}: {VERSION_KEY} is {config.get(VERSION_KEY)!r}; this sonicmoe-hf reads version {LAYOUT_VERSION}"
-        )
-    return NATIVE_FAMILIES[name], native
-
-
-def hub_config(config: dict, family: NativeFamily) -> dict:
-    """config.json of the same model in the hub layout."""
-    kept = {key: value for key, value in config.items() if key not in (VERSION_KEY, HUB_CONFIG_KEY)}
-    if config.get("model_type") == family.name:
-        return kept
-    kept.pop("auto_map", None)
-    return {
-        **kept,
-        "architectures": [family.causal_lm],
-        **(config.get(HUB_CONFIG_KEY) or {}),
-        "model_type": family.name,
-    }
-
-
-def native_config(config: dict, family: NativeFamily) -> dict:
-    """config.json of the same model in the native layout; what it replaces is kept for the way back."""
-    if config["model_type"] != family.name:
-        return dict(config)
-    kept = {key: value for key, value in config.items() if key != "auto_map"}
-    replaced = {key: config[key] for key in HUB_ENTRIES if key in config}
-    return {
-        **kept,
-        "architectures": [f"SonicMoE{family.causal_lm}"],
-        "model_type": NATIVE_PREFIX + family.name,
-        VERSION_KEY: LAYOUT_VERSION,
-        HUB_CONFIG_KEY: replaced,
-    }
 
 
 def expected_tensors(config: dict, family: NativeFamily, path: Path, at_most: int) -> Expected:
@@ -143,7 +95,7 @@ class Source:
 
     Attributes:
         folder, config: where it is, and its config.json. family, native: what config.json says.
-        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantisation: "nf4", "mxfp4", "fp8" or None.
+        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantisation: as declared_quantisation.
         packed_here: whether quantize_experts or conversion packed the experts.
         expected: what the family's model has. carried: names of the tensors outside the experts' layout, scales left out.
     Raises:
@@ -161,9 +113,9 @@ class Source:
                 f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
             )
         self.hub_config = hub_config(self.config, self.family)
-        self.packed_here = False
-        self.quantisation = self._declared_quantisation()
+        self.quantisation, self.packed_here = declared_quantisation(self.hub_config, folder)
         self.tensors = read_headers(folder)
+        self.nvfp4 = nvfp4.packed_weights(self.tensors) if self.quantisation == "nvfp4" else set()
         self.expected = expected_tensors(self.hub_config, self.family, folder / CONFIG_FILE, len(self.tensors))
         self.layout = self._find_layout()
         self.carried: list[str] = []
@@ -172,43 +124,21 @@ class Source:
         self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
         self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
 
-    def _declared_quantisation(self) -> str | None:
-        declared = self.hub_config.get("quantization_config")
-        if declared is None:
-            return None
-        method = declared.get("quant_method") if isinstance(declared, dict) else declared
-        if method not in QUANTISATIONS:
-            raise CheckpointError(
-                f"{self.folder / CONFIG_FILE}: quantised by {method!r}; conversion reads {', '.join(QUANTISATIONS)}"
-            )
-        self.packed_here = method == QUANT_METHOD
-        if not self.packed_here:
-            return method
-        if declared.get("experts") not in FORMATS:
-            raise CheckpointError(
-                f"{self.folder / CONFIG_FILE}: experts are {declared.get('experts')!r}; conversion reads "
-                f"{', '.join(FORMATS)}"
-            )
-        if declared.get("linear") is not None:
-            raise CheckpointError(
-                f"{self.folder}: the linear layers are bitsandbytes', which conversion does not read: merge the adapter "
-                "into the model's bf16 checkpoint, or into one packed by sonicmoe-hf convert --quantize"
-            )
-        return declared["experts"]
-
     def _find_layout(self) -> str:
-        found: dict[str, str] = {}
+        layout_of: dict[str, str] = {}
         for block, sizes in self.expected.blocks.items():
             layout = detect_layout(self.tensors, block, self.family)
             if layout is None or (layout == "per_expert" and sizes.num_experts > len(self.tensors)):
                 raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
-            found[block] = layout
-        if not found:
+            layout_of[block] = layout
+        if not layout_of:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        if len(set(found.values())) > 1:
-            first, other = next((a, b) for a in found for b in found if found[a] != found[b])
-            raise CheckpointError(f"the experts of {first} are {found[first]!r}, those of {other} {found[other]!r}")
-        layout = next(iter(found.values()))
+        if len(set(layout_of.values())) > 1:
+            first, other = next((a, b) for a in layout_of for b in layout_of if layout_of[a] != layout_of[b])
+            raise CheckpointError(
+                f"the experts of {first} are {layout_of[first]!r}, those of {other} {layout_of[other]!r}"
+            )
+        layout = next(iter(layout_of.values()))
         if self.native != (layout == "native"):
             raise CheckpointError(
                 f"{self.folder / CONFIG_FILE} says model_type {self.config['model_type']!r}, but the experts are in the "
@@ -249,7 +179,7 @@ class Source:
         plain = {self.stored_name(name): shape for name, shape in self.expected.plain.items()}
         optional = {self.stored_name(name) for name in self.expected.optional}
         shapes = {**plain, **self._shapes_of_experts()}
-        scales = self._fp8_scales()
+        scales = self._scales()
         missing = sorted(set(shapes) - set(self.tensors) - optional)
         unknown = sorted(set(self.tensors) - set(shapes) - set(scales))
         carried = [name for name in unknown if any(re.search(pattern, name) for pattern in self.expected.ignored)]
@@ -259,9 +189,9 @@ class Source:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.folder}: {names[0]}{more} {what} in a {self.family.name} model")
         for name, shape in {**shapes, **scales}.items():
-            if name in self.tensors and self.tensors[name].shape != shape:
+            if name in self.tensors and self.shape_of(name) != shape:
                 raise CheckpointError(
-                    f"{self.folder}: {name} has shape {self.tensors[name].shape}; by config.json it must be {shape}"
+                    f"{self.folder}: {name} has shape {self.shape_of(name)}; by config.json it must be {shape}"
                 )
         self._check_dtypes()
         kept = set(plain) | set(carried)
@@ -283,7 +213,10 @@ class Source:
                 return f"{block}.{self.family.router_attribute}.{rest}"
         return name
 
-    def _fp8_scales(self) -> dict[str, tuple[int, ...]]:
+    def _scales(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what stands beside quantised weights."""
+        if self.quantisation == "nvfp4":
+            return nvfp4.scales(self.tensors, self.nvfp4)
         quantised = {n: h.shape for n, h in self.tensors.items() if h.dtype == torch.float8_e4m3fn}
         if quantised and self.quantisation != "fp8":
             raise CheckpointError(f"{next(iter(quantised))} is float8, but config.json declares no fp8 quantisation")
@@ -302,6 +235,9 @@ class Source:
         if self.quantisation == "fp8" and not is_fp8:
             raise CheckpointError(f"{self.folder}: config.json declares fp8 quantisation, but no tensor is float8")
         packed = {part.name: part.dtype for part in self._parts_of_experts()}
+        if (self.quantisation == "nvfp4") != bool(self.nvfp4):
+            raise CheckpointError(f"{self.folder} is declared to be in NVFP4, but no weight is")
+        packed |= dict.fromkeys(self.nvfp4, torch.uint8)
         for name, header in self.tensors.items():
             plain_float = header.dtype.is_floating_point and header.dtype.itemsize >= 2
             if name in packed and header.dtype != packed[name]:
@@ -322,7 +258,12 @@ class Source:
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor once it is read."""
         dtype = self.tensors[name].dtype
-        return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+        return torch.bfloat16 if dtype == torch.float8_e4m3fn or name in self.nvfp4 else dtype
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor once it is read."""
+        shape = self.tensors[name].shape
+        return (*shape[:-1], 2 * shape[-1]) if name in self.nvfp4 else shape
 
     def _handle(self, name: str):
         """The open file that has the tensor. One file is open at a time: its mapped pages count as memory."""
@@ -343,7 +284,9 @@ class Source:
             ) from error
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, dequantised to bf16 where it is fp8; it owns its memory."""
+        """A whole tensor, dequantised to bf16 where it is fp8 or NVFP4; it owns its memory."""
+        if name in self.nvfp4:
+            return nvfp4.dequantise_nvfp4(*(self._raw(name + end).clone() for end in ("", *nvfp4.SCALES)))
         if self.tensors[name].dtype == torch.float8_e4m3fn:
             raw = self._raw(name).clone()
             return dequantise_fp8(raw, self._raw(f"{name}_scale_inv"), self.hub_config)
@@ -354,7 +297,7 @@ class Source:
         stored = holder(self.layout, part)
         name = f"{block}.{stored.name.format(expert=expert)}"
         if stored.per_expert:
-            quantised = self.tensors[name].dtype == torch.float8_e4m3fn
+            quantised = name in self.nvfp4 or self.tensors[name].dtype == torch.float8_e4m3fn
             return stored.parts[part](self.read(name) if quantised else self._raw(name))
         return stored.parts[part](self._expert_slice(name, expert))
 

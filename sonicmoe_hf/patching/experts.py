@@ -187,14 +187,19 @@ def expert_parallelism(experts: nn.Module) -> SonicMoEExpertParallelism | None:
     return getattr(experts, "_sonicmoe_hf_expert_parallelism", None)
 
 
+def has_expert_parallelism() -> bool:
+    """Whether this version of Transformers takes our implementation of expert parallelism (see expert_parallel)."""
+    return f"{_PACKAGE}.expert_parallel.implementation" in sys.modules
+
+
 def expert_parallel_remedy() -> str:
     """How to get our implementation of expert parallelism."""
-    if f"{_PACKAGE}.expert_parallel.implementation" not in sys.modules:
-        return (
-            f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
-            "installed"
-        )
-    return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
+    if has_expert_parallelism():
+        return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
+    return (
+        f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
+        "installed"
+    )
 
 
 def is_tensor_parallel(experts: nn.Module) -> bool:

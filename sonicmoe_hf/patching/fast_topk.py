@@ -15,6 +15,7 @@ from ..private.torch import current_function_mode
 
 MOST_EXPERTS, MOST_TAKEN = 1024, 32
 FEWEST_ROWS = 8192  # with fewer the host sets the pace of a layer, and torch.topk costs it less
+TOP_K_FUNCTIONS = frozenset((torch.topk, torch.Tensor.topk))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,11 +42,11 @@ class FastTopK(TorchFunctionMode):
     """While it is on, torch.topk is `top_k` where that has an answer."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.topk or function is torch.Tensor.topk:
+        if function in TOP_K_FUNCTIONS:
             found = top_k(*args, **(kwargs or {}))
             if found is not None:
                 return found
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs) if kwargs else function(*args)  # every operation of a router passes here
 
 
 def _worthwhile(hidden_states: torch.Tensor) -> bool:

@@ -62,26 +62,26 @@ def _root(model: nn.Module) -> PreTrainedModel:
     """The Transformers model inside wrappers (PEFT, DDP, torch.compile); a model that contains others is one."""
     if isinstance(model, PreTrainedModel):
         return model
-    found: dict[str, PreTrainedModel] = {}
+    models: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in found):
-            found[name] = module
-    if not found:
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in models):
+            models[name] = module
+    if not models:
         raise TypeError(f"{type(model).__name__} holds no Transformers model; pass the PreTrainedModel or its wrapper")
-    if len(found) == 1:
-        return next(iter(found.values()))
-    with_layers = {name: module for name, module in found.items() if any(find_layers(module))}
+    if len(models) == 1:
+        return next(iter(models.values()))
+    with_layers = {name: module for name, module in models.items() if any(find_layers(module))}
     if len(with_layers) > 1:
         names = " and ".join(f"{name} ({type(module).__name__})" for name, module in with_layers.items())
         raise ValueError(
             f"{type(model).__name__} holds {len(with_layers)} models with experts: {names}; pass one of them"
         )
-    return next(iter((with_layers or found).values()))
+    return next(iter((with_layers or models).values()))
 
 
 def _state(root: nn.Module) -> PatchState | None:
-    found = (find_hook(forward_pre_hooks(module), ModelEntryHook) for module in root.modules())
-    return next((entry.state for entry in found if entry is not None), None)
+    entries = (find_hook(forward_pre_hooks(module), ModelEntryHook) for module in root.modules())
+    return next((entry.state for entry in entries if entry is not None), None)
 
 
 def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:

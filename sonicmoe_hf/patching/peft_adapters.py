@@ -17,7 +17,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import other as peft_other
 from torch import nn
 
-from ..expert_parallel.collectives import sum_gradients
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank
 from .adapters import Given
@@ -65,10 +64,10 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRa
     linear_b: Any = wrapper.lora_B[adapter]
     slow, fast = linear_a.weight, linear_b.weight
     parallelism = expert_parallelism(wrapper.get_base_layer())
-    if parallelism is not None and parallelism.batch_group is not None:
+    if parallelism is not None:
         # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
         # averages the other adapters
-        slow, fast = (sum_gradients(weight, parallelism.batch_group) for weight in (slow, fast))
+        slow, fast = parallelism.with_summed_gradient(slow), parallelism.with_summed_gradient(fast)
     a = slow.reshape(num_experts, rank, slow.shape[1])
     b = fast.reshape(fast.shape[0], rank, num_experts).permute(2, 0, 1)
     # PEFT 0.19.0 takes a weight's dimensions the other way round

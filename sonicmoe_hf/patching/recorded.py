@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..kernels.rounding import chosen_weights
 from ..model_patches import Family
 
 
@@ -71,11 +72,7 @@ def replayed(family: Family, router: nn.Module, output: tuple, given_TK: torch.T
         )
     given_TK = given_TK.to(index_TK)
     given_TK = torch.where((given_TK >= 0).all(-1, keepdim=True), given_TK, index_TK)
-    normalised, epsilon, scale = family.weighting(router)
-    chosen_TK = family.scores(router, logits_TE)[0].gather(1, given_TK.long())
-    if normalised:
-        total_T1 = chosen_TK.sum(-1, keepdim=True)
-        chosen_TK = chosen_TK / (torch.where(total_T1 > 0, total_T1, 1.0) + epsilon)
-    chosen_TK = (chosen_TK * scale).to(weights_TK.dtype)
+    scores_TK = family.scores(router, logits_TE)[0].gather(1, given_TK.long())
+    chosen_TK = chosen_weights(scores_TK, *family.weighting(router)).to(weights_TK.dtype)
     same_T1 = (given_TK == index_TK).all(-1, keepdim=True)
     return logits_TE, torch.where(same_T1, weights_TK, chosen_TK), given_TK

@@ -156,13 +156,13 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
 
 def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
     """By name, what looks like mixture-of-experts layers, in a model none of whose experts go through the interface."""
-    found: dict[str, nn.Module] = {}
+    outside: dict[str, nn.Module] = {}
     if not every_experts(model):
         for name, module in model.named_modules():
-            inside = any(name.startswith(f"{other}.") for other in found)
+            inside = any(name.startswith(f"{other}.") for other in outside)
             if EXPERTS_NAME.search(type(module).__name__) and not inside:
-                found[name] = module
-    return found
+                outside[name] = module
+    return outside
 
 
 def _hidden_size(block: Any) -> int:
@@ -243,25 +243,25 @@ def _why_no_rounding(layer: Layer) -> str | None:
 
 def supports(model: nn.Module) -> list[LayerSupport]:
     """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
-    found = []
+    layers = []
     bound_by_liger = {_bare(way): why_not_reached(way) for way in ways_to_experts(model) if is_bound_by_liger(way)}
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
         reason = _why_not_accelerated(model, layer, bound_by_liger)
         if reason is not None:
-            found.append(LayerSupport(layer.name, family, False, False, reason))
+            layers.append(LayerSupport(layer.name, family, False, False, reason))
             continue
         reason = _why_no_rounding(layer)
-        found.append(LayerSupport(layer.name, family, True, reason is None, reason or "everything works"))
-    return found or [
+        layers.append(LayerSupport(layer.name, family, True, reason is None, reason or "everything works"))
+    return layers or [
         LayerSupport(name, None, False, False, f"{type(module).__name__} {OUTSIDE}")
         for name, module in outside_interface(model).items()
     ]
 
 
-def supported_layers(model: nn.Module, found: list[LayerSupport], what: str) -> list[Layer]:
-    """The layers where `what`, "accelerated" or "token_rounding", works according to `found`, what `supports` says."""
-    names = {layer.name for layer in found if getattr(layer, what)}
+def supported_layers(model: nn.Module, support: list[LayerSupport], what: str) -> list[Layer]:
+    """The layers where `what`, "accelerated" or "token_rounding", works according to `support`, what `supports` says."""
+    names = {layer.name for layer in support if getattr(layer, what)}
     return [layer for layer in find_layers(model) if layer.name in names]
 
 

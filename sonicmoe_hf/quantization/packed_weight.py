@@ -145,6 +145,15 @@ class PackedWeight(torch.Tensor):
             raise RuntimeError(FROZEN.format(format=self.format))
         return self
 
+    def share_memory_(self) -> PackedWeight:
+        """Itself, what is stored in memory that processes share."""
+        self._hold(_each(self.packed, torch.Tensor.share_memory_))
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether `share_memory_` was called, or what is stored is on a GPU."""
+        return self.codes.is_shared()
+
     def __deepcopy__(self, memo):
         if id(self) not in memo:
             memo[id(self)] = _rebuilt(*self.clone().__reduce_ex__(2)[1][:-1], isinstance(self, nn.Parameter))

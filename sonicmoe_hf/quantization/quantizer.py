@@ -25,6 +25,7 @@ from .packed_weight import PackedWeight, as_parameter
 from .state import from_stored, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
+OF_PACKED = ("_weight_conversions", "_ddp_params_and_buffers_to_ignore")  # attributes of a model with packed experts
 WEIGHTS = ("gate_up_proj", "down_proj", "c_fc", "c_proj")
 
 
@@ -138,7 +139,14 @@ class ExpertsQuantizer(HfQuantizer):
         module, name = get_module_from_name(model, param_name)
         return name in packable(module)
 
-    def validate_environment(self, *args, **kwargs):
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        places = set(device_map.values()) if isinstance(device_map, dict) else set()
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            raise ValueError(
+                "device_map puts modules on the CPU or the disk beside other devices, from where packed experts cannot "
+                'be brought back for each call; use one device (device_map={"": 0}) or GPUs alone'
+            )
+        kwargs["device_map"] = device_map
         if self.linear is not None:
             self.linear.validate_environment(*args, **kwargs)
 
@@ -186,6 +194,16 @@ class ExpertsQuantizer(HfQuantizer):
         finish(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
 
+    def _dequantize(self, model, dtype=None):
+        """What model.dequantize() calls: dense experts, trainable, and linear layers as their quantiser makes them."""
+        for module in model.modules():
+            for name, weight in list(module._parameters.items()):
+                if isinstance(weight, PackedWeight):
+                    setattr(module, name, nn.Parameter(weight.dequantize(dtype).contiguous()))
+        for name in OF_PACKED:
+            vars(model).pop(name, None)  # saved under the hub's names again
+        return model if self.linear is None else self.linear._dequantize(model, dtype=dtype)
+
     def is_serializable(self) -> bool:
         return True
 
@@ -197,14 +215,13 @@ class ExpertsQuantizer(HfQuantizer):
 def finish(model: PreTrainedModel) -> None:
     """What a model with packed experts needs beside them."""
     state = vars(model)
-    state[
-        "_weight_conversions"
-    ] = []  # saved under the names it has: nothing splits packed weights into one per expert
+    # saved under the names it has: nothing splits packed weights into one per expert
+    state["_weight_conversions"] = []
     # DDP broadcasts parameters as dense tensors when it starts; PEFT puts prefixes before their names
     names = [name for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)]
     state["_ddp_params_and_buffers_to_ignore"] = [
         f"{prefix}{module}.{nested}{name}"
         for module, _, name in (name.rpartition(".") for name in names)
         for prefix in ("", "base_model.model.")
-        for nested in ("", "base_layer.", "base_layer.base_layer.")
+        for nested in (depth * "base_layer." for depth in range(5))  # weights and biases may have an adapter each
     ]

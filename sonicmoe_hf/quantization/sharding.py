@@ -101,5 +101,6 @@ OPERATIONS.update(
         wait_tensor: same,
     }
 )
-if hasattr(collectives, "_wrap_tensor_autograd"):  # torch 2.13: for collectives under autograd
-    OPERATIONS[collectives._wrap_tensor_autograd.default] = same
+WRAP = "_c10d_functional::_wrap_tensor_autograd"  # from torch 2.13 on, for collectives under autograd
+if (wrap := getattr(collectives, WRAP.rpartition(":")[2], None)) is not None:
+    OPERATIONS[wrap.default] = same

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..kernels.quantized import Quantized, check_quantized
+from ..kernels.quantized import NF4_VALUES, VALUE_MAP, Quantized, check_quantized
 from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 from .packed_weight import PackedWeight, as_parameter
 
@@ -37,7 +37,8 @@ def from_stored(
 
 
 def check_stored(name: str, packed: Quantized, format: str) -> None:
-    """Raise ValueError where tensors of a checkpoint do not fit together, or their scales are not finite."""
+    """Raise ValueError where tensors of a checkpoint do not fit together, their scales are not finite, or the code book
+    is not NF4's, which the kernels know."""
     try:
         check_quantized(packed, format)
     except ValueError as error:
@@ -45,6 +46,8 @@ def check_stored(name: str, packed: Quantized, format: str) -> None:
     state = packed.state
     if state is not None and not state.is_meta and not bool(torch.isfinite(state).all()):
         raise ValueError(f"{stored_as(name, format)[2]} has NaN or infinite values: the checkpoint is damaged")
+    if state is not None and not state.is_meta and state[VALUE_MAP].tolist() != list(NF4_VALUES):
+        raise ValueError(f"{stored_as(name, format)[2]} has other values than NF4's 16: damaged, or another format")
 
 
 def stored_names(module: nn.Module) -> set[str]:

@@ -303,7 +303,7 @@ def refusals(rank, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])
-def test_token_rounding_under_parallelism_of_the_experts_is_refused_in_words(ranks, kind, tmp_path):
+def test_token_rounding_under_parallelism_of_the_experts_raises_and_names_the_remedy(ranks, kind, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     for messages in ranks.run(refusals, str(tmp_path), kind):
         assert len(messages) == 3

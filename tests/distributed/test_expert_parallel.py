@@ -1,6 +1,8 @@
 """Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients
+from helpers.native import in_native_names, save_both
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch
 from test_distributed import OWN_BATCH, gathered, gradients, mean_of_ranks
@@ -16,11 +19,18 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRounding
-from sonicmoe_hf.expert_parallel.implementation import SonicMoEExpertParallelism
-from sonicmoe_hf.patching.experts import expert_parallelism
+from sonicmoe_hf.demo.corpus import standard_library
+from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.patching import calls
+from sonicmoe_hf.patching.experts import expert_parallelism, has_expert_parallelism
+from sonicmoe_hf.patching.patch import patch_state
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing
 
+pytestmark = pytest.mark.skipif(
+    not has_expert_parallelism(), reason="Transformers has EPImplementationInterface since 5.23"
+)
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHARED = {"tp_size": WORLD, "ep_size": WORLD}
 APART = {"fsdp_size": WORLD, "ep_size": WORLD}
 STOCHASTIC = TokenRounding(rounding="stochastic", tile=TILE)
@@ -37,9 +47,7 @@ def ranks(tmp_path_factory):
 
 def load(folder, sizes, routing=None, implementation="sonicmoe_hf"):
     config = DistributedConfig(**sizes, ep_implementation=implementation)
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).train()
-    sonicmoe_hf.patch_model(model, routing)
-    return model
+    return sonicmoe_hf.from_pretrained(folder, routing=routing, distributed_config=config).train()
 
 
 @contextlib.contextmanager
@@ -52,6 +60,7 @@ def all_to_all():
 
 
 def step(model, inputs):
+    """The loss of one step, and the gradients of whole parameters."""
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
     loss.backward()
@@ -132,6 +141,40 @@ def test_ranks_with_batches_of_their_own_get_the_mean_gradients(ranks, family, b
     model = build(family)
     model.save_pretrained(tmp_path)
     assert_mean_of_ranks(ranks.run(own_steps, str(tmp_path), batches, checkpointing), model, batches)
+
+
+def test_native_experts_take_part(ranks, tmp_path):
+    model = build("qwen3_moe")
+    _, folder = save_both(model, tmp_path)
+    sonicmoe_hf.patch_model(model)
+    results = ranks.run(own_steps, str(folder), OWN_BATCH)
+    for number, routing in enumerate((None, POLICY, None, POLICY)):
+        sonicmoe_hf.set_routing(model, routing)
+        losses, expected = mean_of_ranks(model)
+        for own_loss, found in zip(losses, results):
+            wanted = {"loss": own_loss, **in_native_names(expected, "qwen3_moe")}
+            assert_all_close(found[number], wanted, 1e-5, PARTIAL_SUMS)
+
+
+def autocast_steps(rank, folder, sizes):
+    model = load(folder, sizes, POLICY)
+    watch = mock.patch.object(collectives, "_gather", wraps=collectives._gather)
+    with torch.autocast("cpu", torch.bfloat16), watch as sent:
+        loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
+    loss.backward()
+    dtypes = {call.args[0].dtype for call in sent.call_args_list if call.args[0].shape[-1:] == (32,)}
+    return {"loss": loss.detach(), **gradients(model)}, dtypes
+
+
+def test_under_autocast_tokens_travel_in_its_dtype(ranks, tmp_path):
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model, POLICY)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, expected = mean_of_ranks(model)
+    for own_loss, (found, dtypes) in zip(losses, ranks.run(autocast_steps, str(tmp_path), APART)):
+        assert dtypes == {torch.bfloat16}
+        assert_all_close(found, {"loss": own_loss, **expected}, 2e-2, "bf16: partial sums of experts are rounded")
 
 
 # ranks without tokens
@@ -280,6 +323,25 @@ def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
         assert history == callback.history
 
 
+# the example
+
+
+def trained(rank, output):
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "expert_parallel.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    texts = standard_library()[0][:4]
+    example.standard_library = lambda: (texts, [])
+    return example.main(["--steps", "4", "--batch-size", "4", "--tile", "16", "--output", output])
+
+
+def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
+    losses, same_losses = ranks.run(trained, str(tmp_path))
+    assert losses == same_losses and losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (32, 128, 64)
+
+
 # refusals
 
 
@@ -287,9 +349,10 @@ def refusals(rank, folder):
     messages = []
 
     def note(ask, *arguments):
-        with pytest.raises((ValueError, AttributeError, TypeError)) as error:
+        try:
             ask(*arguments)
-        messages.append(str(error.value))
+        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+            messages.append(str(error))
 
     for sizes, implementation in ((APART, "all_to_all"), (SHARED, "all_to_all"), (SHARED, "all_reduce")):
         model = load(folder, sizes, implementation=implementation)
@@ -299,16 +362,25 @@ def refusals(rank, folder):
         assert expert_parallelism(experts) is None
         x, expert, weights, token = pairs(8, is_list=True)
         note(experts, x, Routing(expert, weights, token), weights)
-    model = load(folder, SHARED)
-    assert isinstance(expert_parallelism(next(find_layers(model)).experts), SonicMoEExpertParallelism)
-    sonicmoe_hf.unpatch_model(model)
+    config = DistributedConfig(**SHARED, ep_implementation="sonicmoe_hf")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    assert expert_parallelism(next(find_layers(model)).experts) is not None
     note(model, batch()["input_ids"])
+
+    model = load(folder, APART)
+    experts, state = next(find_layers(model)).experts, patch_state(model)
+    calls.begin(state, "", None)
+    for num_tokens in (8, 9):
+        note(experts, *pairs(num_tokens, is_list=False)[:3])
+    calls.end(state, "")
     return messages
 
 
 def test_what_does_not_work_raises_an_error_with_the_remedy(ranks, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     for messages in ranks.run(refusals, str(tmp_path)):
+        *messages, other_tokens = messages
         assert len(messages) == 10
         assert all('ep_implementation="sonicmoe_hf"' in message for message in messages), messages
         assert 'experts_implementation="sonicmoe_hf"' in messages[-1]
+        assert "9 tokens and 18 pairs" in other_tokens and 'ep_implementation="all_to_all"' in other_tokens

@@ -8,6 +8,7 @@ from helpers.ranks import Ranks
 from helpers.training import POLICY
 from test_distributed import OWN_BATCH, mean_of_ranks
 from test_expert_parallel import PARTIAL_SUMS, averaged, batch, gradients, load, step
+from test_expert_parallel import pytestmark as pytestmark
 
 import sonicmoe_hf
 

@@ -8,11 +8,7 @@ import sys
 
 import torch
 
-
-def relative_error(result, expected) -> float:
-    """|result - expected| / |expected|; a NaN counts as infinite."""
-    difference = (result.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
-    return float("inf") if difference.isnan() else difference.item()
+from sonicmoe_hf.comparing import relative_error
 
 
 def errors(results, expected) -> dict[str, float]:

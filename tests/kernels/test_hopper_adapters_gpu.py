@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_helpers import errors, relative_error, same_bits
+from kernel_helpers import errors, same_bits
 from moe_problems import layer, poisoned, routing_ids, stored
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
+from sonicmoe_hf.comparing import relative_error
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import LowRank, moe_experts
 from sonicmoe_hf.kernels import eager

@@ -191,7 +191,7 @@ def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
     assert "notes.txt" in carried and not carried & {"adapter_model.bin", "optimizer.pt"}
 
 
-def test_what_cannot_be_converted_is_refused_in_words(adapter, tmp_path):
+def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
     weights = load_file(adapter / "adapter_model.safetensors")
     assert_refused(adapter, "trained on cannot be read; say trained_on=", trained_on="nobody/nothing")
     edit(adapter, base_model_name_or_path=None)

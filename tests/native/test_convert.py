@@ -274,7 +274,7 @@ def test_doctor_knows_native_checkpoints(tmp_path, capsys):
     assert report["layers"][0]["token_rounding"]
 
 
-def test_a_hub_id_is_downloaded_or_refused_in_words(tmp_path, monkeypatch):
+def test_a_hub_id_is_downloaded_or_named_in_the_error(tmp_path, monkeypatch):
     make(tmp_path / "hub", "qwen3_moe")
     asked = {}
 

@@ -117,7 +117,7 @@ def test_models_save_natively_whatever_save_original_format_says(family, origina
     assert_all_close(in_native_names(hub.state_dict(), family), fresh.state_dict(), 0.0, "moved, not changed")
 
 
-def test_a_hub_checkpoint_is_refused_by_native_classes_in_words(tmp_path):
+def test_native_classes_refuse_a_hub_checkpoint_and_name_the_command(tmp_path):
     hub, native = save_both(build("qwen3_moe"), tmp_path)
     classes = NATIVE["qwen3_moe"]
     for load in (classes.causal_lm.from_pretrained, classes.model.from_pretrained, classes.config.from_pretrained):
@@ -150,7 +150,7 @@ def test_another_layout_version_is_refused(tmp_path):
         NATIVE["olmoe"].config.from_dict({"model_type": "sonicmoe_olmoe", "sonicmoe_layout_version": 2})
 
 
-def test_other_experts_implementations_are_refused_in_words(tmp_path):
+def test_other_experts_implementations_raise_and_are_named(tmp_path):
     _, folder = save_both(build("qwen3_moe"), tmp_path)
     with pytest.raises(ValueError, match=r'experts_implementation is "eager".*--layout hub'):
         AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")

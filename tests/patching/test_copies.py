@@ -177,7 +177,7 @@ def a_new_router(model):
     assert family.router_attribute == "gate"
 
 
-def test_a_router_put_in_after_patching_is_an_error_in_words(tmp_path):
+def test_a_router_put_in_after_patching_raises_and_is_named(tmp_path):
     model = build("qwen3_moe")
     sonicmoe_hf.patch_model(model)
     a_new_router(model)

@@ -163,7 +163,7 @@ def test_a_layer_called_alone_uses_top_k():
     assert received == [torch.Tensor]
 
 
-def test_another_implementation_under_token_rounding_is_an_error_in_words():
+def test_another_implementation_under_token_rounding_raises_and_is_named():
     model = build("qwen3_moe")
     sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
     model.set_experts_implementation("eager")
@@ -173,7 +173,7 @@ def test_another_implementation_under_token_rounding_is_an_error_in_words():
     assert model(**batch()).loss.isfinite(), "top-k works with any implementation"
 
 
-def test_data_parallel_replicas_are_refused_in_words():
+def test_data_parallel_replicas_raise_and_name_the_remedy():
     model = build("qwen3_moe")
     sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
     replica = model._replicate_for_data_parallel()
@@ -214,7 +214,7 @@ def test_supports_works_on_the_meta_device():
     assert [layer.reason for layer in supports(model)] == ["everything works"]
 
 
-def test_models_that_cannot_be_patched_are_refused_in_words():
+def test_models_that_cannot_be_patched_raise_with_the_reason():
     with pytest.raises(TypeError, match=r"Linear holds no Transformers model"):
         sonicmoe_hf.patch_model(nn.Linear(2, 2))
     dense = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"](mlp_only_layers=[0, 1]))

@@ -121,6 +121,27 @@ def test_gpt_oss_is_taken_as_it_comes(tmp_path):
         assert torch.equal(weight.dequantize(), dense.get_parameter(key))
 
 
+def test_a_model_is_dense_again_and_saved_under_the_hubs_names(tmp_path):
+    model = small("qwen3_moe").bfloat16()
+    model.save_pretrained(tmp_path / "hub")
+    packed = from_pretrained(tmp_path / "hub", experts_quantization="nf4")
+    expected = {key: weight.dequantize() for key, weight in packed_in(packed).items()}
+    dense = packed.dequantize()
+    assert packed_in(dense) == {} and all(torch.equal(dense.get_parameter(key), w) for key, w in expected.items())
+    dense.requires_grad_(True)
+    dense.save_pretrained(tmp_path / "again")
+    assert tensors_in(tmp_path / "again").keys() == tensors_in(tmp_path / "hub").keys()
+
+
+def test_offloading_is_refused(tmp_path):
+    small("qwen3_moe").save_pretrained(tmp_path)
+    parts = ("embed_tokens", "rotary_emb", "norm", "layers.0", "layers.1")
+    device_map = {"lm_head": "cpu", **{f"model.{part}": "cpu" for part in parts}, "model.layers.1": "disk"}
+    with pytest.raises(ValueError, match="device_map puts modules on the CPU or the disk"):
+        from_pretrained(tmp_path, experts_quantization="nf4", device_map=device_map)
+    assert packed_in(from_pretrained(tmp_path, experts_quantization="nf4", device_map={"": "cpu"}))
+
+
 def test_bitsandbytes_quantises_the_linear_layers_beside_packed_experts(tmp_path):
     from bitsandbytes.nn import Params4bit
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -85,6 +86,12 @@ def test_a_module_is_moved_and_cast_around_it(weight):
     assert isinstance(copy.deepcopy(module).weight, nn.Parameter)
 
 
+def test_it_is_shared_between_processes(weight):
+    module = Experts(weight.clone()).share_memory()
+    assert same(module.weight, weight) and module.weight.is_shared() and module.weight.scales.is_shared()
+    assert same(pickle.loads(ForkingPickler.dumps(module.weight)), weight)
+
+
 def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
     module, other = Experts(weight), Experts(PackedWeight.quantize(
         torch.zeros(weight.shape).bfloat16(), weight.format, weight.is_transposed
@@ -142,7 +149,7 @@ def test_data_is_assigned_from_packed_weights_alone(weight):
         lambda weight: weight.copy_(torch.zeros(weight.shape)),
         lambda weight: torch.zeros(weight.shape).copy_(weight),
         lambda weight: torch.zeros_like(weight),
-        lambda weight: weight.split(2),
+        lambda weight: weight.split(2, dim=1),
     ],
 )
 def test_dense_operations_say_what_to_do(weight, use):

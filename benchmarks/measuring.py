@@ -1,0 +1,88 @@
+"""What several benchmarks of a layer measure by: CUDA graphs, and errors against fp32."""
+
+from __future__ import annotations
+
+import torch
+
+from sonicmoe_hf.comparing import relative_error
+
+ADAPTERS = ("A1", "B1", "A2", "B2")
+
+
+def graph_of(call):
+    """What replays a CUDA graph of `call`, so that the device's time is seen without the host's; warmed up on a side
+    stream, as capturing wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def captured(step):
+    """`graph_of` the step, or None where it cannot be captured (it synchronises)."""
+    try:
+        return graph_of(step)
+    except (RuntimeError, torch.AcceleratorError) as error:
+        print(f"    no CUDA graph: {str(error).splitlines()[0][:100]}", flush=True)
+        torch.cuda.synchronize()
+        return None
+
+
+def largest_error(results, expected) -> float:
+    """The largest relative error of tensors in the same order."""
+    return max(relative_error(result, exact) for result, exact in zip(results, expected, strict=True))
+
+
+def factors_of_expert(adapters, e, num_experts):
+    """The adapters of expert e in fp32, by name: A as [r, in], B as [out, r]. `adapters` are as PEFT stores them."""
+    factors = {}
+    for name in ADAPTERS:
+        if name in adapters:
+            factor = adapters[name].detach().float()
+            factors[name] = factor.unflatten(0, (num_experts, -1))[e] if name[0] == "A" else factor[:, e::num_experts]
+    return factors
+
+
+def relative_errors(step, inputs):
+    """The error of every result of a layer against fp32, relative to its norm; an expert at a time, because all weights
+    and their gradients in fp32 would not fit.
+
+    step.results() gives out, dx, dweight and the gradients of what was trained, by name: dgate_up, ddown, or of adapters
+    dA1, dB1, dA2, dB2; step.adapters are these, by name, and step.scale what multiplies their product.
+    """
+    x, gate_up, down, expert, weight, dout = (tensor.detach() for tensor in inputs)
+    num_experts, results = len(gate_up), step.results()
+    expected = {name: torch.zeros_like(results[name], dtype=torch.float32) for name in ("out", "dx", "dweight")}
+    squares = {name: [0.0, 0.0] for name in results if name not in expected}
+    for e in range(num_experts):
+        own = factors_of_expert(step.adapters, e, num_experts)
+        w1, w2 = gate_up[e].float(), down[e].float()
+        if own:
+            w1, w2 = w1 + step.scale * own["B1"] @ own["A1"], w2 + step.scale * own["B2"] @ own["A2"]
+        token, place = (expert == e).nonzero(as_tuple=True)
+        x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, place].float()[:, None]
+        gate, up = (x_e @ w1.T).chunk(2, dim=1)
+        sigmoid = gate.sigmoid()
+        a, da = gate * sigmoid * up, dout_e @ w2
+        expected["out"].index_add_(0, token, w * (a @ w2.T))
+        expected["dweight"][token, place] = (da * a).sum(1)
+        dgate, dup = w * da * up * sigmoid * (1 + gate * (1 - sigmoid)), w * da * gate * sigmoid
+        dh = torch.cat((dgate, dup), dim=1)
+        expected["dx"].index_add_(0, token, dh @ w1)
+        dw1, dw2 = dh.T @ x_e, (w * dout_e).T @ a
+        exact = {"dgate_up": dw1, "ddown": dw2}
+        for number, dw in (("1", dw1), ("2", dw2)) if own else ():
+            exact[f"dA{number}"] = step.scale * own[f"B{number}"].T @ dw
+            exact[f"dB{number}"] = step.scale * dw @ own[f"A{number}"].T
+        gradients = factors_of_expert({name[1:]: results[name] for name in squares}, e, num_experts)
+        for name, sums in squares.items():
+            gradient = gradients[name[1:]] if name[1:] in gradients else results[name][e].float()
+            sums[0] += (gradient - exact[name]).square().sum()
+            sums[1] += exact[name].square().sum()
+    errors = {name: relative_error(results[name], exact) for name, exact in expected.items()}
+    return errors | {name: (wrong / whole).sqrt().item() for name, (wrong, whole) in squares.items()}

@@ -1,0 +1,87 @@
+"""config.json of checkpoints: the family and layout that it names, its quantisation, and its form in the other layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..kernels.quantized import FORMATS
+from ..model_patches import NATIVE_FAMILIES, NativeFamily
+from ..quantization.quantizer import QUANT_METHOD
+from . import nvfp4
+from .files import CONFIG_FILE
+from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
+
+QUANTISATIONS = ("mxfp4", "fp8", nvfp4.METHOD, QUANT_METHOD)
+HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
+
+
+def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
+    """The family that config.json names, and whether it says the native layout."""
+    model_type = config.get("model_type")
+    name = str(model_type).removeprefix(NATIVE_PREFIX)
+    if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
+        raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}")
+    native = model_type.startswith(NATIVE_PREFIX)
+    if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
+        raise CheckpointError(
+            f"{path}: {VERSION_KEY} is {config.get(VERSION_KEY)!r}; this sonicmoe-hf reads version {LAYOUT_VERSION}"
+        )
+    return NATIVE_FAMILIES[name], native
+
+
+def hub_config(config: dict, family: NativeFamily) -> dict:
+    """config.json of the same model in the hub layout."""
+    kept = {key: value for key, value in config.items() if key not in (VERSION_KEY, HUB_CONFIG_KEY)}
+    if config.get("model_type") == family.name:
+        return kept
+    kept.pop("auto_map", None)
+    return {
+        **kept,
+        "architectures": [family.causal_lm],
+        **(config.get(HUB_CONFIG_KEY) or {}),
+        "model_type": family.name,
+    }
+
+
+def native_config(config: dict, family: NativeFamily) -> dict:
+    """config.json of the same model in the native layout; what it replaces is kept for the way back."""
+    if config["model_type"] != family.name:
+        return dict(config)
+    kept = {key: value for key, value in config.items() if key != "auto_map"}
+    replaced = {key: config[key] for key in HUB_ENTRIES if key in config}
+    return {
+        **kept,
+        "architectures": [f"SonicMoE{family.causal_lm}"],
+        "model_type": NATIVE_PREFIX + family.name,
+        VERSION_KEY: LAYOUT_VERSION,
+        HUB_CONFIG_KEY: replaced,
+    }
+
+
+def declared_quantisation(config: dict, folder: Path) -> tuple[str | None, bool]:
+    """("nf4", "mxfp4", "nvfp4", "fp8" or None, whether quantize_experts or conversion packed the experts).
+
+    Raises:
+        CheckpointError: it is another quantisation.
+    """
+    if nvfp4.is_declared(config, folder):
+        return "nvfp4", False
+    declared = config.get("quantization_config")
+    if declared is None:
+        return None, False
+    path, method = folder / CONFIG_FILE, declared.get("quant_method") if isinstance(declared, dict) else declared
+    if method not in QUANTISATIONS:
+        raise CheckpointError(f"{path}: quantised by {method!r}; conversion reads {', '.join(QUANTISATIONS)}")
+    if method != QUANT_METHOD:
+        return method, False
+    if declared.get("experts") not in FORMATS:
+        raise CheckpointError(
+            f"{path}: experts are {declared.get('experts')!r}; conversion reads {', '.join(FORMATS)}"
+        )
+    if declared.get("linear") is not None:
+        raise CheckpointError(
+            f"{folder}: the linear layers are bitsandbytes', which conversion does not read: merge the adapter "
+            "into the model's bf16 checkpoint, or into one packed by sonicmoe-hf convert --quantize"
+        )
+    return declared["experts"], True

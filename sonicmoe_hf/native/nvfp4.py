@@ -1,0 +1,78 @@
+"""NVFP4 checkpoints as NVIDIA's ModelOpt exports them (nvidia/Qwen3-30B-A3B-NVFP4): what they hold, and its values.
+
+The format is that of modelopt/torch/quantization/qtensor/nvfp4_tensor.py and docs/source/deployment/3_unified_hf.rst in
+NVIDIA/TensorRT-Model-Optimizer at 0ad6e5f0. In the place of a linear layer's X.weight [N, K] stand X.weight uint8
+[N, K/2], two E2M1 values a byte, the first in the LOW half; X.weight_scale, float8_e4m3 [N, K/16]; X.weight_scale_2, one
+fp32 number. A value is e2m1 * (weight_scale * weight_scale_2), in fp32. X.input_scale, and the k_scale and v_scale of
+attention, are scales of activations, for inference alone; they are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels.quantized import E2M1_VALUES
+from .files import Header, read_json
+
+METHOD, ALGORITHM = "modelopt", "NVFP4"
+FILE = "hf_quant_config.json"  # beside config.json, which in older exports says nothing
+BLOCK = 16
+SCALES = ("_scale", "_scale_2")
+OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
+
+
+def is_declared(config: dict, folder: Path) -> bool:
+    """Whether a checkpoint with this config.json is ModelOpt's, in NVFP4.
+
+    Raises:
+        CheckpointError: it is ModelOpt's in another format.
+    """
+    declared = config.get("quantization_config")
+    if declared is None and (folder / FILE).is_file():
+        declared = {"quant_method": METHOD, **(read_json(folder / FILE).get("quantization") or {})}
+    if not isinstance(declared, dict) or declared.get("quant_method") != METHOD:
+        return False
+    found, block = declared.get("quant_algo"), declared.get("group_size", BLOCK)
+    if found != ALGORITHM or block != BLOCK:
+        raise CheckpointError(
+            f"{folder} is quantised by ModelOpt as {found!r} in groups of {block}; conversion reads {ALGORITHM} in "
+            f"groups of {BLOCK}: convert the bf16 checkpoint that it was made from"
+        )
+    return True
+
+
+def packed_weights(tensors: dict[str, Header]) -> set[str]:
+    """The names of the weights that are in NVFP4.
+
+    Raises:
+        CheckpointError: a scale is missing.
+    """
+    names = {name for name, header in tensors.items() if header.dtype == torch.uint8 and name.endswith(".weight")}
+    for name in sorted(names):
+        for end in SCALES:
+            if name + end not in tensors:
+                raise CheckpointError(f"{name}{end} is missing, a scale of an NVFP4 weight")
+    return names
+
+
+def scales(tensors: dict[str, Header], weights: set[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes that what stands beside `weights` must have; of activations' scales, any shape is right."""
+    found = {name: tensors[name].shape for name in tensors if name.endswith(OF_ACTIVATIONS)}
+    for name in weights:
+        rows, columns = tensors[name].shape
+        found[f"{name}_scale"] = (rows, columns * 2 // BLOCK)
+        single = tensors[f"{name}_scale_2"].shape
+        found[f"{name}_scale_2"] = single if single == (1,) else ()
+    return found
+
+
+def dequantise_nvfp4(codes: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K/2], float8_e4m3fn [N, K/16] and one fp32 number -> bf16 [N, K], rounded once."""
+    values = torch.tensor(E2M1_VALUES)
+    table = torch.cat((values, -values))
+    pairs = torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1)
+    factors = scale.float() * scale_2.float().reshape(())
+    return (pairs.view(codes.shape[0], -1, BLOCK) * factors.unsqueeze(-1)).view(codes.shape[0], -1).to(torch.bfloat16)

@@ -1,0 +1,100 @@
+"""NVFP4 checkpoints in ModelOpt's layout: their values in bf16, and experts packed anew for training adapters."""
+
+import json
+
+import pytest
+import torch
+from helpers.checkpoints import config_in, edit_config, make, rewrite, tensors_in
+
+from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, inspect_checkpoint
+
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+DECLARED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
+VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def as_nvfp4(tensors):
+    """(what ModelOpt would store, the values that its dequantize would give), by its formulas."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        values[name] = tensor
+        if "_proj.weight" not in name:
+            stored[name] = tensor
+            continue
+        blocks = tensor.float().unflatten(-1, (-1, 16))
+        scale_2 = tensor.float().abs().amax() / (6.0 * 448.0)
+        scale = (blocks.abs().amax(-1) / (6.0 * scale_2)).to(torch.float8_e4m3fn)
+        factor = (scale.float() * scale_2).unsqueeze(-1)
+        codes = ((blocks / factor).unsqueeze(-1) - VALUES).abs().argmin(-1).flatten(-2).to(torch.uint8)
+        values[name] = (VALUES[codes.long()].unflatten(-1, (-1, 16)) * factor).flatten(-2).bfloat16()
+        module = name.removesuffix(".weight")
+        stored |= {
+            name: codes[..., 1::2] << 4 | codes[..., 0::2],
+            f"{name}_scale": scale,
+            f"{name}_scale_2": scale_2,
+            f"{module}.input_scale": torch.tensor(0.01),
+        }
+        if module.endswith("k_proj"):
+            stored[f"{module}.k_scale"] = torch.tensor(1.0)
+    return stored, values
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "nvfp4"
+    make(folder, "qwen3_moe", **SIZES)
+    stored, values = as_nvfp4(tensors_in(folder))
+    rewrite(folder, stored)
+    edit_config(folder, quantization_config=DECLARED)
+    return folder, stored, values
+
+
+@pytest.mark.parametrize("declared_in_its_own_file", [False, True])
+def test_it_becomes_bf16_with_modelopts_values(checkpoint, declared_in_its_own_file, tmp_path):
+    folder, _, values = checkpoint
+    if declared_in_its_own_file:  # older exports
+        edit_config(folder, quantization_config=None)
+        quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    found = inspect_checkpoint(folder)
+    assert found.quantisation == "nvfp4" and found.parameters == sum(tensor.numel() for tensor in values.values())
+    done = convert_checkpoint(folder, tmp_path / "hub", "hub", verify=True)
+    assert done.notices[0] == "the weights were nvfp4 and are bfloat16 now"
+    converted = tensors_in(tmp_path / "hub")
+    assert converted.keys() == values.keys()
+    assert [name for name in values if not torch.equal(converted[name], values[name])] == []
+    assert "quantization_config" not in config_in(tmp_path / "hub")
+    assert not (tmp_path / "hub" / "hf_quant_config.json").exists()
+
+
+def test_its_experts_are_packed_for_training(checkpoint, tmp_path):
+    folder, _, values = checkpoint
+    convert_checkpoint(folder, tmp_path / "packed", quantize="nf4")
+    c_proj = from_pretrained(tmp_path / "packed").model.layers[1].mlp.experts.c_proj.dequantize()[2].float()
+    expected = values["model.layers.1.mlp.experts.2.down_proj.weight"].float()
+    assert (c_proj - expected).norm() < 0.12 * expected.norm()
+    with pytest.raises(ValueError, match=r"quantised already \(modelopt\).*sonicmoe-hf convert"):
+        from_pretrained(folder, experts_quantization="nf4")
+
+
+def test_what_is_no_nvfp4_is_refused(checkpoint, tmp_path):
+    folder, stored, _ = checkpoint
+
+    def refused(match, tensors=stored, **declared):
+        rewrite(folder, tensors)
+        edit_config(folder, quantization_config={**DECLARED, **declared})
+        with pytest.raises(CheckpointError, match=match):
+            convert_checkpoint(folder, tmp_path / "out", "hub")
+
+    refused("ModelOpt as 'FP8'.*conversion reads NVFP4", quant_algo="FP8")
+    refused("groups of 32; conversion reads NVFP4 in groups of 16", group_size=32)
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    refused(f"{name}_scale_2 is missing", {k: v for k, v in stored.items() if k != f"{name}_scale_2"})
+    refused(
+        f"{name}_scale has shape .* must be", {**stored, f"{name}_scale": stored[f"{name}_scale"][:, :2].contiguous()}
+    )
+    refused(
+        "pre_quant_scale is unknown",
+        {**stored, "model.layers.0.mlp.experts.1.up_proj.pre_quant_scale": torch.ones(64)},
+    )
+    refused("declared to be in NVFP4, but no weight is", checkpoint[2])
