@@ -79,7 +79,7 @@ PRESETS = {
     preset.name: preset
     for preset in (
         Preset(name="cpu", hidden_size=128, layers=4, heads=4, experts=32, top_k=4, expert_size=64,
-               batch=16, length=128, steps=300, learning_rate=1e-3, tile=64, held_out_windows=512,
+               batch=16, length=128, steps=300, learning_rate=2e-3, tile=64, held_out_windows=512,
                initializer_range=0.05),
         Preset(name="gpu", hidden_size=256, layers=4, heads=4, experts=64, top_k=4, expert_size=128,
                batch=16, length=512, steps=1300, learning_rate=2e-3, tile=128, held_out_windows=2048),
