@@ -185,13 +185,12 @@ def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_lo
 
     One fit for all runs, so that a method lacking a seed is still compared like with like.
     """
-    rows, names = [row for runs in table.values() for row in runs], list(table)
-    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    rows, names = [(name, row) for name, runs in table.items() for row in runs], list(table)
+    seeds = list(dict.fromkeys(row["seed"] for _, row in rows))
     design = numpy.zeros((len(rows), len(names) + len(seeds)))
-    for place, row in enumerate(rows):
-        design[place, names.index((row["method"], int(row["tile"])))] = 1.0
-        design[place, len(names) + seeds.index(row["seed"])] = 1.0
-    loss = numpy.array([float(row[column]) for row in rows])
+    for place, (name, row) in enumerate(rows):
+        design[place, names.index(name)] = design[place, len(names) + seeds.index(row["seed"])] = 1.0
+    loss = numpy.array([float(row[column]) for _, row in rows])
     inverse = numpy.linalg.pinv(design.T @ design)
     effect = inverse @ design.T @ loss
     freedom = int(len(rows) - numpy.linalg.matrix_rank(design))
@@ -203,6 +202,14 @@ def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_lo
             contrast[place], contrast[names.index(("top_k", 0))] = 1.0, -1.0
             over[name] = float(contrast @ effect), run_sd * float(contrast @ inverse @ contrast) ** 0.5
     return Comparison(over, run_sd, freedom)
+
+
+def compare_tiles(table: dict[tuple[str, int], list[dict]]) -> Comparison:
+    """As `compare`, with nearest and balanced taken for one method: what the tile costs, by more runs."""
+    merged: dict[tuple[str, int], list[dict]] = {}
+    for (method, tile), runs in table.items():
+        merged.setdefault((" or ".join(SWEPT) if method in SWEPT else method, tile), []).extend(runs)
+    return compare(merged)
 
 
 def replica_sd(rows: list[dict], column: str = "held_out_loss") -> float:
@@ -243,9 +250,14 @@ def show(rows: list[dict], balancing: str) -> None:
             f"{mean(runs, 'training_seconds'):.1f}",
         )
         print("| " + " | ".join(map(str, cells)) + " |")
+    for (method, tile), (value, error) in compare_tiles(table).over_top_k.items():
+        if method not in METHODS:
+            print(f"{method}, tile {tile}: {value:+.4f} ± {error:.4f}")
     listed = [row for runs in table.values() for row in runs]
     print(f"standard deviation of a run ({comparison.freedom} degrees of freedom):")
     for column in ("train_loss_25", "train_loss_50", "train_loss_75", "train_loss_100", "held_out_loss"):
+        if not all(row[column] for row in listed):  # runs of before these columns
+            continue
         print(
             f"  {column}: mean {mean(listed, column):.4f}, {compare(table, column).run_sd:.4f} around method + seed, "
             f"{replica_sd(listed, column):.4f} between replicas"

@@ -44,9 +44,11 @@ from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
 from sonicmoe_hf.demo.throughput import ThroughputCallback
 from sonicmoe_hf.native.adapter import import_peft
+from sonicmoe_hf.routing import TokenRounding
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 SMALL_MODEL_LOSS = 0.05  # at 0.01 some experts of a random start are still without rows after 100 steps
+SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
@@ -92,8 +94,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     moe = parser.add_argument_group("sonicmoe-hf")
     moe.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="nearest", help="top_k: no token rounding")
-    moe.add_argument("--tile", type=int, help="rows (default: 128)")
-    moe.add_argument("--min-tiles-per-expert", type=float, default=2.0)
+    moe.add_argument("--tile", type=int, help=f"rows; default: {SMALL_MODEL_TILE} for the small model, else 128")
+    moe.add_argument("--min-tiles-per-expert", type=float, default=TokenRounding.min_tiles_per_expert)
     moe.add_argument("--start", type=moment, default=0.0, help="of token rounding: step, or fraction of training")
     moe.add_argument("--end", type=moment, default=1.0)
     moe.add_argument("--per-layer-loss", type=float,
@@ -261,7 +263,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
     if arguments.rounding != "top_k":
         rounding = sonicmoe_hf.TokenRoundingCallback(
             rounding=arguments.rounding,
-            tile=arguments.tile,
+            tile=SMALL_MODEL_TILE if arguments.tile is None and arguments.model is None else arguments.tile,
             start=arguments.start,
             end=arguments.end,
             min_tiles_per_expert=arguments.min_tiles_per_expert,

@@ -39,12 +39,12 @@ class TokenRounding:
             "up": T*K + E*(M-1). "down": T*K.
         tile: M, rows; 128 on every backend unless set.
         min_tiles_per_expert: below this mean number of tiles per expert a call keeps plain top-k, because quality
-            drops there (paper, table 6).
+            drops there (docs/token-rounding.md, section Quality; paper, table 6).
     """
 
     rounding: str = "nearest"
     tile: int | None = None
-    min_tiles_per_expert: float = 2.0
+    min_tiles_per_expert: float = 4.0
 
     def __post_init__(self):
         check_choice("rounding", self.rounding, ROUNDINGS)

@@ -33,7 +33,7 @@ TINY = [
     "--sequence-length",
     "64",
     "--tile",
-    "16",
+    "8",
     "--logging-steps",
     "2",
     "--held-out-blocks",

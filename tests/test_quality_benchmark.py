@@ -299,6 +299,9 @@ def test_differences_are_found_where_seeds_are_missing(quality):
         if method != "top_k":
             difference, error = comparison.over_top_k[method, tile]
             assert difference == pytest.approx(effect, abs=4e-3) and 0 < error < 4e-3
+    both = [*rows, *({**row, "method": "balanced"} for row in rows if row["method"] == "nearest")]
+    merged = command.compare_tiles(command.by_method(both, "layer"))
+    assert merged.over_top_k["nearest or balanced", 8][0] == pytest.approx(0.02, abs=4e-3)
     assert math.isnan(command.replica_sd(rows)) and math.isnan(command.compare({("top_k", 0): rows[:1]}).run_sd)
     twin = {**rows[0], "replica": "1", "held_out_loss": str(float(rows[0]["held_out_loss"]) + 0.01)}
     assert command.replica_sd([*rows, twin]) == pytest.approx(0.01 / 2**0.5)

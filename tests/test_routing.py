@@ -145,12 +145,12 @@ ROUTERS = {
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("family", ROUTERS)
 def test_the_routing_lists_the_masks_pairs_with_the_familys_weights_and_their_gradients(family, padding):
-    facts, router, policy = FAMILIES[family], ROUTERS[family], TokenRounding(tile=8, rounding="up")
+    facts, router, policy = FAMILIES[family], ROUTERS[family], TokenRounding(tile=4, rounding="up")
     logits = torch.randn(90, 8, requires_grad=True)
     valid = torch.arange(90) < 80 if padding else None
     scores, ranking = facts.scores(router, logits)
     top_k = ranking.topk(2).indices
-    mask = round_tokens(ranking, top_k, tile=8, rounding="up", valid_T=valid)
+    mask = round_tokens(ranking, top_k, tile=4, rounding="up", valid_T=valid)
     routing, fell_back = rounded_routing(facts, router, logits, top_k, policy, valid)
     pairs = int(mask.sum())
     assert not fell_back and routing.sentinels and len(routing.expert_index) == policy.max_rows(90, 2, 8)
@@ -217,7 +217,7 @@ def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k():
     router, policy = ROUTERS["qwen3_moe"], TokenRounding(tile=4)
     logits = torch.randn(64, 4)
     top_k = logits.topk(1).indices
-    few = torch.arange(64) < 20  # 5 rows per expert, under 2 tiles of 4
+    few = torch.arange(64) < 20  # 5 rows per expert, under 4 tiles of 4
     routing, fell_back = rounded_routing(FAMILIES["qwen3_moe"], router, logits, top_k, policy, few)
     pairs = torch.stack([routing.token_index[:64], routing.expert_index[:64]], 1)
     assert fell_back and torch.equal(pairs, top_k_mask(logits, top_k, None).T.nonzero().flip(1))

@@ -63,8 +63,9 @@ class DemoSettings:
         if self.policy is not None and not self.policy.applies(tokens, TOP_K, NUM_EXPERTS):
             rows = tokens * TOP_K // NUM_EXPERTS
             raise ValueError(
-                f"tile is {self.tile}, but the demo's experts get {rows} rows on average and rounding needs two tiles; "
-                f"choose a tile of at most {rows // 2}"
+                f"tile is {self.tile}, but the demo's experts get {rows} rows on average and rounding needs "
+                f"{self.policy.min_tiles_per_expert:g} tiles; choose a tile of at most "
+                f"{int(rows / self.policy.min_tiles_per_expert)}"
             )
 
     @property

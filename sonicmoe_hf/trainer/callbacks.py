@@ -102,7 +102,7 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
         tile=None,
         start=0.0,
         end=1.0,
-        min_tiles_per_expert=2.0,
+        min_tiles_per_expert=TokenRounding.min_tiles_per_expert,
         allow_policy_optimization=False,
     ):
         self.policy = TokenRounding(rounding=rounding, tile=tile, min_tiles_per_expert=min_tiles_per_expert)

@@ -182,18 +182,18 @@ def test_doctor_says_that_a_dense_model_has_nothing_to_accelerate(capsys, tmp_pa
 
 
 def test_doctor_forecasts_whether_token_rounding_applies(capsys, tmp_path):
-    """8 experts, top-2, tiles of 128: two tiles per expert need 128 * 2 * 8 / 2 = 1024 tokens."""
+    """8 experts, top-2, tiles of 128: four tiles per expert need 128 * 4 * 8 / 2 = 2048 tokens."""
     folder = save_config(tmp_path)
-    for batch_size, applies in ((8, True), (7, False)):
+    for batch_size, applies in ((16, True), (15, False)):
         _, facts = doctor_json(capsys, folder, "--batch-size", str(batch_size), "--sequence-length", "128")
         (forecast,) = facts["model"]["token_rounding"]
         assert (forecast["tokens"], forecast["applies"], forecast["tokens_needed"]) == (
             128 * batch_size,
             applies,
-            1024,
+            2048,
         )
-    assert "needs 1024 tokens" in forecast["sentence"]
-    _, facts = doctor_json(capsys, folder, "--batch-size", "7", "--sequence-length", "128", "--tile", "64")
+    assert "needs 2048 tokens" in forecast["sentence"]
+    _, facts = doctor_json(capsys, folder, "--batch-size", "15", "--sequence-length", "128", "--tile", "64")
     assert facts["model"]["token_rounding"][0]["applies"]
 
 
@@ -230,8 +230,8 @@ def test_the_demo_refuses_bad_settings(capsys, arguments):
 
 
 def test_the_demo_refuses_a_tile_with_which_it_would_never_round(capsys):
-    assert main(["demo", "--tile", "129"]) == 2
-    assert "choose a tile of at most 128" in capsys.readouterr().err
+    assert main(["demo", "--tile", "65"]) == 2
+    assert "choose a tile of at most 64" in capsys.readouterr().err
 
 
 def test_the_demo_names_what_to_install(capsys, monkeypatch):

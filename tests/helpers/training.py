@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import Routing, TokenRounding
 
-TILE = 8
+TILE = 4
 CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
 POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 24 rows on average, padded 19.5
 

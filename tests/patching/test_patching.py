@@ -189,7 +189,7 @@ def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
         got = model(**inputs).logits
         model(**batch(rows=1, length=7))
     assert relative_error(got, plain(**inputs).logits) < 1e-5
-    said = [r.getMessage() for r in caplog.records if "fewer than 2 tiles of 16" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "fewer than 4 tiles of 16" in r.getMessage()]
     assert len(said) == 1 and "8 tokens with top-2 of 8 experts are 2 rows per expert" in said[0]
 
 

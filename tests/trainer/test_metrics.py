@@ -125,8 +125,8 @@ def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
 
 
 def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tmp_path):
-    # 96 tokens would do for tiles of 12 (24 rows per expert), but only 78 are real (19.5)
-    trainer = trainer_for(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=12)], padding=True, max_steps=2)
+    # 96 tokens would do for tiles of 6 (24 rows per expert), but only 78 are real (19.5)
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=6)], padding=True, max_steps=2)
     callback = sonicmoe_hf.attach(trainer)
     trainer.train()
     assert [log["moe/top_k_fallbacks"] for log in callback.history] == [2, 2]
