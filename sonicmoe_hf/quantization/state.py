@@ -46,7 +46,7 @@ def check_stored(name: str, packed: Quantized, format: str) -> None:
     state = packed.state
     if state is not None and not state.is_meta and not bool(torch.isfinite(state).all()):
         raise ValueError(f"{stored_as(name, format)[2]} has NaN or infinite values: the checkpoint is damaged")
-    if state is not None and not state.is_meta and state[VALUE_MAP].tolist() != list(NF4_VALUES):
+    if state is not None and not state.is_meta and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES)):
         raise ValueError(f"{stored_as(name, format)[2]} has other values than NF4's 16: damaged, or another format")
 
 
