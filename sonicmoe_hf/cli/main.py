@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -149,6 +150,13 @@ def _run_demo(arguments) -> int:
     missing = [package for package in DEMO_PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
         raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
+    for library in (
+        "torchao",
+        "bitsandbytes",
+        "DeepSpeed",
+        "torch.utils._pytree",
+    ):  # on import they say what a CPU lacks
+        logging.getLogger(library).setLevel(logging.ERROR)
     from ..demo.run import DemoSettings, run
 
     try:
