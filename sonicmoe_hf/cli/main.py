@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from .. import __version__
 from ..config import LAYOUTS, ROUNDINGS
 from ..errors import CheckpointError, DoctorError, WarmupError
 from ..kernels.activation import ACTIVATIONS
@@ -32,11 +34,8 @@ def _at_least(least: int):
 
 
 def _version() -> str:
-    from ..doctor import versions
-
-    installed = versions()
-    packages = ", ".join(f"{name} {installed[name]}" for name in ("torch", "transformers"))
-    return f"sonicmoe-hf {installed['sonicmoe-hf']} ({packages})"
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    return f"sonicmoe-hf {__version__} ({packages})"
 
 
 class _VersionAction(argparse.Action):
