@@ -1,29 +1,24 @@
 """Two gloo ranks: DDP, FSDP2, expert and tensor parallelism, and metrics summed over ranks."""
 
 import copy
-from dataclasses import fields
 
 import pytest
 import torch
 from accelerate import Accelerator
 from helpers.adapters import fused, with_lora
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
+from helpers.parallel import HAS_EP_SIZE, OWN_BATCH, SUMMATION, gathered, gradients, load_parallel, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch, trainer_for
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, TrainerState
-from transformers.distributed import DistributedConfig
+from transformers import TrainerState
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.patching.experts import is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
-
-OWN_BATCH = [{"padding": True, "seed": 1}, {"seed": 2}]  # of each rank
-SUMMATION = "fp32: gradients of two ranks are added in another order"
-HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}  # 5.17: enable_expert_parallel
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +26,6 @@ def ranks(tmp_path_factory):
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
-
-
-def gathered(gradient):
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.detach()
-
-
-def gradients(model):
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
-    return {name: gathered(gradient).float() for name, gradient in found.items() if gradient is not None}
-
-
-def mean_of_ranks(model, batches=OWN_BATCH):
-    """What data parallelism should give: the mean of each rank's loss and gradients, computed here one by one."""
-    results = [loss_and_gradients(model, batch(**own)) for own in batches]
-    losses = [result.pop("loss") for result in results]
-    for result in results:
-        del result["logits"]
-    return losses, {name: sum(result[name].float() for result in results) / len(batches) for name in results[0]}
 
 
 # DDP
@@ -192,32 +169,6 @@ def test_adapted_experts_under_data_parallelism_get_the_unsharded_models_gradien
 
 
 # expert and tensor parallelism
-
-
-def expert_parallelism():
-    options = {"ep_size": WORLD} if HAS_EP_SIZE else {"enable_expert_parallel": True}
-    return DistributedConfig(tp_size=WORLD, **options)
-
-
-def tensor_parallelism():
-    return DistributedConfig(tp_size=WORLD, tp_plan="auto")
-
-
-def expert_and_data_parallelism():
-    return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
-
-
-def data_parallelism():
-    return DistributedConfig(fsdp_size=WORLD)
-
-
-PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
-               "both": expert_and_data_parallelism}  # fmt: skip
-
-
-def load_parallel(folder, kind, **options):
-    config = PARALLELISM[kind]()
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).train()
 
 
 def parallel_step(rank, folder, kind, routing=None):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
+from helpers.parallel import OWN_BATCH, gathered, gradients, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch
-from test_distributed import OWN_BATCH, gathered, gradients, mean_of_ranks
 from transformers import AutoModelForCausalLM, TrainerState
 from transformers.distributed import DistributedConfig
 

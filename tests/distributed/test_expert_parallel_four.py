@@ -4,9 +4,9 @@ import itertools
 
 from helpers.adapters import fused, with_lora
 from helpers.models import assert_all_close, build
+from helpers.parallel import OWN_BATCH, mean_of_ranks
 from helpers.ranks import Ranks
 from helpers.training import POLICY
-from test_distributed import OWN_BATCH, mean_of_ranks
 from test_expert_parallel import PARTIAL_SUMS, averaged, batch, gradients, load, step
 from test_expert_parallel import pytestmark as pytestmark
 

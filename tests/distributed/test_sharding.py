@@ -14,10 +14,10 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build
+from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from safetensors.torch import load_file
-from test_distributed import OWN_BATCH, SUMMATION, mean_of_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed.fsdp import update_fsdp_plugin_peft

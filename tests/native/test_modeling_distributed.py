@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
+from helpers.parallel import gathered, load_parallel
 from helpers.ranks import Ranks
 from helpers.training import POLICY
-from test_distributed import gathered, load_parallel
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,56 @@
+"""Models on several ranks: how they are loaded, their gradients, and what data parallelism should give."""
+
+from dataclasses import fields
+
+from helpers.models import batch, loss_and_gradients
+from helpers.ranks import WORLD
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+OWN_BATCH = [{"padding": True, "seed": 1}, {"seed": 2}]  # of each rank
+SUMMATION = "fp32: gradients of two ranks are added in another order"
+HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}  # 5.17: enable_expert_parallel
+
+
+def gathered(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.detach()
+
+
+def gradients(model):
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: gathered(gradient).float() for name, gradient in found.items() if gradient is not None}
+
+
+def mean_of_ranks(model, batches=OWN_BATCH):
+    """What data parallelism should give: the mean of each rank's loss and gradients, computed here one by one."""
+    results = [loss_and_gradients(model, batch(**own)) for own in batches]
+    losses = [result.pop("loss") for result in results]
+    for result in results:
+        del result["logits"]
+    return losses, {name: sum(result[name].float() for result in results) / len(batches) for name in results[0]}
+
+
+def expert_parallelism():
+    options = {"ep_size": WORLD} if HAS_EP_SIZE else {"enable_expert_parallel": True}
+    return DistributedConfig(tp_size=WORLD, **options)
+
+
+def tensor_parallelism():
+    return DistributedConfig(tp_size=WORLD, tp_plan="auto")
+
+
+def expert_and_data_parallelism():
+    return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
+
+
+def data_parallelism():
+    return DistributedConfig(fsdp_size=WORLD)
+
+
+PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
+               "both": expert_and_data_parallelism}  # fmt: skip
+
+
+def load_parallel(folder, kind, **options):
+    config = PARALLELISM[kind]()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).train()
