@@ -140,7 +140,7 @@ def build(ep_implementation: str | None, options):
     sizes = {"fsdp_size": world}
     if ep_implementation is not None:
         sizes |= {"ep_size": world, "ep_implementation": ep_implementation}
-    config = Qwen3MoeConfig(**options.sizes, num_hidden_layers=options.layers, use_cache=False)
+    config = Qwen3MoeConfig(**options.sizes | {"num_hidden_layers": options.layers, "use_cache": False})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, PreTra
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import sonicmoe_hf
+from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.patching.support import find_layers
 
-ROPE = {"rope_type": "default", "rope_theta": 1e6}
 TINY = {
     "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "num_experts": 8,
     "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -37,15 +37,7 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "Qwen3-30B-A3B": Model(  # config.json of Qwen/Qwen3-30B-A3B
-        Qwen3MoeConfig,
-        {
-            "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-            "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
-            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_parameters": ROPE,
-        },
-        layers=48, trained_layers=16,
-    ),
+    "Qwen3-30B-A3B": Model(Qwen3MoeConfig, QWEN3_30B_A3B, layers=48, trained_layers=16),
     # The paper gives the experts' sizes. The rest is what lm-engine's own configs of these sizes have (open-lm-engine,
     # configs/research/m2rnn/7b-normal/softmax-attention.yml), without their shared expert: 6.6e9 parameters.
     "7B": Model(
@@ -138,7 +130,7 @@ def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
     config, sizes, *_ = MODELS[name]
     if tiny:
         sizes = sizes | {key: value for key, value in TINY.items() if hasattr(config(), key)}
-    return config(**sizes, num_hidden_layers=layers, use_cache=False)
+    return config(**sizes | {"num_hidden_layers": layers, "use_cache": False})
 
 
 def build(name: str, layers: int, *, device: str, tiny: bool, dtype=torch.bfloat16, implementation="grouped_mm"):

@@ -73,12 +73,12 @@ CASES = {
 
 
 def config_of(case: Case, options):
-    sizes = {"qwen3": {**MODELS["Qwen3-30B-A3B"].sizes, "num_hidden_layers": 48}, "gpt_oss": GPT_OSS}[case.model]
+    sizes = {"qwen3": MODELS["Qwen3-30B-A3B"].sizes, "gpt_oss": GPT_OSS}[case.model] | {"use_cache": False}
     if options.tiny:
         sizes = {name: TINY.get(name, value) for name, value in sizes.items() if name != "rope_parameters"}
     if options.layers:
         sizes["num_hidden_layers"] = options.layers
-    return {"qwen3": Qwen3MoeConfig, "gpt_oss": GptOssConfig}[case.model](**sizes, use_cache=False)
+    return {"qwen3": Qwen3MoeConfig, "gpt_oss": GptOssConfig}[case.model](**sizes)
 
 
 def build(case: Case, options):

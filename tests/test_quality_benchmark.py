@@ -5,27 +5,20 @@ import dataclasses
 import importlib.metadata
 import math
 import random
-import sys
 from email.message import Message
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.benchmarks import imported
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def quality():
     """The two modules, (training, command line)."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import quality_training
-        import token_rounding_quality
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return quality_training, token_rounding_quality
+    return imported("quality_training", "token_rounding_quality")
 
 
 @pytest.fixture(scope="module")

@@ -2,24 +2,17 @@
 
 import csv
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.benchmarks import imported
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1")
 
 
 @pytest.fixture(scope="module")
 def benchmark():
     """The modules, (command line, parts)."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import step_parts
-        import train_step
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return train_step, step_parts
+    return imported("train_step", "step_parts")
 
 
 def measured(benchmark, path, *arguments):
@@ -122,11 +115,7 @@ def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
     import matplotlib
 
     matplotlib.use("Agg")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import charts
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    (charts,) = imported("charts")
     common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
     rows = [
         {**common, "contender": contender, "metric": metric, "median": "2.5"}

@@ -60,9 +60,8 @@ class GradientBlocks(NamedTuple):
     descriptors: bool = False
 
 
-def _everywhere(columns, depth, warps, stages, gradient, rank_rows, rank_gradient, packed=None):
-    rows = {"many": Blocks(columns, depth, warps, stages, descriptors=gradient.descriptors)}
-    up = {"many": Blocks(columns // 2, depth, warps, stages, descriptors=gradient.descriptors)}
+def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed=None):
+    rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
@@ -108,39 +107,21 @@ TABLE = {
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(
-        128,
-        32,
-        8,
-        4,
-        GradientBlocks(128, 128, 32, 8, 4),
-        Blocks(64, 64, 4, 4),
-        GradientBlocks(128, 64, 64, 4, 4),
-        Blocks(64, 128, 4, 2),
+        Blocks(128, 32, 8, 4), GradientBlocks(128, 128, 32, 8, 4),
+        Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4), Blocks(64, 128, 4, 2),
     ),
     ("small", 2): _everywhere(
-        128,
-        32,
-        8,
-        3,
-        GradientBlocks(128, 128, 32, 8, 3),
-        Blocks(64, 64, 4, 3),
-        GradientBlocks(128, 64, 32, 4, 3),
-        Blocks(64, 128, 4, 2),
+        Blocks(128, 32, 8, 3), GradientBlocks(128, 128, 32, 8, 3),
+        Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3), Blocks(64, 128, 4, 2),
     ),
     ("any", 4): _everywhere(
-        64, 32, 8, 2, GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
+        Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
     ),
     ("interpreter", 0): _everywhere(
-        32,
-        32,
-        1,
-        1,
-        GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
-        Blocks(32, 32, 1, 1),
-        GradientBlocks(32, 32, 16, 1, 1),
-        Blocks(64, 128, 1, 1),
+        Blocks(32, 32, 1, 1, descriptors=True), GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
+        Blocks(32, 32, 1, 1), GradientBlocks(32, 32, 16, 1, 1), Blocks(64, 128, 1, 1),
     ),
-}
+}  # fmt: skip
 
 
 @functools.cache

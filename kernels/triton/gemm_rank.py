@@ -14,7 +14,7 @@ import triton.language as tl
 from .config import blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
 from .launch import cdiv, launch_kernel, next_power_of_2
-from .reorder import ENTRIES, reorder_job, reorder_tile
+from .reorder import ENTRIES, reorder_in_turn, reorder_job
 
 MIN_COLUMNS = 16  # of a tensor core's tile
 ONE_PASS_RANK = 32  # beyond it, partial sums of dv and du cost more than reading the wide side again
@@ -24,30 +24,6 @@ SUMMED = 1024  # entries of a program that sums them
 def _rank_columns(rank: int, max_columns: int) -> int:
     """Of a tile, along the rank."""
     return min(max(next_power_of_2(rank), MIN_COLUMNS), max_columns)
-
-
-@triton.jit
-def _rank_tile(
-    source, factor, out, token, expert, first, end, first_j, scale_bits,
-    J: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_J: tl.constexpr, STRIDE_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[r] = scale * source[r] @ factor[e]^T of ROWS rows and COLUMNS columns, factor [E, J, K]; source[token[r]]
-    unless `token` is None."""
-    row = first + tl.arange(0, ROWS)
-    source_row = tl.minimum(row, end - 1)  # past the end: as in gemm_up
-    if token is not None:
-        source_row = tl.load(token + source_row)
-    j = first_j + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    product = pointer_product(
-        source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
-        factor + expert.to(tl.int64) * STRIDE_E + j[None, :] * STRIDE_J + depth[:, None] * STRIDE_K,
-        j < J, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
-    )  # fmt: skip
-    product *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
-    is_stored = (row < end)[:, None] & (j < J)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * J + j[None, :], product.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
@@ -82,17 +58,29 @@ def gemm_rank_kernel(
     J: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_J: tl.constexpr, STRIDE_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """u, v: `_rank_tile` of every row."""
+    """u, v: out[r] = scale * source[r] @ factor[e]^T, factor [E, J, K]; source[token[r]] unless `token` is None."""
     column_tiles: tl.constexpr = (J + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // column_tiles
     expert = tl.load(tiles + tile * 3)
     if expert < 0:
         return
-    _rank_tile(
-        source, factor, out, token, expert, tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2),
-        tl.program_id(0) % column_tiles * COLUMNS, scale_bits,
-        J, K, STRIDE_E, STRIDE_J, STRIDE_K, ROWS, COLUMNS, DEPTH, PRECISION,
+    first = tl.load(tiles + tile * 3 + 1)
+    end = tl.load(tiles + tile * 3 + 2)
+    first_j = tl.program_id(0) % column_tiles * COLUMNS
+    row = first + tl.arange(0, ROWS)
+    source_row = tl.minimum(row, end - 1)  # past the end: as in gemm_up
+    if token is not None:
+        source_row = tl.load(token + source_row)
+    j = first_j + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    product = pointer_product(
+        source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
+        factor + expert.to(tl.int64) * STRIDE_E + j[None, :] * STRIDE_J + depth[:, None] * STRIDE_K,
+        j < J, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
     )  # fmt: skip
+    product *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+    is_stored = (row < end)[:, None] & (j < J)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * J + j[None, :], product.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
@@ -190,12 +178,7 @@ def finish_kernel(
 ):  # fmt: skip
     """dB in its own order, unless `reordered` is None; and, unless `part` is, drank[P, J] = scale * the sum of
     part[SLICES, P, J]."""
-    tile = tl.program_id(0)
-    if reordered is not None:
-        tiles: tl.constexpr = JOB[12]
-        if tile < tiles:
-            reorder_tile(gradient, reordered, tile, JOB, ENTRIES)
-        tile -= tiles
+    tile = reorder_in_turn(gradient, reordered, tl.program_id(0), JOB, ENTRIES)
     if part is not None:  # noqa: SIM102  (known when it is compiled)
         if tile >= 0:
             size = num_pairs.to(tl.int64) * J

@@ -13,9 +13,9 @@ JOBS = 4  # the most that a launch takes
 
 
 @triton.jit
-def reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
-    """out[e, n, j] = source[e, n, j], and 0 for j >= R, of one tile; JOB: see `_job`. Where experts lie closest on one
-    side, and j (RANK_LAST) or n on the other, a tile is read along the one and written along the other."""
+def _reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
+    """out[e, n, j] = source[e, n, j], and 0 for j >= R, of one tile; JOB is a `reorder_job`. Where experts lie closest on
+    one side, and j (RANK_LAST) or n on the other, a tile is read along the one and written along the other."""
     NUM_EXPERTS: tl.constexpr = JOB[0]
     N: tl.constexpr = JOB[1]
     R: tl.constexpr = JOB[2]
@@ -36,12 +36,12 @@ def reorder_tile(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
-    """`reorder_tile`, if `tile` is one of this job's; the tile as the next job counts it."""
-    if source is not None:
+def reorder_in_turn(source, out, tile, JOB: tl.constexpr, ENTRIES: tl.constexpr):
+    """`_reorder_tile`, if `tile` is one of this job's; the tile as the next job counts it. Without `out` no job."""
+    if out is not None:
         tiles: tl.constexpr = JOB[12]
         if (tile >= 0) & (tile < tiles):
-            reorder_tile(source, out, tile, JOB, ENTRIES)
+            _reorder_tile(source, out, tile, JOB, ENTRIES)
         tile -= tiles
     return tile
 
@@ -51,12 +51,12 @@ def reorder_kernel(
     source_0, out_0, source_1, out_1, source_2, out_2, source_3, out_3, JOB_0: tl.constexpr, JOB_1: tl.constexpr,
     JOB_2: tl.constexpr, JOB_3: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """`reorder_tile` of every tile of every job."""
+    """`_reorder_tile` of every tile of every job."""
     tile = tl.program_id(0)
-    tile = _in_turn(source_0, out_0, tile, JOB_0, ENTRIES)
-    tile = _in_turn(source_1, out_1, tile, JOB_1, ENTRIES)
-    tile = _in_turn(source_2, out_2, tile, JOB_2, ENTRIES)
-    _in_turn(source_3, out_3, tile, JOB_3, ENTRIES)
+    tile = reorder_in_turn(source_0, out_0, tile, JOB_0, ENTRIES)
+    tile = reorder_in_turn(source_1, out_1, tile, JOB_1, ENTRIES)
+    tile = reorder_in_turn(source_2, out_2, tile, JOB_2, ENTRIES)
+    reorder_in_turn(source_3, out_3, tile, JOB_3, ENTRIES)
 
 
 def reorder_job(source_ENj, out_ENJ):

@@ -22,7 +22,15 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..functional import Activation, moe_experts
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.adapters import adapters_of
-from ..patching.experts import IMPLEMENTATION, ExpertsFacts, as_routing, experts_facts, note_reached, whole_shape
+from ..patching.experts import (
+    IMPLEMENTATION,
+    ExpertsFacts,
+    as_routing,
+    experts_facts,
+    note_reached,
+    weight_names,
+    whole_shape,
+)
 from ..patching.support import load_family_class
 from ..quantization.state import stored_names
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, Sizes
@@ -131,7 +139,7 @@ class SonicMoEExperts(nn.Module):
 def sizes_of(experts: nn.Module) -> Sizes:
     """E, H, I and biases of experts, whatever their layout."""
     facts = experts_facts(experts)
-    _, down = getattr(experts, "weight_names", ("gate_up_proj", "down_proj"))
+    _, down = weight_names(experts)
     num_experts, hidden, intermediate = whole_shape(getattr(experts, down))
     if facts.layout.startswith("transposed"):
         hidden, intermediate = intermediate, hidden
