@@ -1,6 +1,6 @@
 """Training steps of Qwen3-30B-A3B's layers on two GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
 
-    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--layers 4] [--tokens 16384] [--case NAME ...]
+    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--layers 4] [--tokens 16384] [--spread-load] [--case NAME ...]
 
 Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
 step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.
@@ -29,7 +29,7 @@ from unittest import mock
 import provenance
 import torch
 import torch.distributed as dist
-from models import MODELS, TINY
+from models import MODELS, TINY, spread_load
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -150,6 +150,8 @@ def build(ep_implementation: str | None, options):
     fill(model)
     with torch.device(options.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)  # buffers, and no weights
+    if options.spread_load:
+        spread_load(model)
     sonicmoe_hf.patch_model(model)
     return model.train()
 
@@ -268,7 +270,7 @@ def write(path: Path, results, options) -> None:
     origin = provenance.columns() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu"}
     shape = (
         f"{options.layers} layers, vocabulary {options.sizes['vocab_size']}, {options.tokens} tokens a rank, "
-        f"{dist.get_world_size()} ranks"
+        f"{dist.get_world_size()} ranks{', spread load' if options.spread_load else ''}"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -296,6 +298,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
     parser.add_argument(
         "--vocabulary", type=int, help="default: the model's; a small one leaves the head out of the times"
+    )
+    parser.add_argument(
+        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
     )
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
