@@ -30,21 +30,18 @@ from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks
 
 CANDIDATES = [
-    Blocks(64, 256, 4, 1),
-    Blocks(64, 256, 4, 2),
-    Blocks(64, 256, 4, 3),
-    Blocks(64, 128, 4, 1),
-    Blocks(64, 128, 4, 2),
-    Blocks(64, 128, 4, 3),
-    Blocks(64, 128, 4, 4),
-    Blocks(128, 256, 8, 1),
-    Blocks(128, 256, 8, 2),
-    Blocks(128, 128, 8, 1),
-    Blocks(128, 128, 8, 2),
+    Blocks(128, 0, 4, 1),
     Blocks(128, 128, 4, 1),
-    Blocks(128, 256, 4, 1),
-    Blocks(32, 256, 2, 1),
-    Blocks(32, 256, 2, 2),
+    Blocks(128, 80, 4, 1),
+    Blocks(64, 0, 4, 1),
+    Blocks(64, 80, 4, 1),
+    Blocks(64, 64, 4, 1),
+    Blocks(256, 128, 8, 1),
+    Blocks(256, 80, 8, 1),
+    Blocks(128, 80, 8, 1),
+    Blocks(128, 64, 8, 1),
+    Blocks(64, 0, 2, 1),
+    Blocks(32, 0, 2, 1),
 ]
 LAYERS, SHARES = 8, 15
 

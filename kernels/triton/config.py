@@ -21,7 +21,7 @@ FEW, SOME = 48, 256
 SMALLEST_TILE, TILE = 64, 128
 # Up to PACKED rows per expert, up and down read 4-bit weights; above, expanding them first is faster, since every
 # FEW_PACKED_ROWS or SMALLEST_TILE rows decode them again. The former are enough up to FEW_PACKED rows per expert.
-PACKED, FEW_PACKED, FEW_PACKED_ROWS = 32, 8, 16
+PACKED, FEW_PACKED, FEW_PACKED_ROWS = 32, 8, 8
 
 
 class Blocks(NamedTuple):
@@ -95,8 +95,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_nf4": {"few": Blocks(64, 256, 4, 1), "some": Blocks(128, 256, 4, 1)},
-        "packed_mxfp4": {"few": Blocks(32, 256, 2, 2), "some": Blocks(64, 128, 4, 1)},
+        "packed_nf4": {"few": Blocks(128, 0, 4, 1), "some": Blocks(128, 0, 4, 1)},
+        "packed_mxfp4": {"few": Blocks(128, 0, 4, 1), "some": Blocks(128, 0, 4, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -108,18 +108,18 @@ TABLE = {
     },
     ("ampere", 2): _everywhere(
         Blocks(128, 32, 8, 4), GradientBlocks(128, 128, 32, 8, 4),
-        Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4), Blocks(64, 128, 4, 2),
+        Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4), Blocks(128, 0, 4, 1),
     ),
     ("small", 2): _everywhere(
         Blocks(128, 32, 8, 3), GradientBlocks(128, 128, 32, 8, 3),
-        Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3), Blocks(64, 128, 4, 2),
+        Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3), Blocks(128, 0, 4, 1),
     ),
     ("any", 4): _everywhere(
         Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
     ),
     ("interpreter", 0): _everywhere(
         Blocks(32, 32, 1, 1, descriptors=True), GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
-        Blocks(32, 32, 1, 1), GradientBlocks(32, 32, 16, 1, 1), Blocks(64, 128, 1, 1),
+        Blocks(32, 32, 1, 1), GradientBlocks(32, 32, 16, 1, 1), Blocks(64, 0, 2, 1),
     ),
 }  # fmt: skip
 

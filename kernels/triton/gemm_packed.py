@@ -1,7 +1,8 @@
 """up and down of a few rows per expert, with weights read in 4 bits: then bandwidth is everything.
 
-The weight is the left side of the products, whose tiles are [weight rows, rows]: tensor cores take 64 of the former and
-as few as 16 of the latter. A program takes a tile of weight rows and all rows of a row tile, ROWS at a time.
+The weight is the left side of the products, whose tiles are [weight rows, rows]: tensor cores take 16 of the former and
+as few as 8 of the latter. Each warp multiplies weight rows of its own (a batch of products, one a warp), so that nothing
+changes threads between memory and tensor cores.
 """
 
 from __future__ import annotations
@@ -16,64 +17,135 @@ from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
-from .packed_tile import half_scale, in_order_of_words, unpacked
+from .packed_tile import NF4_FACTOR, from_lane, gathered, half_scale, in_order_of_words, table_of_pairs, unpacked
 
 _SCALE_OFFSET, _SCALE_SCALES = tl.constexpr(SCALE_OFFSET), tl.constexpr(SCALE_SCALES.start)
-_SCALES_PER_SCALE = tl.constexpr(SCALES_PER_SCALE)
+_SCALES_PER_SCALE, _NF4_FACTOR = tl.constexpr(SCALES_PER_SCALE), tl.constexpr(NF4_FACTOR)
+
+
+@triton.jit
+def _weight_row(place, tile, N: tl.constexpr, HEIGHT: tl.constexpr, PAIRS: tl.constexpr):
+    """The weight's rows at places of a tile: in their order, or of pairs eight gates, then their eight ups, and so on:
+    on tensor cores a thread has both of a pair. Past the end the last rows again."""
+    if PAIRS is None:
+        return tl.minimum(tile * HEIGHT + place, N - 1)
+    else:
+        pair = tl.minimum(tile * (HEIGHT // 2) + place // 16 * 8 + place % 8, N // 2 - 1)
+        is_up = place // 8 % 2
+        return 2 * pair + is_up if PAIRS == "interleaved" else pair + is_up * (N // 2)
+
+
+@triton.jit
+def _scales_of_group(
+    scales, state, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """fp32 [rows, 4]: what the sums of four blocks from `start` on are multiplied by."""
+    block = start // BLOCK + tl.arange(0, 4)[None, :]
+    row_block = weight_row[:, None] * (K // BLOCK)
+    code_pointers = scales + expert.to(tl.int64) * (N * (K // BLOCK)) + row_block + block
+    if K % (4 * BLOCK) == 0:
+        code = tl.load(code_pointers)
+    else:
+        code = tl.load(code_pointers, mask=block < K // BLOCK, other=0)
+    if FORMAT == "nf4":
+        of_scale = expert * (N * (K // BLOCK)) + row_block + tl.minimum(block, K // BLOCK - 1)
+        of_scale = gathered(state + _SCALE_SCALES, of_scale // _SCALES_PER_SCALE, INTERPRETED)
+        scale = gathered(state, code.to(tl.int32), INTERPRETED) * of_scale + tl.load(state + _SCALE_OFFSET)
+        return scale * _NF4_FACTOR
+    else:
+        return half_scale(code.to(tl.int32))
+
+
+@triton.jit
+def _words_of_group(words, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 [rows, BLOCK / 8], those of a block."""
+    row_words = words + expert.to(tl.int64) * (N * (K // 8)) + weight_row[:, None] * (K // 8)
+    return tl.load(row_words + tl.arange(0, BLOCK // 8)[None, :] + start // 8)
+
+
+@triton.jit
+def _by_warp(groups):
+    """[8 WARPS, A, GROUPS] as [WARPS, 8 GROUPS, A]: a warp's rows are those of all groups."""
+    WARPS: tl.constexpr = groups.shape[0] // 8
+    A: tl.constexpr = groups.shape[1]
+    GROUPS: tl.constexpr = groups.shape[2]
+    return tl.reshape(tl.permute(tl.reshape(groups, (WARPS, 8, A, GROUPS)), (0, 3, 1, 2)), (WARPS, GROUPS * 8, A))
 
 
 @triton.jit
 def _packed_product(
-    x_row, words, scales, state, expert, weight_row,
-    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_row, words, scales, state, table, expert, tile, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """weight[weight_row] @ x^T [HEIGHT, ROWS] in fp32; x_row points to the rows of x [ROWS, K]. BLOCK values share a
-    scale. A step takes DEPTH of K: DEPTH / BLOCK blocks, four words of each at a time, which a thread loads at once."""
-    BLOCKS: tl.constexpr = DEPTH // BLOCK
-    WORDS: tl.constexpr = 4 * BLOCKS
-    long_expert = expert.to(tl.int64)
-    place = tl.arange(0, WORDS)
-    block = tl.arange(0, BLOCKS)
-    column = tl.arange(0, 8 * WORDS)
-    word_pointers = words + long_expert * (N * (K // 8)) + (
-        weight_row[:, None] * (K // 8) + (place // 4 * (BLOCK // 8) + place % 4)[None, :]
-    )  # fmt: skip
-    row_block = weight_row[:, None] * (K // BLOCK) + block[None, :]
-    scale_pointers = scales + long_expert * (N * (K // BLOCK)) + row_block
-    x_pointers = x_row[:, None] + (column // 32 * BLOCK + column % 32)[None, :]
-    if FORMAT == "nf4":
-        offset = tl.load(state + _SCALE_OFFSET)
-        row_block += expert * (N * (K // BLOCK))
-    product = tl.zeros((HEIGHT, ROWS), tl.float32)
-    for start in range(0, K, DEPTH):
-        if K % DEPTH == 0:
-            code = tl.load(scale_pointers + start // BLOCK)
-        else:  # past the end MXFP4's values are 0, NF4's finite, and x's 0
-            is_block = (start + block * BLOCK < K)[None, :]
-            code = tl.load(scale_pointers + start // BLOCK, mask=is_block, other=0)
-        if FORMAT == "nf4":
-            of_scale = state + _SCALE_SCALES + (row_block + start // BLOCK) // _SCALES_PER_SCALE
-            if K % DEPTH == 0:
-                scale = tl.load(state + code.to(tl.uint32)) * tl.load(of_scale) + offset
-            else:
-                scale = tl.load(state + code.to(tl.uint32)) * tl.load(of_scale, mask=is_block, other=0.0) + offset
-        else:
-            scale = half_scale(code.to(tl.int32))
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (HEIGHT, BLOCKS, 4)), (HEIGHT, WORDS))
-        for part in tl.static_range(BLOCK // 32):
-            if K % DEPTH == 0:
-                word = tl.load(word_pointers + (start // 8 + 4 * part))
-                x = tl.load(x_pointers + (start + 32 * part))
-            else:
-                is_word = (start + place // 4 * BLOCK < K)[None, :]
-                word = tl.load(word_pointers + (start // 8 + 4 * part), mask=is_word, other=0)
-                is_column = (start + column // 32 * BLOCK < K)[None, :]
-                x = tl.load(x_pointers + (start + 32 * part), mask=is_column, other=0.0)
-            values = unpacked(word, scale, state, FORMAT, HEIGHT, WORDS, x.dtype, INTERPRETED)
-            x = in_order_of_words(x, FORMAT, ROWS, WORDS)
-            product = tl.dot(values, tl.trans(x), product)
-    return product
+    """weight @ x^T [HEIGHT, 8] in fp32; x_row [8 WARPS] points to the rows of x [8, K], WARPS times.
+
+    A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, four lanes have every
+    eighth row; a lane loads a fourth of each block of BLOCK values that share a scale, and of four blocks one scale.
+    """
+    GROUPS: tl.constexpr = HEIGHT // WARPS // 8
+    EACH: tl.constexpr = BLOCK // 32  # words of a block that a lane loads
+    slot = tl.arange(0, WARPS * 8)
+    place = slot // 8 * (GROUPS * 8) + slot % 8
+    column = tl.arange(0, 32)
+    x_pointers = x_row[:, None] + (column // 8 * (8 * EACH) + column % 8)[None, :]
+    row0 = _weight_row(place, tile, N, HEIGHT, PAIRS)
+    row1 = _weight_row(place + 8, tile, N, HEIGHT, PAIRS)
+    row2 = _weight_row(place + 16, tile, N, HEIGHT, PAIRS)
+    row3 = _weight_row(place + 24, tile, N, HEIGHT, PAIRS)
+    product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
+    for start in range(0, K, 4 * BLOCK):
+        scale = tl.join(
+            _scales_of_group(scales, state, row0, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+            _scales_of_group(scales, state, row1, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+        )
+        if GROUPS == 4:
+            more = tl.join(
+                _scales_of_group(scales, state, row2, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+                _scales_of_group(scales, state, row3, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+            )
+            scale = tl.reshape(tl.permute(tl.join(scale, more), (0, 1, 3, 2)), (WARPS * 8, 4, GROUPS))
+        scale = _by_warp(scale)
+        for block in tl.static_range(4):
+            at = start + block * BLOCK
+            if K % (4 * BLOCK) == 0 or block == 0:
+                product = _add_block(
+                    product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block,
+                    N, K, FORMAT, BLOCK, INTERPRETED,
+                )  # fmt: skip
+            elif at < K:
+                product = _add_block(
+                    product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block,
+                    N, K, FORMAT, BLOCK, INTERPRETED,
+                )  # fmt: skip
+    return tl.reshape(product, (HEIGHT, 8))
+
+
+@triton.jit
+def _add_block(
+    product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """product + that of a block of K, which is one of four whose scales are `scale`."""
+    WARPS: tl.constexpr = product.shape[0]
+    TALL: tl.constexpr = product.shape[1]
+    EACH: tl.constexpr = BLOCK // 32
+    word = tl.join(
+        _words_of_group(words, row0, expert, at, N, K, BLOCK), _words_of_group(words, row1, expert, at, N, K, BLOCK)
+    )
+    if TALL == 32:
+        more = tl.join(
+            _words_of_group(words, row2, expert, at, N, K, BLOCK), _words_of_group(words, row3, expert, at, N, K, BLOCK)
+        )
+        word = tl.reshape(tl.permute(tl.join(word, more), (0, 1, 3, 2)), (WARPS * 8, 4 * EACH, 4))
+    word = tl.reshape(_by_warp(word), (WARPS, TALL, 4, EACH))
+    part = tl.zeros((WARPS, TALL, 8), tl.float32)
+    for which in tl.static_range(EACH):
+        x = tl.reshape(tl.load(x_pointers + (at + 8 * which)), (WARPS, 8, 4, 8))
+        x = tl.permute(tl.reshape(in_order_of_words(x), (WARPS, 8, 32)), (0, 2, 1))
+        one = tl.reshape(word, (WARPS, TALL, 4)) if EACH == 1 else tl.split(word)[which]
+        part = tl.dot(unpacked(one, table, state, FORMAT, x.dtype, INTERPRETED), x, part)
+    return product + tl.reshape(part, (WARPS, TALL, 4, 2)) * from_lane(scale, block, INTERPRETED)[:, :, :, None]
 
 
 @triton.jit
@@ -94,6 +166,37 @@ def _add_extra(
     return product
 
 
+@triton.jit
+def _packed_linear(
+    x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
+    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
+    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
+    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """weight[e] @ x[token[r]]^T (+ factor[e] @ rank[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
+
+    PAIRS: the order of the weight's rows, as in `_weight_row`.
+    """
+    # past the end the last row again
+    source = tl.minimum(first + tl.arange(0, WARPS * 8) % 8, end - 1)
+    if token is not None:
+        source = tl.load(token + source)
+    product = _packed_product(
+        x + source.to(tl.int64) * K, words, scales, state, table, expert, tile,
+        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, INTERPRETED,
+    )  # fmt: skip
+    weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
+    product = _add_extra(
+        product, rank, factor, expert, tl.minimum(first + tl.arange(0, 8), end - 1), weight_row,
+        J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
+    )  # fmt: skip
+    if bias is not None:
+        bias_row = bias + expert.to(tl.int64) * BIAS_STRIDE_E + weight_row * BIAS_STRIDE_N
+        product += tl.load(bias_row).to(tl.float32)[:, None]
+    return product
+
+
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_packed_up_kernel(
     x, words, scales, state, bias, rank, factor, h, a, token, tiles, num_row_tiles,
@@ -101,38 +204,27 @@ def gemm_packed_up_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
     COLUMNS: tl.constexpr = HEIGHT // 2
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0) // column_tiles
-    expert = tl.load(tiles + tile * 3)
+    row_tile, tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    expert = tl.load(tiles + row_tile * 3)
     if expert < 0:
         return
-    end = tl.load(tiles + tile * 3 + 2)
-    # Eight gates, then their eight ups, and so on: on tensor cores a thread has both of a pair.
-    place = tl.arange(0, HEIGHT)
-    pair = tl.minimum(tl.program_id(0) % column_tiles * COLUMNS + place // 16 * 8 + place % 8, I - 1)
-    is_up = place // 8 % 2
-    weight_row = 2 * pair + is_up if INTERLEAVED else pair + is_up * I
-    column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-    for first in range(tl.load(tiles + tile * 3 + 1), end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        read_row = tl.minimum(row, end - 1)  # past the end the last row again
-        source = tl.load(token + read_row).to(tl.int64)
-        product = _packed_product(
-            x + source * H, words, scales, state, expert, weight_row,
-            2 * I, H, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, INTERPRETED,
+    table = table_of_pairs(FORMAT, INTERPRETED)
+    end = tl.load(tiles + row_tile * 3 + 2)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
+        product = _packed_linear(
+            x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
+            2 * I, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
+            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
-        product = _add_extra(
-            product, rank, factor, expert, read_row, weight_row, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J
-        )
-        if bias is not None:
-            bias_row = bias + expert.to(tl.int64) * BIAS_STRIDE_E + weight_row * BIAS_STRIDE_N
-            product += tl.load(bias_row).to(tl.float32)[:, None]
-        product = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, ROWS)), (0, 2, 3, 1))
-        gate, up = tl.split(tl.reshape(product, (COLUMNS, ROWS, 2)))
+        product = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
+        gate, up = tl.split(tl.reshape(product, (COLUMNS, 8, 2)))
+        row = first + tl.arange(0, 8)
         is_stored = (row < end)[None, :] & (column < I)[:, None]
         long_row = row.to(tl.int64)[None, :]
         if h is not None:
@@ -150,30 +242,24 @@ def gemm_packed_down_kernel(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    ROWS: tl.constexpr, HEIGHT: tl.constexpr, DEPTH: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
     column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
-    tile = tl.program_id(0) // column_tiles
-    expert = tl.load(tiles + tile * 3)
+    row_tile, tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    expert = tl.load(tiles + row_tile * 3)
     if expert < 0:
         return
-    end = tl.load(tiles + tile * 3 + 2)
-    column = tl.program_id(0) % column_tiles * HEIGHT + tl.arange(0, HEIGHT)
-    weight_row = tl.minimum(column, N - 1)
-    for first in range(tl.load(tiles + tile * 3 + 1), end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        read_row = tl.minimum(row, end - 1)
-        product = _packed_product(
-            source + read_row.to(tl.int64) * K, words, scales, state, expert, weight_row,
-            N, K, FORMAT, BLOCK, ROWS, HEIGHT, DEPTH, INTERPRETED,
+    table = table_of_pairs(FORMAT, INTERPRETED)
+    end = tl.load(tiles + row_tile * 3 + 2)
+    column = tile * HEIGHT + tl.arange(0, HEIGHT)
+    for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
+        product = _packed_linear(
+            source, None, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
+            N, K, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
+            None, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
-        product = _add_extra(
-            product, rank, factor, expert, read_row, weight_row, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J
-        )
-        if bias is not None:
-            bias_row = bias + expert.to(tl.int64) * BIAS_STRIDE_E + weight_row * BIAS_STRIDE_N
-            product += tl.load(bias_row).to(tl.float32)[:, None]
+        row = first + tl.arange(0, 8)
         out_pointers = out + row.to(tl.int64)[None, :] * N + column[:, None]
         is_stored = (row < end)[None, :] & (column < N)[:, None]
         tl.store(out_pointers, product.to(out.dtype.element_ty), mask=is_stored)
@@ -190,9 +276,10 @@ class _PackedPlan:
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = rows_at_once, blocks.columns, blocks.depth, is_interpreted(tensor.device)
-        # a scale's product and sum round separately
-        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": False}
+        self.tile = blocks.columns, blocks.warps, is_interpreted(tensor.device)
+        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        if blocks.depth:
+            self.options["maxnreg"] = blocks.depth
 
 
 def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
