@@ -44,10 +44,7 @@ def _scales_of_group(
     block = start // BLOCK + tl.arange(0, 4)[None, :]
     row_block = weight_row[:, None] * (K // BLOCK)
     code_pointers = scales + expert.to(tl.int64) * (N * (K // BLOCK)) + row_block + block
-    if K % (4 * BLOCK) == 0:
-        code = tl.load(code_pointers)
-    else:
-        code = tl.load(code_pointers, mask=block < K // BLOCK, other=0)
+    code = tl.load(code_pointers) if K % (4 * BLOCK) == 0 else tl.load(code_pointers, mask=block < K // BLOCK, other=0)
     if FORMAT == "nf4":
         of_scale = expert * (N * (K // BLOCK)) + row_block + tl.minimum(block, K // BLOCK - 1)
         of_scale = gathered(state + _SCALE_SCALES, of_scale // _SCALES_PER_SCALE, INTERPRETED)
@@ -108,12 +105,7 @@ def _packed_product(
         scale = _by_warp(scale)
         for block in tl.static_range(4):
             at = start + block * BLOCK
-            if K % (4 * BLOCK) == 0 or block == 0:
-                product = _add_block(
-                    product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block,
-                    N, K, FORMAT, BLOCK, INTERPRETED,
-                )  # fmt: skip
-            elif at < K:
+            if K % (4 * BLOCK) == 0 or block == 0 or at < K:
                 product = _add_block(
                     product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block,
                     N, K, FORMAT, BLOCK, INTERPRETED,

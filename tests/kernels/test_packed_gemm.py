@@ -5,7 +5,6 @@ Tolerances: fp32 sums in another order as in test_triton.py; in bf16 on a GPU, o
 """
 
 import re
-import struct
 
 import pytest
 import torch
@@ -109,96 +108,91 @@ def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device
         expanded.clear()
 
 
-def bf16_of(bits):
-    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-
-
-def bf16_bits(value):
-    return torch.tensor(value, dtype=torch.float64).to(torch.bfloat16).view(torch.uint16).item()
-
-
-def run_ptx(text, inputs):
-    """What the instructions leave in $0, $1, ...: 16-bit ints where they are unpacked into, else 32-bit ones."""
-    registers = dict(inputs)
+def run_ptx(text, inputs, shared, thread=0, threads=32):
+    """The registers after the instructions of one thread; `shared` is the memory of all, by address."""
+    registers = {"%tid.x": thread, "%laneid": thread % 32, "%ntid.x": threads, "pairs": 1024} | inputs
 
     def value(name):
-        return registers[name] if name in registers else int(name, 16) if name.startswith("0x") else int(name)
-
-    def single(bits):
-        return struct.unpack("<f", struct.pack("<I", bits))[0]
+        return registers[name] if name in registers else int(name, 0)
 
     def permuted(a, b, selector):
+        assert not selector & 0x8888, "this would copy signs"
         sources = (b << 32 | a).to_bytes(8, "little")
         return sum(sources[selector >> 4 * i & 7] << 8 * i for i in range(4))
 
-    def rounded(exact):  # to fp32, of a product that fp64 holds
-        return struct.unpack("<I", struct.pack("<f", exact))[0]
+    def load(address):
+        return shared[value(address.strip("[]"))]
 
-    for line in filter(None, (line.strip() for line in re.sub(r"[{}]?([^;{}]*;)[{}]?", r"\1\n", text).split("\n"))):
-        if line.startswith(".reg"):
+    operations = {
+        "shr.b32": lambda a, d: value(a) >> value(d),
+        "and.b32": lambda a, b: value(a) & value(b),
+        "or.b32": lambda a, b: value(a) | value(b),
+        "add.u32": lambda a, b: value(a) + value(b),
+        "mad.lo.u32": lambda a, b, c: value(a) * value(b) + value(c),
+        "setp.lt.u32": lambda a, b: value(a) < value(b),
+        "prmt.b32": lambda a, b, s: permuted(value(a), value(b), value(s)),
+        "mov.b32": value,
+        "mov.u32": value,
+        "ld.shared.b32": load,
+    }
+    lines = [line.strip() for line in re.findall(r"[^;:{}]*(?:\{[^}]*\})?[;:]", text.strip()[1:-1])]
+    at = 0
+    while at < len(lines):
+        operation, *rest = lines[at].rstrip(";").split(None, 1)
+        at += 1
+        if operation.endswith(":") or operation in (".reg", ".shared", "bar.sync"):
             continue
-        operation, rest = line.rstrip(";").split(None, 1)
-        target, *operands = (operand.strip() for operand in rest.split(","))
-        registers[target] = {
-            "shl.b32": lambda a, d: value(a) << value(d) & 0xFFFFFFFF,
-            "shr.b32": lambda a, d: value(a) >> value(d),
-            "and.b32": lambda a, b: value(a) & value(b),
-            "or.b32": lambda a, b: value(a) | value(b),
-            "lop3.b32": lambda a, b, c, table: value(a) & value(b) | value(c) if value(table) == 0xEA else None,
-            "prmt.b32": lambda a, b, s: permuted(value(a), value(b), value(s)),
-            "mul.rn.f32": lambda a, b: rounded(single(value(a)) * single(int(b[2:], 16))),
-            "cvt.rn.bf16x2.f32": lambda a, b: bf16_bits(single(value(a))) << 16 | bf16_bits(single(value(b))),
-            "fma.rn.bf16x2": lambda a, b, c: sum(
-                bf16_bits(bf16_of(value(a) >> s & 0xFFFF) * bf16_of(value(b) >> s & 0xFFFF)) << s for s in (0, 16)
-            ),
-            "mov.b32": lambda a: value(a),
-        }[operation](*operands)
+        operands = [operand.strip() for operand in rest[0].split(",")]
+        if operation == "st.shared.v4.b32":
+            first = value(operands[0].strip("[]"))
+            assert first % 16 == 0
+            shared.update({first + 4 * i: value(operand.strip("{} ")) for i, operand in enumerate(operands[1:])})
+        elif operation == "@more":
+            at = lines.index(f"{rest[0].split()[1]}:") if registers["more"] else at
+        else:
+            registers[operands[0]] = operations[operation](*operands[1:])
     return registers
 
 
-def unpacked_by(text):
-    """(target of the low half, of the high half, register) of every unpacking move."""
-    return re.findall(r"mov\.b32 \{\$(\d), \$(\d)\}, (\w+);", text)
-
-
-def values_of_word(text, inputs):
-    """$0 .. $7 of instructions that unpack them from pairs."""
-    found = {}
-    body = text.strip()[1:-1]
-    for low, high, register in unpacked_by(body):
-        before, _, body = body.partition(f"mov.b32 {{${low}, ${high}}}, {register};")
-        inputs = run_ptx(before, inputs)
-        found |= {int(low): inputs[register] & 0xFFFF, int(high): inputs[register] >> 16}
-    return [found[i] for i in range(8)]
-
-
-def expected_bits(name, word, scale, state=None):
-    codes = torch.tensor([word.to_bytes(4, "little")[i] for i in range(4)] + [0] * 28, dtype=torch.uint8)
+@pytest.mark.parametrize("name, text", [("nf4", packed_tile.NF4_TABLE), ("mxfp4", packed_tile.MXFP4_TABLE)])
+def test_the_instructions_find_the_values_of_every_byte_in_the_lanes_own_bank(name, text):
+    shared = {}
+    tables = [run_ptx(text.value, {}, shared, thread, threads=64)["$0"] for thread in range(64)]
+    codes = torch.arange(256, dtype=torch.uint8)
     if name == "nf4":
-        packed = Quantized(codes.view(1, 1, 32), torch.zeros(1, 1, 1, dtype=torch.uint8), state)
+        codes = torch.stack([codes >> 4, codes & 15], -1).long()
+        expected = torch.tensor(quantized.NF4_VALUES)[codes] / packed_tile.NF4_FACTOR
     else:
-        packed = Quantized(codes[:16].view(1, 1, 1, 16), torch.tensor([[[scale]]], dtype=torch.uint8), None)
-    values = quantized.dequantize(packed, name, torch.bfloat16).view(torch.uint16).flatten()[:8].tolist()
-    return values if name == "nf4" else [values[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+        codes = torch.stack([codes & 15, codes >> 4], -1).long()
+        expected = 2 * torch.tensor([*quantized.E2M1_VALUES, *(-value for value in quantized.E2M1_VALUES)])[codes]
+    expected = expected.to(torch.bfloat16).view(torch.uint16).long()
+    for lane in (0, 1, 31, 63):
+        assert (tables[lane] - 1024) % 128 == 4 * (lane % 32)
+        for first in range(0, 256, 4):
+            word = sum((first + i) << 8 * i for i in range(4))
+            found = run_ptx(packed_tile.VALUES_OF_WORD.value, {"$4": word, "$5": tables[lane]}, shared)
+            pairs = [[found[f"${i}"] & 0xFFFF, found[f"${i}"] >> 16] for i in range(4)]
+            assert pairs == expected[first : first + 4].tolist()
 
 
-WORDS = (0x76543210, 0xFEDCBA98, 0x8091A2B3, 0x0F1E2D3C)  # every code, as an even and as an odd value
+def test_values_of_nf4_beside_their_factor_err_half_as_much_as_in_bf16():
+    exact = torch.tensor(quantized.NF4_VALUES, dtype=torch.float64)
+    factor = packed_tile.NF4_FACTOR
+    found = (exact / factor).to(torch.bfloat16).double() * factor
+    assert ((found - exact).abs() <= 2**-9 * exact.abs()).all()
+    values = torch.linspace(0.08, 1, 10**5, dtype=torch.float64)
+    rounding = (values.to(torch.bfloat16).double() / values - 1).square().mean().sqrt()
+    assert (found - exact).norm() < rounding * exact.norm() / 2
 
 
-@pytest.mark.parametrize("scale", [0, 1, 2, 120, 127, 128, 250, 254, 255])
-def test_the_instructions_of_mxfp4_give_the_codecs_values(scale):
-    half = (scale - 1) << 7 if scale > 1 else (scale + 1) << 5
-    for word in WORDS:
-        found = values_of_word(packed_tile.MXFP4_OF_WORD.value, {"$8": word, "$9": half | half << 16})
-        assert found == expected_bits("mxfp4", word, scale)
-
-
-def test_the_instructions_of_nf4_give_the_codecs_values():
-    for absmax in [*torch.randn(5).abs().tolist(), 0.0, 1e-38, -0.25]:
-        state = quantize(torch.zeros(1, 1, 64), "nf4").state
-        state[quantized.SCALE_OFFSET], state[quantized.SCALE_SCALES] = absmax, 0.0
-        bits = state[quantized.SCALE_OFFSET].view(torch.int32).item() & 0xFFFFFFFF
-        table = run_ptx(packed_tile.NF4_TABLE.value.strip()[1:-1], {"$8": bits})
-        for word in WORDS:
-            inputs = {"$8": word} | {f"${i + 9}": table[f"${i}"] for i in range(8)}
-            assert values_of_word(packed_tile.NF4_OF_WORD.value, inputs) == expected_bits("nf4", word, None, state)
+def test_every_scale_of_mxfp4_is_read(device):
+    """Also those that neither bf16 nor fp32 have as normal numbers."""
+    scales = torch.tensor([0, 1, 2, 64, 126, 127, 200, 250, 254, 255])
+    packed = quantize(torch.randn(1, len(scales), 32, device=device), "mxfp4")
+    packed.scales.copy_(scales.view(packed.scales.shape))
+    packed.codes.fill_(0x11)  # 0.5
+    rows = kernels.dispatch(torch.tensor([[0], [0]], device=device), None, 2, 1, False)
+    x = torch.tensor([1.0, 2.0**-9], device=device).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    found = kernels.down(x.view(2, 1).expand(2, 32).contiguous(), PackedOperand(*packed, "mxfp4"), None, rows)
+    expected = 16 * 2.0 ** (scales - 127).double()
+    assert found[0, :-2].tolist() == expected[:-2].tolist() and found[1, 4:].tolist() == (expected[4:] / 512).tolist()
