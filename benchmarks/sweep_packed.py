@@ -30,19 +30,16 @@ from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks
 
 CANDIDATES = [
-    Blocks(128, 0, 4, 1),
-    Blocks(128, 128, 4, 1),
-    Blocks(128, 80, 4, 1),
-    Blocks(64, 0, 4, 1),
-    Blocks(64, 80, 4, 1),
-    Blocks(64, 64, 4, 1),
-    Blocks(256, 128, 8, 1),
-    Blocks(256, 80, 8, 1),
-    Blocks(128, 80, 8, 1),
-    Blocks(128, 64, 8, 1),
-    Blocks(64, 0, 2, 1),
-    Blocks(32, 0, 2, 1),
-]
+    *(
+        Blocks(height, registers, warps, stages)
+        for height, registers, warps in (
+            (128, 0, 4), (128, 128, 4), (64, 0, 4), (64, 80, 4), (256, 128, 8), (128, 80, 8), (64, 0, 2)
+        )
+        for stages in (1, 2)
+    ),
+    Blocks(128, 96, 4, 1),
+    Blocks(32, 0, 2, 2),
+]  # fmt: skip
 LAYERS, SHARES = 8, 15
 
 

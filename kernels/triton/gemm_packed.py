@@ -55,10 +55,10 @@ def _scales_of_group(
 
 
 @triton.jit
-def _words_of_group(words, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _words_of_group(words, weight_row, expert, at, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """int32 [rows, BLOCK / 8], those of a block."""
     row_words = words + expert.to(tl.int64) * (N * (K // 8)) + weight_row[:, None] * (K // 8)
-    return tl.load(row_words + tl.arange(0, BLOCK // 8)[None, :] + start // 8)
+    return tl.load(row_words + tl.arange(0, BLOCK // 8)[None, :] + at // 8)
 
 
 @triton.jit
@@ -71,9 +71,57 @@ def _by_warp(groups):
 
 
 @triton.jit
+def _words_of_block(
+    words, row0, row1, row2, row3, expert, at, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """int32 [WARPS, 8 GROUPS, BLOCK / 8]."""
+    word = tl.join(
+        _words_of_group(words, row0, expert, at, N, K, BLOCK), _words_of_group(words, row1, expert, at, N, K, BLOCK)
+    )
+    if GROUPS == 4:
+        more = tl.join(
+            _words_of_group(words, row2, expert, at, N, K, BLOCK), _words_of_group(words, row3, expert, at, N, K, BLOCK)
+        )
+        word = tl.reshape(tl.permute(tl.join(word, more), (0, 1, 3, 2)), (word.shape[0], BLOCK // 8, GROUPS))
+    return _by_warp(word)
+
+
+@triton.jit
+def _four_blocks(
+    words, scales, state, row0, row1, row2, row3, expert, start, N: tl.constexpr, K: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The scales [WARPS, 8 GROUPS, 4] of four blocks from `start` on, and their words; past the end the last block's."""
+    scale = tl.join(
+        _scales_of_group(scales, state, row0, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+        _scales_of_group(scales, state, row1, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+    )
+    if GROUPS == 4:
+        more = tl.join(
+            _scales_of_group(scales, state, row2, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+            _scales_of_group(scales, state, row3, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+        )
+        scale = tl.reshape(tl.permute(tl.join(scale, more), (0, 1, 3, 2)), (scale.shape[0], 4, GROUPS))
+    LAST: tl.constexpr = K - BLOCK if K % (4 * BLOCK) else K
+    word0 = _words_of_block(words, row0, row1, row2, row3, expert, start, N, K, BLOCK, GROUPS)
+    word1 = _words_of_block(
+        words, row0, row1, row2, row3, expert, tl.minimum(start + BLOCK, LAST), N, K, BLOCK, GROUPS
+    )
+    word2 = _words_of_block(
+        words, row0, row1, row2, row3, expert, tl.minimum(start + 2 * BLOCK, LAST), N, K, BLOCK, GROUPS
+    )
+    word3 = _words_of_block(
+        words, row0, row1, row2, row3, expert, tl.minimum(start + 3 * BLOCK, LAST), N, K, BLOCK, GROUPS
+    )
+    return _by_warp(scale), word0, word1, word2, word3
+
+
+@triton.jit
 def _packed_product(
     x_row, words, scales, state, table, expert, tile, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight @ x^T [HEIGHT, 8] in fp32; x_row [8 WARPS] points to the rows of x [8, K], WARPS times.
 
@@ -91,49 +139,48 @@ def _packed_product(
     row2 = _weight_row(place + 16, tile, N, HEIGHT, PAIRS)
     row3 = _weight_row(place + 24, tile, N, HEIGHT, PAIRS)
     product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
-    for start in range(0, K, 4 * BLOCK):
-        scale = tl.join(
-            _scales_of_group(scales, state, row0, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
-            _scales_of_group(scales, state, row1, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+    if AHEAD:
+        scale, word0, word1, word2, word3 = _four_blocks(
+            words, scales, state, row0, row1, row2, row3, expert, 0, N, K, FORMAT, BLOCK, GROUPS, INTERPRETED
         )
-        if GROUPS == 4:
-            more = tl.join(
-                _scales_of_group(scales, state, row2, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
-                _scales_of_group(scales, state, row3, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
+    for start in range(0, K, 4 * BLOCK):
+        if AHEAD:
+            following = tl.minimum(start + 4 * BLOCK, (K - 1) // (4 * BLOCK) * (4 * BLOCK))
+            next_scale, next0, next1, next2, next3 = _four_blocks(
+                words, scales, state, row0, row1, row2, row3, expert, following, N, K, FORMAT, BLOCK, GROUPS, INTERPRETED
             )
-            scale = tl.reshape(tl.permute(tl.join(scale, more), (0, 1, 3, 2)), (WARPS * 8, 4, GROUPS))
-        scale = _by_warp(scale)
-        for block in tl.static_range(4):
-            at = start + block * BLOCK
-            if K % (4 * BLOCK) == 0 or block == 0 or at < K:
-                product = _add_block(
-                    product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block,
-                    N, K, FORMAT, BLOCK, INTERPRETED,
-                )  # fmt: skip
+        else:
+            scale, word0, word1, word2, word3 = _four_blocks(
+                words, scales, state, row0, row1, row2, row3, expert, start, N, K, FORMAT, BLOCK, GROUPS, INTERPRETED
+            )
+        product = _add_block(product, x_pointers + start, word0, scale, 0, table, state, FORMAT, INTERPRETED)
+        at = start + BLOCK
+        if K % (4 * BLOCK) == 0 or at < K:
+            product = _add_block(product, x_pointers + at, word1, scale, 1, table, state, FORMAT, INTERPRETED)
+        at = start + 2 * BLOCK
+        if K % (4 * BLOCK) == 0 or at < K:
+            product = _add_block(product, x_pointers + at, word2, scale, 2, table, state, FORMAT, INTERPRETED)
+        at = start + 3 * BLOCK
+        if K % (4 * BLOCK) == 0 or at < K:
+            product = _add_block(product, x_pointers + at, word3, scale, 3, table, state, FORMAT, INTERPRETED)
+        if AHEAD:
+            scale, word0, word1, word2, word3 = next_scale, next0, next1, next2, next3
     return tl.reshape(product, (HEIGHT, 8))
 
 
 @triton.jit
 def _add_block(
-    product, x_pointers, words, scale, table, state, expert, row0, row1, row2, row3, at, block: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    product, x_pointers, word, scale, block: tl.constexpr, table, state, FORMAT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """product + that of a block of K, which is one of four whose scales are `scale`."""
     WARPS: tl.constexpr = product.shape[0]
     TALL: tl.constexpr = product.shape[1]
-    EACH: tl.constexpr = BLOCK // 32
-    word = tl.join(
-        _words_of_group(words, row0, expert, at, N, K, BLOCK), _words_of_group(words, row1, expert, at, N, K, BLOCK)
-    )
-    if TALL == 32:
-        more = tl.join(
-            _words_of_group(words, row2, expert, at, N, K, BLOCK), _words_of_group(words, row3, expert, at, N, K, BLOCK)
-        )
-        word = tl.reshape(tl.permute(tl.join(word, more), (0, 1, 3, 2)), (WARPS * 8, 4 * EACH, 4))
-    word = tl.reshape(_by_warp(word), (WARPS, TALL, 4, EACH))
+    EACH: tl.constexpr = word.shape[2] // 4
+    word = tl.reshape(word, (WARPS, TALL, 4, EACH))
     part = tl.zeros((WARPS, TALL, 8), tl.float32)
     for which in tl.static_range(EACH):
-        x = tl.reshape(tl.load(x_pointers + (at + 8 * which)), (WARPS, 8, 4, 8))
+        x = tl.reshape(tl.load(x_pointers + 8 * which), (WARPS, 8, 4, 8))
         x = tl.permute(tl.reshape(in_order_of_words(x), (WARPS, 8, 32)), (0, 2, 1))
         one = tl.reshape(word, (WARPS, TALL, 4)) if EACH == 1 else tl.split(word)[which]
         part = tl.dot(unpacked(one, table, state, FORMAT, x.dtype, INTERPRETED), x, part)
@@ -164,7 +211,7 @@ def _packed_linear(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight[e] @ x[token[r]]^T (+ factor[e] @ rank[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
 
@@ -176,7 +223,7 @@ def _packed_linear(
         source = tl.load(token + source)
     product = _packed_product(
         x + source.to(tl.int64) * K, words, scales, state, table, expert, tile,
-        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, INTERPRETED,
+        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, AHEAD, INTERPRETED,
     )  # fmt: skip
     weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
     product = _add_extra(
@@ -196,7 +243,7 @@ def gemm_packed_up_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
     COLUMNS: tl.constexpr = HEIGHT // 2
@@ -212,7 +259,7 @@ def gemm_packed_up_kernel(
         product = _packed_linear(
             x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
             2 * I, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
-            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, INTERPRETED,
+            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, AHEAD, INTERPRETED,
         )  # fmt: skip
         product = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(product, (COLUMNS, 8, 2)))
@@ -234,7 +281,7 @@ def gemm_packed_down_kernel(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
     column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
@@ -249,7 +296,7 @@ def gemm_packed_down_kernel(
         product = _packed_linear(
             source, None, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
             N, K, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
-            None, HEIGHT, WARPS, INTERPRETED,
+            None, HEIGHT, WARPS, AHEAD, INTERPRETED,
         )  # fmt: skip
         row = first + tl.arange(0, 8)
         out_pointers = out + row.to(tl.int64)[None, :] * N + column[:, None]
@@ -268,8 +315,8 @@ class _PackedPlan:
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = blocks.columns, blocks.warps, is_interpreted(tensor.device)
-        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        self.tile = blocks.columns, blocks.warps, blocks.stages > 1, is_interpreted(tensor.device)
+        self.options = {"num_warps": blocks.warps, "num_stages": 1}
         if blocks.depth:
             self.options["maxnreg"] = blocks.depth
 
