@@ -61,10 +61,10 @@ VARIANTS = {
     ),
     "fp32, rank 64": Variant(torch.float32, rank=64),
 }
-PACKED = {  # pairs, hidden, inner; gpt-oss's sizes are no multiples of a step's depth
-    "4 rows per expert": (512, HIDDEN, INNER),
-    "16 rows per expert": (2048, HIDDEN, INNER),
-    "cut steps": (512, 2880, 2880),
+PACKED = {  # hidden, inner, rank of adapters; gpt-oss's sizes are no multiples of a step's depth
+    "packed": (HIDDEN, INNER, 0),
+    "packed, rank 64": (HIDDEN, INNER, 64),
+    "packed, cut steps": (2880, 2880, 0),
 }
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
@@ -160,17 +160,20 @@ def packed_weight(name, num_experts, height, width):
     return [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
 
 
-def packed_products(name, num_pairs, hidden, inner):
-    """(name, call) of up and down reading packed weights of 128 experts."""
-    num_experts = 128
-    rows = unwritten_rows(num_pairs, num_pairs, num_experts)
+def packed_products(name, hidden, inner, rank):
+    """(name, call) of up and down reading packed weights of 128 experts, at 64 tokens."""
+    num_experts, num_pairs = 128, 512
+    rows = unwritten_rows(num_pairs, 64, num_experts)
     x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
-    gate_up, down = (
-        PackedOperand(*packed_weight(name, num_experts, *size), name)
-        for size in ((2 * inner, hidden), (hidden, inner))
-    )
-    yield "up", lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True)
-    yield "down", lambda: kernels.down(a, down, None, rows)
+    sizes = (2 * inner, hidden), (hidden, inner)
+    gate_up, down = (PackedOperand(*packed_weight(name, num_experts, *size), name) for size in sizes)
+    extra = [None, None]
+    if rank:
+        u = torch.empty(num_pairs, rank, dtype=torch.bfloat16)
+        adapters = ((torch.empty(num_experts, rank, k), torch.empty(num_experts, n, rank)) for n, k in sizes)
+        extra = [pack(*adapter, 1.0, u.view(1, num_pairs, rank)).extra_forward(u) for adapter in adapters]
+    yield "up", lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True, extra[0])
+    yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 
 
 def unwritten_rows(num_pairs, num_tokens, num_experts):
