@@ -50,7 +50,7 @@ class PackedLayer:
             }
 
     def step(self, backend, dense=False, dtype=torch.bfloat16):
-        weights = [weight.dequantize().to(dtype) for weight in self.packed] if dense else self.packed
+        weights = [weight.dequantize(dtype) for weight in self.packed] if dense else self.packed
         x, routed, *biases = (self.tensors[n] for n in ("x", "weight", "gate_up_bias", "down_bias"))
         gate_up_bias, down_bias = (bias.to(dtype) for bias in biases)
         out = moe_experts(
