@@ -63,58 +63,41 @@ def _words_of_group(words, weight_row, expert, at, N: tl.constexpr, K: tl.conste
 
 @triton.jit
 def _by_warp(groups):
-    """[8 WARPS, A, GROUPS] as [WARPS, 8 GROUPS, A]: a warp's rows are those of all groups."""
-    WARPS: tl.constexpr = groups.shape[0] // 8
-    A: tl.constexpr = groups.shape[1]
-    GROUPS: tl.constexpr = groups.shape[2]
-    return tl.reshape(tl.permute(tl.reshape(groups, (WARPS, 8, A, GROUPS)), (0, 3, 1, 2)), (WARPS, GROUPS * 8, A))
+    """Two or four tensors [8 WARPS, A] as one [WARPS, 8 GROUPS, A]: a warp's rows are those of all groups."""
+    WARPS: tl.constexpr = groups[0].shape[0] // 8
+    A: tl.constexpr = groups[0].shape[1]
+    if len(groups) == 2:
+        joined = tl.permute(tl.reshape(tl.join(groups[0], groups[1]), (WARPS, 8, A, 2)), (0, 3, 1, 2))
+        return tl.reshape(joined, (WARPS, 16, A))
+    else:
+        joined = tl.join(tl.join(groups[0], groups[2]), tl.join(groups[1], groups[3]))
+        return tl.reshape(tl.permute(tl.reshape(joined, (WARPS, 8, A, 4)), (0, 3, 1, 2)), (WARPS, 32, A))
 
 
 @triton.jit
-def _words_of_block(
-    words, row0, row1, row2, row3, expert, at, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-):  # fmt: skip
+def _words_of_block(words, weight_rows, expert, at, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     """int32 [WARPS, 8 GROUPS, BLOCK / 8]."""
-    word = tl.join(
-        _words_of_group(words, row0, expert, at, N, K, BLOCK), _words_of_group(words, row1, expert, at, N, K, BLOCK)
-    )
-    if GROUPS == 4:
-        more = tl.join(
-            _words_of_group(words, row2, expert, at, N, K, BLOCK), _words_of_group(words, row3, expert, at, N, K, BLOCK)
-        )
-        word = tl.reshape(tl.permute(tl.join(word, more), (0, 1, 3, 2)), (word.shape[0], BLOCK // 8, GROUPS))
-    return _by_warp(word)
+    groups = ()
+    for group in tl.static_range(len(weight_rows)):
+        groups += (_words_of_group(words, weight_rows[group], expert, at, N, K, BLOCK),)
+    return _by_warp(groups)
 
 
 @triton.jit
 def _four_blocks(
-    words, scales, state, row0, row1, row2, row3, expert, start, N: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    words, scales, state, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The scales [WARPS, 8 GROUPS, 4] of four blocks from `start` on, and their words; past the end the last block's."""
-    scale = tl.join(
-        _scales_of_group(scales, state, row0, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
-        _scales_of_group(scales, state, row1, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
-    )
-    if GROUPS == 4:
-        more = tl.join(
-            _scales_of_group(scales, state, row2, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
-            _scales_of_group(scales, state, row3, expert, start, N, K, FORMAT, BLOCK, INTERPRETED),
-        )
-        scale = tl.reshape(tl.permute(tl.join(scale, more), (0, 1, 3, 2)), (scale.shape[0], 4, GROUPS))
-    LAST: tl.constexpr = K - BLOCK if K % (4 * BLOCK) else K
-    word0 = _words_of_block(words, row0, row1, row2, row3, expert, start, N, K, BLOCK, GROUPS)
-    word1 = _words_of_block(
-        words, row0, row1, row2, row3, expert, tl.minimum(start + BLOCK, LAST), N, K, BLOCK, GROUPS
-    )
-    word2 = _words_of_block(
-        words, row0, row1, row2, row3, expert, tl.minimum(start + 2 * BLOCK, LAST), N, K, BLOCK, GROUPS
-    )
-    word3 = _words_of_block(
-        words, row0, row1, row2, row3, expert, tl.minimum(start + 3 * BLOCK, LAST), N, K, BLOCK, GROUPS
-    )
-    return _by_warp(scale), word0, word1, word2, word3
+    groups = ()
+    for group in tl.static_range(len(weight_rows)):
+        groups += (_scales_of_group(scales, state, weight_rows[group], expert, start, N, K, FORMAT, BLOCK, INTERPRETED),)
+    four = ()
+    for block in tl.static_range(4):
+        at = start + block * BLOCK
+        at = at if K % (4 * BLOCK) == 0 else tl.minimum(at, K - BLOCK)
+        four += (_words_of_block(words, weight_rows, expert, at, N, K, BLOCK),)
+    return _by_warp(groups), four
 
 
 @triton.jit
@@ -134,37 +117,28 @@ def _packed_product(
     place = slot // 8 * (GROUPS * 8) + slot % 8
     column = tl.arange(0, 32)
     x_pointers = x_row[:, None] + (column // 8 * (8 * EACH) + column % 8)[None, :]
-    row0 = _weight_row(place, tile, N, HEIGHT, PAIRS)
-    row1 = _weight_row(place + 8, tile, N, HEIGHT, PAIRS)
-    row2 = _weight_row(place + 16, tile, N, HEIGHT, PAIRS)
-    row3 = _weight_row(place + 24, tile, N, HEIGHT, PAIRS)
+    weight_rows = ()
+    for group in tl.static_range(GROUPS):
+        weight_rows += (_weight_row(place + 8 * group, tile, N, HEIGHT, PAIRS),)
     product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
     if AHEAD:
-        scale, word0, word1, word2, word3 = _four_blocks(
-            words, scales, state, row0, row1, row2, row3, expert, 0, N, K, FORMAT, BLOCK, GROUPS, INTERPRETED
-        )
+        scale, four = _four_blocks(words, scales, state, weight_rows, expert, 0, N, K, FORMAT, BLOCK, INTERPRETED)
     for start in range(0, K, 4 * BLOCK):
         if AHEAD:
             following = tl.minimum(start + 4 * BLOCK, (K - 1) // (4 * BLOCK) * (4 * BLOCK))
-            next_scale, next0, next1, next2, next3 = _four_blocks(
-                words, scales, state, row0, row1, row2, row3, expert, following, N, K, FORMAT, BLOCK, GROUPS, INTERPRETED
+            next_scale, next_four = _four_blocks(
+                words, scales, state, weight_rows, expert, following, N, K, FORMAT, BLOCK, INTERPRETED
             )
         else:
-            scale, word0, word1, word2, word3 = _four_blocks(
-                words, scales, state, row0, row1, row2, row3, expert, start, N, K, FORMAT, BLOCK, GROUPS, INTERPRETED
+            scale, four = _four_blocks(
+                words, scales, state, weight_rows, expert, start, N, K, FORMAT, BLOCK, INTERPRETED
             )
-        product = _add_block(product, x_pointers + start, word0, scale, 0, table, state, FORMAT, INTERPRETED)
-        at = start + BLOCK
-        if K % (4 * BLOCK) == 0 or at < K:
-            product = _add_block(product, x_pointers + at, word1, scale, 1, table, state, FORMAT, INTERPRETED)
-        at = start + 2 * BLOCK
-        if K % (4 * BLOCK) == 0 or at < K:
-            product = _add_block(product, x_pointers + at, word2, scale, 2, table, state, FORMAT, INTERPRETED)
-        at = start + 3 * BLOCK
-        if K % (4 * BLOCK) == 0 or at < K:
-            product = _add_block(product, x_pointers + at, word3, scale, 3, table, state, FORMAT, INTERPRETED)
+        for block in tl.static_range(4):
+            at = start + block * BLOCK
+            if K % (4 * BLOCK) == 0 or block == 0 or at < K:
+                product = _add_block(product, x_pointers + at, four[block], scale, block, table, state, FORMAT, INTERPRETED)
         if AHEAD:
-            scale, word0, word1, word2, word3 = next_scale, next0, next1, next2, next3
+            scale, four = next_scale, next_four
     return tl.reshape(product, (HEIGHT, 8))
 
 
