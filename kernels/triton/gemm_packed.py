@@ -17,7 +17,7 @@ from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
-from .packed_tile import NF4_FACTOR, from_lane, gathered, half_scale, in_order_of_words, table_of_pairs, unpacked
+from .packed_tile import NF4_FACTOR, gathered, half_scale, in_order_of_words, table_of_pairs, unpacked
 
 _SCALE_OFFSET, _SCALE_SCALES = tl.constexpr(SCALE_OFFSET), tl.constexpr(SCALE_SCALES.start)
 _SCALES_PER_SCALE, _NF4_FACTOR = tl.constexpr(SCALES_PER_SCALE), tl.constexpr(NF4_FACTOR)
@@ -158,7 +158,8 @@ def _add_block(
         x = tl.permute(tl.reshape(in_order_of_words(x), (WARPS, 8, 32)), (0, 2, 1))
         one = tl.reshape(word, (WARPS, TALL, 4)) if EACH == 1 else tl.split(word)[which]
         part = tl.dot(unpacked(one, table, state, FORMAT, x.dtype, INTERPRETED), x, part)
-    return product + tl.reshape(part, (WARPS, TALL, 4, 2)) * from_lane(scale, block, INTERPRETED)[:, :, :, None]
+    scale = tl.gather(scale, tl.full(scale.shape, block, tl.int32), 2)  # among four lanes
+    return product + tl.reshape(part, (WARPS, TALL, 4, 2)) * scale[:, :, :, None]
 
 
 @triton.jit

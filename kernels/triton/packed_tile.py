@@ -103,8 +103,6 @@ def _values_of_word() -> str:
 NF4_TABLE, MXFP4_TABLE = tl.constexpr(_table("nf4")), tl.constexpr(_table("mxfp4"))
 VALUES_OF_WORD = tl.constexpr(_values_of_word())
 _VALUES_AND_WORD = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
-# within four lanes
-_FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1C1F, 0xFFFFFFFF;")
 
 
 @triton.jit
@@ -130,15 +128,6 @@ def gathered(pointer, index, INTERPRETED: tl.constexpr):
         return tl.load(pointer + index)
     address = (pointer + index).to(tl.int64)
     return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def from_lane(values, lane: tl.constexpr, INTERPRETED: tl.constexpr):
-    """values [..., 4] whose last index is that within four lanes: everywhere those of one of them."""
-    if INTERPRETED:
-        chosen = tl.where((tl.arange(0, 4) == lane)[None, None, :], values, 0.0)
-        return tl.broadcast_to(tl.sum(chosen, axis=2)[:, :, None], values.shape)
-    return tl.inline_asm_elementwise(_FROM_LANE, "=f,f,r", [values, lane], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
