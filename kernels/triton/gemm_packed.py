@@ -17,7 +17,7 @@ from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
-from .packed_tile import NF4_FACTOR, gathered, half_scale, in_order_of_words, table_of_pairs, unpacked
+from .packed_tile import NF4_FACTOR, gathered, half_scale, mxfp4_values, nf4_table, nf4_values, scale_of_code
 
 _SCALE_OFFSET, _SCALE_SCALES = tl.constexpr(SCALE_OFFSET), tl.constexpr(SCALE_SCALES.start)
 _SCALES_PER_SCALE, _NF4_FACTOR = tl.constexpr(SCALES_PER_SCALE), tl.constexpr(NF4_FACTOR)
@@ -36,32 +36,6 @@ def _weight_row(place, tile, N: tl.constexpr, HEIGHT: tl.constexpr, PAIRS: tl.co
 
 
 @triton.jit
-def _scales_of_group(
-    scales, state, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """fp32 [rows, 4]: what the sums of four blocks from `start` on are multiplied by."""
-    block = start // BLOCK + tl.arange(0, 4)[None, :]
-    row_block = weight_row[:, None] * (K // BLOCK)
-    code_pointers = scales + expert.to(tl.int64) * (N * (K // BLOCK)) + row_block + block
-    code = tl.load(code_pointers) if K % (4 * BLOCK) == 0 else tl.load(code_pointers, mask=block < K // BLOCK, other=0)
-    if FORMAT == "nf4":
-        of_scale = expert * (N * (K // BLOCK)) + row_block + tl.minimum(block, K // BLOCK - 1)
-        of_scale = gathered(state + _SCALE_SCALES, of_scale // _SCALES_PER_SCALE, INTERPRETED)
-        scale = gathered(state, code.to(tl.int32), INTERPRETED) * of_scale + tl.load(state + _SCALE_OFFSET)
-        return scale * _NF4_FACTOR
-    else:
-        return half_scale(code.to(tl.int32))
-
-
-@triton.jit
-def _words_of_group(words, weight_row, expert, at, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 [rows, BLOCK / 8], those of a block."""
-    row_words = words + expert.to(tl.int64) * (N * (K // 8)) + weight_row[:, None] * (K // 8)
-    return tl.load(row_words + tl.arange(0, BLOCK // 8)[None, :] + at // 8)
-
-
-@triton.jit
 def _by_warp(groups):
     """Two or four tensors [8 WARPS, A] as one [WARPS, 8 GROUPS, A]: a warp's rows are those of all groups."""
     WARPS: tl.constexpr = groups[0].shape[0] // 8
@@ -75,91 +49,128 @@ def _by_warp(groups):
 
 
 @triton.jit
-def _words_of_block(words, weight_rows, expert, at, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 [WARPS, 8 GROUPS, BLOCK / 8]."""
+def _scale_codes(scales, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """uint8 [rows, 4], those of four blocks from `start` on; 0 past the end."""
+    block = start // BLOCK + tl.arange(0, 4)[None, :]
+    pointers = scales + expert.to(tl.int64) * (N * (K // BLOCK)) + weight_row[:, None] * (K // BLOCK) + block
+    return tl.load(pointers) if K % (4 * BLOCK) == 0 else tl.load(pointers, mask=block < K // BLOCK, other=0)
+
+
+@triton.jit
+def _words(
+    words, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """int32 [WARPS, 8 GROUPS, COUNT] from `start` on; 0 past the end."""
+    place = start // 8 + tl.arange(0, COUNT)[None, :]
     groups = ()
     for group in tl.static_range(len(weight_rows)):
-        groups += (_words_of_group(words, weight_rows[group], expert, at, N, K, BLOCK),)
+        pointers = words + expert.to(tl.int64) * (N * (K // 8)) + weight_rows[group][:, None] * (K // 8) + place
+        groups += (tl.load(pointers) if K % (4 * BLOCK) == 0 else tl.load(pointers, mask=place < K // 8, other=0),)
     return _by_warp(groups)
 
 
 @triton.jit
-def _four_blocks(
-    words, scales, state, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+def _x(pointers, start, each: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    """x [WARPS, 8, 4, 8] from `start` on, of which a lane has 8 of every `each`; 0 past the end."""
+    column = tl.arange(0, 32)
+    column = (start + column // 8 * each + column % 8)[None, :]
+    x = tl.load(pointers + column) if K % (4 * BLOCK) == 0 else tl.load(pointers + column, mask=column < K, other=0.0)
+    return tl.reshape(x, (pointers.shape[0] // 8, 8, 4, 8))
+
+
+@triton.jit
+def _add_nf4(
+    product, x, words, scales, state, table, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The scales [WARPS, 8 GROUPS, 4] of four blocks from `start` on, and their words; past the end the last block's."""
+    """product + that of four blocks from `start` on: a lane has a fourth of each block, and the scale of one."""
+    WARPS: tl.constexpr = product.shape[0]
+    TALL: tl.constexpr = product.shape[1]
+    offset = tl.load(state + _SCALE_OFFSET)
     groups = ()
     for group in tl.static_range(len(weight_rows)):
-        groups += (_scales_of_group(scales, state, weight_rows[group], expert, start, N, K, FORMAT, BLOCK, INTERPRETED),)
-    four = ()
+        code = _scale_codes(scales, weight_rows[group], expert, start, N, K, 64)
+        block = tl.minimum(start // 64 + tl.arange(0, 4), K // 64 - 1)[None, :]
+        of_scale = (expert * (N * (K // 64)) + weight_rows[group][:, None] * (K // 64) + block) // _SCALES_PER_SCALE
+        of_scale = gathered(state + _SCALE_SCALES, of_scale, INTERPRETED)
+        groups += ((scale_of_code(code, table, state, INTERPRETED) * of_scale + offset) * _NF4_FACTOR,)
+    scale = _by_warp(groups)
     for block in tl.static_range(4):
-        at = start + block * BLOCK
-        at = at if K % (4 * BLOCK) == 0 else tl.minimum(at, K - BLOCK)
-        four += (_words_of_block(words, weight_rows, expert, at, N, K, BLOCK),)
-    return _by_warp(groups), four
+        word = _words(words, weight_rows, expert, start + 64 * block, N, K, 64, 8)
+        word = tl.split(tl.reshape(word, (WARPS, TALL, 4, 2)))
+        part = tl.zeros((WARPS, TALL, 8), tl.float32)
+        for which in tl.static_range(2):
+            columns = _x(x, start + 64 * block + 8 * which, 16, K, 64)
+            values = nf4_values(word[which], table, state, columns.dtype, INTERPRETED)
+            part = _add_dot(part, values, columns, 4)
+        # among four lanes
+        of_block = tl.gather(scale, tl.full(scale.shape, block, tl.int32), 2)
+        product += tl.reshape(part, (WARPS, TALL, 4, 2)) * of_block[:, :, :, None]
+    return product
+
+
+@triton.jit
+def _add_mxfp4(
+    product, x, words, scales, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """product + that of four blocks from `start` on, one a lane."""
+    WARPS: tl.constexpr = product.shape[0]
+    TALL: tl.constexpr = product.shape[1]
+    groups = ()
+    for group in tl.static_range(len(weight_rows)):
+        groups += (half_scale(_scale_codes(scales, weight_rows[group], expert, start, N, K, 32).to(tl.int32)),)
+    scale = _by_warp(groups)
+    words = _words(words, weight_rows, expert, start, N, K, 32, 16)
+    even, odd = tl.split(tl.reshape(words, (WARPS, TALL, 4, 2, 2)))
+    first = tl.split(even)
+    second = tl.split(odd)
+    for which in tl.static_range(4):
+        columns = _x(x, start + 8 * which, 32, K, 32)
+        word = first[which // 2] if which % 2 == 0 else second[which // 2]
+        values = mxfp4_values(word, scale, columns.dtype, INTERPRETED)
+        columns = tl.permute(tl.reshape(columns, (WARPS, 8, 4, 2, 4)), (0, 1, 2, 4, 3))
+        product = _add_dot(product, values, tl.reshape(columns, (WARPS, 8, 4, 8)), 8)
+    return product
+
+
+@triton.jit
+def _add_dot(product, values, x, AT_ONCE: tl.constexpr):
+    """product [W, A, 8] + values [W, A, 4, 8] @ x [W, 8, 4, 8]^T, where a lane gives tensor cores AT_ONCE of eight values
+    at a time."""
+    W: tl.constexpr = values.shape[0]
+    A: tl.constexpr = values.shape[1]
+    values = tl.permute(tl.reshape(values, (W, A, 4, 8 // AT_ONCE, AT_ONCE)), (0, 1, 3, 2, 4))
+    x = tl.permute(tl.reshape(x, (W, 8, 4, 8 // AT_ONCE, AT_ONCE)), (0, 1, 3, 2, 4))
+    return tl.dot(tl.reshape(values, (W, A, 32)), tl.permute(tl.reshape(x, (W, 8, 32)), (0, 2, 1)), product)
 
 
 @triton.jit
 def _packed_product(
-    x_row, words, scales, state, table, expert, tile, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    x, words, scales, state, table, expert, tile, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """weight @ x^T [HEIGHT, 8] in fp32; x_row [8 WARPS] points to the rows of x [8, K], WARPS times.
+    """weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
-    A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, four lanes have every
-    eighth row; a lane loads a fourth of each block of BLOCK values that share a scale, and of four blocks one scale.
+    A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, a group of four lanes has
+    every eighth row. BLOCK values share a scale.
     """
     GROUPS: tl.constexpr = HEIGHT // WARPS // 8
-    EACH: tl.constexpr = BLOCK // 32  # words of a block that a lane loads
     slot = tl.arange(0, WARPS * 8)
     place = slot // 8 * (GROUPS * 8) + slot % 8
-    column = tl.arange(0, 32)
-    x_pointers = x_row[:, None] + (column // 8 * (8 * EACH) + column % 8)[None, :]
     weight_rows = ()
     for group in tl.static_range(GROUPS):
         weight_rows += (_weight_row(place + 8 * group, tile, N, HEIGHT, PAIRS),)
-    product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
-    if AHEAD:
-        scale, four = _four_blocks(words, scales, state, weight_rows, expert, 0, N, K, FORMAT, BLOCK, INTERPRETED)
-    for start in range(0, K, 4 * BLOCK):
-        if AHEAD:
-            following = tl.minimum(start + 4 * BLOCK, (K - 1) // (4 * BLOCK) * (4 * BLOCK))
-            next_scale, next_four = _four_blocks(
-                words, scales, state, weight_rows, expert, following, N, K, FORMAT, BLOCK, INTERPRETED
+    if FORMAT == "nf4":
+        product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
+        for start in range(0, K, 4 * BLOCK):
+            product = _add_nf4(
+                product, x, words, scales, state, table, weight_rows, expert, start, N, K, INTERPRETED
             )
-        else:
-            scale, four = _four_blocks(
-                words, scales, state, weight_rows, expert, start, N, K, FORMAT, BLOCK, INTERPRETED
-            )
-        for block in tl.static_range(4):
-            at = start + block * BLOCK
-            if K % (4 * BLOCK) == 0 or block == 0 or at < K:
-                product = _add_block(product, x_pointers + at, four[block], scale, block, table, state, FORMAT, INTERPRETED)
-        if AHEAD:
-            scale, four = next_scale, next_four
+    else:
+        product = tl.zeros((WARPS, GROUPS * 8, 8), tl.float32)
+        for start in range(0, K, 4 * BLOCK):
+            product = _add_mxfp4(product, x, words, scales, weight_rows, expert, start, N, K, INTERPRETED)
     return tl.reshape(product, (HEIGHT, 8))
-
-
-@triton.jit
-def _add_block(
-    product, x_pointers, word, scale, block: tl.constexpr, table, state, FORMAT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """product + that of a block of K, which is one of four whose scales are `scale`."""
-    WARPS: tl.constexpr = product.shape[0]
-    TALL: tl.constexpr = product.shape[1]
-    EACH: tl.constexpr = word.shape[2] // 4
-    word = tl.reshape(word, (WARPS, TALL, 4, EACH))
-    part = tl.zeros((WARPS, TALL, 8), tl.float32)
-    for which in tl.static_range(EACH):
-        x = tl.reshape(tl.load(x_pointers + 8 * which), (WARPS, 8, 4, 8))
-        x = tl.permute(tl.reshape(in_order_of_words(x), (WARPS, 8, 32)), (0, 2, 1))
-        one = tl.reshape(word, (WARPS, TALL, 4)) if EACH == 1 else tl.split(word)[which]
-        part = tl.dot(unpacked(one, table, state, FORMAT, x.dtype, INTERPRETED), x, part)
-    scale = tl.gather(scale, tl.full(scale.shape, block, tl.int32), 2)  # among four lanes
-    return product + tl.reshape(part, (WARPS, TALL, 4, 2)) * scale[:, :, :, None]
 
 
 @triton.jit
@@ -186,7 +197,7 @@ def _packed_linear(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr,
+    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight[e] @ x[token[r]]^T (+ factor[e] @ rank[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
 
@@ -197,8 +208,8 @@ def _packed_linear(
     if token is not None:
         source = tl.load(token + source)
     product = _packed_product(
-        x + source.to(tl.int64) * K, words, scales, state, table, expert, tile,
-        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, AHEAD, INTERPRETED,
+        (x + source.to(tl.int64) * K)[:, None], words, scales, state, table, expert, tile,
+        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, INTERPRETED,
     )  # fmt: skip
     weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
     product = _add_extra(
@@ -218,7 +229,7 @@ def gemm_packed_up_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
     COLUMNS: tl.constexpr = HEIGHT // 2
@@ -227,14 +238,14 @@ def gemm_packed_up_kernel(
     expert = tl.load(tiles + row_tile * 3)
     if expert < 0:
         return
-    table = table_of_pairs(FORMAT, INTERPRETED)
+    table = nf4_table(state, INTERPRETED) if FORMAT == "nf4" else 0
     end = tl.load(tiles + row_tile * 3 + 2)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
         product = _packed_linear(
             x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
             2 * I, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
-            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, AHEAD, INTERPRETED,
+            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
         product = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(product, (COLUMNS, 8, 2)))
@@ -256,7 +267,7 @@ def gemm_packed_down_kernel(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
     column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
@@ -264,14 +275,14 @@ def gemm_packed_down_kernel(
     expert = tl.load(tiles + row_tile * 3)
     if expert < 0:
         return
-    table = table_of_pairs(FORMAT, INTERPRETED)
+    table = nf4_table(state, INTERPRETED) if FORMAT == "nf4" else 0
     end = tl.load(tiles + row_tile * 3 + 2)
     column = tile * HEIGHT + tl.arange(0, HEIGHT)
     for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
         product = _packed_linear(
             source, None, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
             N, K, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
-            None, HEIGHT, WARPS, AHEAD, INTERPRETED,
+            None, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
         row = first + tl.arange(0, 8)
         out_pointers = out + row.to(tl.int64)[None, :] * N + column[:, None]
@@ -290,7 +301,7 @@ class _PackedPlan:
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.columns
-        self.tile = blocks.columns, blocks.warps, blocks.stages > 1, is_interpreted(tensor.device)
+        self.tile = blocks.columns, blocks.warps, is_interpreted(tensor.device)
         self.options = {"num_warps": blocks.warps, "num_stages": 1}
         if blocks.depth:
             self.options["maxnreg"] = blocks.depth

@@ -1,11 +1,14 @@
-"""Tiles of a 4-bit weight in registers: bf16 values from bytes of two codes, for the products that read packed weights.
+"""Tiles of a 4-bit weight in registers: bf16 values from words of eight codes, for the products that read packed weights.
 
-Few instructions a value is everything here: at a few rows an expert a GPU has about six for each. A table in shared memory
-has the two values of every byte, in every bank: each lane reads its own bank, so two values cost one load, and two
-instructions for its address. The scale of a block is a factor of its sum, not of its values.
+Few instructions a value is everything here: at a few rows an expert a GPU has about six for each.
 
-MXFP4's values are exact in bf16. NF4's are rounded beside a common factor, NF4_FACTOR, with which they err by at most
-0.2% and half as much as bf16 does on the average; the scale has the factor too, in fp32.
+MXFP4: sign, exponent and mantissa move to where those of a tiny bf16 are, for two values at a time, and two products with
+powers of two, which are exact, give the value.
+
+NF4: a table in shared memory has the two values of every byte, in every bank. Each lane reads its own bank, so two values
+cost one load, and two instructions for its address. The table is the same for all blocks: a block's scale is a factor of
+its sum, in fp32. Values are rounded to bf16 beside a common factor, NF4_FACTOR, which goes with the scale. With it they err
+by at most 0.2%, and half as much as each value rounded to bf16 after scaling, in the mean square.
 """
 
 from __future__ import annotations
@@ -15,16 +18,12 @@ import struct
 import triton
 import triton.language as tl
 
-from ..quantized import E2M1_VALUES, NF4_VALUES, VALUE_MAP
+from ..quantized import NF4_VALUES, SCALE_MAP, VALUE_MAP
 
-NF4_FACTOR = 1.391785  # of 1 to 2, that with the smallest sum of squared errors of NF4_FACTOR * bf16(value / NF4_FACTOR)
-# Twice MXFP4's values: then half a scale goes with them, which fp32 has for each of its codes.
-_TABLES = {
-    "nf4": [value / NF4_FACTOR for value in NF4_VALUES],
-    "mxfp4": [2 * sign * value for sign in (1, -1) for value in E2M1_VALUES],
-}
-_FIRST_VALUE_LAST = {"nf4": "0x4051", "mxfp4": "0x5140"}  # which half of a byte has the first value
-_VALUE_MAP, _FACTOR = tl.constexpr(VALUE_MAP.start), tl.constexpr(NF4_FACTOR)
+# Of 1 to 2, that with the smallest sum of squared errors of NF4_FACTOR * bf16(value / NF4_FACTOR).
+NF4_FACTOR = 1.391785
+_VALUE_MAP, _SCALE_MAP = tl.constexpr(VALUE_MAP.start), tl.constexpr(SCALE_MAP.start)
+_FACTOR = tl.constexpr(NF4_FACTOR)
 
 
 def _bf16_bits(value: float) -> int:
@@ -32,42 +31,44 @@ def _bf16_bits(value: float) -> int:
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
-def pair_of_byte(name: str) -> str:
+def _pair_of_byte() -> str:
     """PTX that leaves the two values of the byte in register `entry` in register `pair`, the first in its low half."""
-    bits = [_bf16_bits(value) for value in _TABLES[name]]
+    bits = [_bf16_bits(value / NF4_FACTOR) for value in NF4_VALUES]
     lines = [
-        "and.b32 code, entry, 0x77;",  # a code's place in its half of the table
+        "and.b32 code, entry, 0x77;",  # a code's place in its half of the code book
         "shr.b32 upper, entry, 1;",
         "and.b32 upper, upper, 0x44;",
         "or.b32 upper, upper, 0x3210;",  # selects byte i of `second` where code i is 8 or more, else of `first`
     ]
     for plane, shift in (("low", 0), ("high", 8)):
-        parts = [
-            sum((bits[4 * part + i] >> shift & 0xFF) << 8 * i for i in range(4)) for part in range(4)
-        ]
-        for name_of_half, part in (("first", 0), ("second", 2)):
+        parts = [sum((bits[4 * part + i] >> shift & 0xFF) << 8 * i for i in range(4)) for part in range(4)]
+        for half, part in (("first", 0), ("second", 2)):
             lines += [
                 f"mov.b32 left, 0x{parts[part]:08X};",
                 f"mov.b32 right, 0x{parts[part + 1]:08X};",
-                f"prmt.b32 {name_of_half}, left, right, code;",
+                f"prmt.b32 {half}, left, right, code;",
             ]
         lines.append(f"prmt.b32 {plane}, first, second, upper;")
-    lines.append(f"prmt.b32 pair, low, high, {_FIRST_VALUE_LAST[name]};")
-    return "\n".join(lines)
+    return "\n".join([*lines, "prmt.b32 pair, low, high, 0x4051;"])  # a byte's first value is that of its high half
 
 
-def _table(name: str) -> str:
-    """$0: the address in shared memory of the lane's words of the table; $1 is not read."""
+def _nf4_table() -> str:
+    """$0: the address in shared memory of the lane's words of the table; the scales' code book at $1 goes behind it."""
     lines = [
         ".reg .b32 entry, code, upper, left, right, first, second, low, high, pair, lane, row, place, threads;",
+        ".reg .b64 address;",
         ".reg .pred more;",
-        ".shared .align 128 .b8 pairs[32768];",
+        ".shared .align 128 .b8 pairs[33792];",
         "mov.u32 entry, %tid.x;",
         "mov.u32 threads, %ntid.x;",
         "mov.u32 lane, %laneid;",
         "fill:",
-        pair_of_byte(name),
+        "mad.wide.u32 address, entry, 4, $1;",
+        "ld.global.nc.b32 code, [address];",
         "mov.b32 row, pairs;",
+        "mad.lo.u32 place, entry, 4, row;",
+        "st.shared.b32 [place+32768], code;",
+        _pair_of_byte(),
         "mad.lo.u32 row, entry, 128, row;",
     ]
     for turn in range(8):  # lanes in turn, since their rows begin in the same bank
@@ -88,8 +89,8 @@ def _table(name: str) -> str:
     return "{" + "\n".join(lines) + "}"
 
 
-def _values_of_word() -> str:
-    """$0 .. $7: the values of word $8, by the table at $9."""
+def _nf4_of_word() -> str:
+    """$0 .. $3: the values of word $4, by the table at $5."""
     lines = [".reg .b32 byte, place;"]
     for i in range(4):
         lines += [
@@ -100,25 +101,46 @@ def _values_of_word() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
-NF4_TABLE, MXFP4_TABLE = tl.constexpr(_table("nf4")), tl.constexpr(_table("mxfp4"))
-VALUES_OF_WORD = tl.constexpr(_values_of_word())
-_VALUES_AND_WORD = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
+def _mxfp4_of_word() -> str:
+    """$0 .. $3: the values of the codes 0 and 4, 1 and 5, 2 and 6, 3 and 7 of word $4; $5: half of the scale, twice."""
+    lines = [
+        ".reg .b32 later, pair, most, none;",
+        "mov.b32 most, 0x7F007F00;",  # 2^127
+        "mov.b32 none, 0x80008000;",  # -0
+        "shr.b32 later, $4, 8;",
+    ]
+    for digit in range(4):
+        lines += [
+            f"and.b32 pair, {'$4' if digit < 2 else 'later'}, 0x{0x000F000F << digit % 2 * 4:08X};",
+            # once with the sign in its place, once with the rest
+            f"mul.lo.u32 pair, pair, {(1 << 12 | 1 << 6) >> digit % 2 * 4};",
+            "and.b32 pair, pair, 0x81C081C0;",
+            "fma.rn.bf16x2 pair, pair, most, none;",
+            f"fma.rn.bf16x2 ${digit}, pair, $5, none;",
+        ]
+    return "{" + "\n".join(lines) + "}"
+
+
+NF4_TABLE, NF4_OF_WORD = tl.constexpr(_nf4_table()), tl.constexpr(_nf4_of_word())
+MXFP4_OF_WORD = tl.constexpr(_mxfp4_of_word())
+_FOUR_PAIRS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
 
 @triton.jit
-def table_of_pairs(FORMAT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The table of a program, for `unpacked`. Every thread must come here, once."""
+def nf4_table(state, INTERPRETED: tl.constexpr):
+    """The table of a program. Every thread must come here, once."""
     if INTERPRETED:
         return 0
-    return tl.inline_asm_elementwise(
-        NF4_TABLE if FORMAT == "nf4" else MXFP4_TABLE, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return tl.inline_asm_elementwise(NF4_TABLE, "=r,l", [state.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def half_scale(scale):
-    """2^(scale - 128), which fp32 has for all scales of MXFP4."""
-    return tl.where(scale > 1, (scale - 1) << 23, (scale + 1) << 21).to(tl.float32, bitcast=True)
+def scale_of_code(code, table, state, INTERPRETED: tl.constexpr):
+    """Values of the code book of NF4's scales."""
+    if INTERPRETED:
+        return tl.load(state + _SCALE_MAP + code)
+    place = (table & -128) + 32768 + code.to(tl.int32) * 4
+    return tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -127,36 +149,50 @@ def gathered(pointer, index, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return tl.load(pointer + index)
     address = (pointer + index).to(tl.int64)
-    return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.f32 $0, [$1];", "=f,l", [address], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def in_order_of_words(values):
-    """values [A, B, 4, 8] of four words as [A, B, 2, 4, 4]: the first halves of all, then the second ones, since a lane
-    gives tensor cores four values at a time."""
-    A: tl.constexpr = values.shape[0]
-    B: tl.constexpr = values.shape[1]
-    return tl.permute(tl.reshape(values, (A, B, 4, 2, 4)), (0, 1, 3, 2, 4))
+def half_scale(scale):
+    """bf16 bits, twice, of 2^(scale - 128): never infinite, subnormal for the two smallest scales of MXFP4."""
+    half = tl.where(scale > 1, (scale - 1) << 7, (scale + 1) << 5)
+    return half | half << 16
 
 
 @triton.jit
-def unpacked(word, table, state, FORMAT: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The values [A, B, 32] of words [A, B, 4], in the order of `in_order_of_words`, before they are scaled."""
-    A: tl.constexpr = word.shape[0]
-    B: tl.constexpr = word.shape[1]
+def _values_of_pairs(pairs):
+    """bf16 [A, B, 4, 8] of four tensors [A, B, 4] of pairs, in their order."""
+    joined = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+    values = tl.join((joined & 0xFFFF).to(tl.uint16), (joined >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(values, (pairs[0].shape[0], pairs[0].shape[1], 4, 8))
+
+
+@triton.jit
+def nf4_values(word, table, state, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The values [A, B, 4, 8] of words [A, B, 4], of a code book divided by NF4_FACTOR."""
+    if INTERPRETED:
+        place = 4 * (tl.arange(0, 8) ^ 1)
+        code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
+        return (tl.load(state + _VALUE_MAP + code) / _FACTOR).to(DTYPE)
+    pairs = tl.inline_asm_elementwise(
+        NF4_OF_WORD, _FOUR_PAIRS, [word, table], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+    )
+    return _values_of_pairs(pairs)
+
+
+@triton.jit
+def mxfp4_values(word, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The values [A, B, 4, 8] of words [A, B, 4] with a `half_scale` for each, in the order 0, 4, 1, 5, 2, 6, 3, 7."""
     if INTERPRETED:
         digit = tl.arange(0, 8)
-        place = digit ^ 1 if FORMAT == "nf4" else digit
-        code = (word.to(tl.uint32)[:, :, :, None] >> (4 * place)[None, None, None, :].to(tl.uint32)) & 15
-        if FORMAT == "nf4":
-            values = (tl.load(state + _VALUE_MAP + code) / _FACTOR).to(DTYPE)
-        else:
-            bits = (code & 7) << 22 | (code & 8) << 28
-            values = (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38).to(DTYPE)
-        return tl.reshape(in_order_of_words(values), (A, B, 32))
+        place = 4 * (digit // 2 + digit % 2 * 4)
+        code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
+        bits = (code & 7) << 22 | (code & 8) << 28
+        half = (scale.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * half[:, :, :, None]).to(DTYPE)
     pairs = tl.inline_asm_elementwise(
-        VALUES_OF_WORD, _VALUES_AND_WORD, [word, table], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+        MXFP4_OF_WORD, _FOUR_PAIRS, [word, scale], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
     )
-    pairs = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
-    values = tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
-    return tl.reshape(in_order_of_words(tl.reshape(values, (A, B, 4, 8))), (A, B, 32))
+    return _values_of_pairs(pairs)

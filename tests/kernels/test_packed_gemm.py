@@ -5,6 +5,7 @@ Tolerances: fp32 sums in another order as in test_triton.py; in bf16 on a GPU, o
 """
 
 import re
+import struct
 
 import pytest
 import torch
@@ -108,7 +109,15 @@ def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device
         expanded.clear()
 
 
-def run_ptx(text, inputs, shared, thread=0, threads=32):
+def bf16_of(bits):
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+def bf16_bits(value):
+    return torch.tensor(value, dtype=torch.float64).to(torch.bfloat16).view(torch.uint16).item()
+
+
+def run_ptx(text, inputs, shared=None, thread=0, threads=32):
     """The registers after the instructions of one thread; `shared` is the memory of all, by address."""
     registers = {"%tid.x": thread, "%laneid": thread % 32, "%ntid.x": threads, "pairs": 1024} | inputs
 
@@ -120,20 +129,24 @@ def run_ptx(text, inputs, shared, thread=0, threads=32):
         sources = (b << 32 | a).to_bytes(8, "little")
         return sum(sources[selector >> 4 * i & 7] << 8 * i for i in range(4))
 
-    def load(address):
-        return shared[value(address.strip("[]"))]
+    def product(a, b):
+        return sum(bf16_bits(bf16_of(a >> s & 0xFFFF) * bf16_of(b >> s & 0xFFFF)) << s for s in (0, 16))
 
     operations = {
         "shr.b32": lambda a, d: value(a) >> value(d),
         "and.b32": lambda a, b: value(a) & value(b),
         "or.b32": lambda a, b: value(a) | value(b),
         "add.u32": lambda a, b: value(a) + value(b),
+        "mul.lo.u32": lambda a, b: value(a) * value(b) & 0xFFFFFFFF,
         "mad.lo.u32": lambda a, b, c: value(a) * value(b) + value(c),
+        "mad.wide.u32": lambda a, b, c: value(a) * value(b) + value(c),
         "setp.lt.u32": lambda a, b: value(a) < value(b),
         "prmt.b32": lambda a, b, s: permuted(value(a), value(b), value(s)),
+        "fma.rn.bf16x2": lambda a, b, c: product(value(a), value(b)) if value(c) == 0x80008000 else None,
         "mov.b32": value,
         "mov.u32": value,
-        "ld.shared.b32": load,
+        "ld.global.nc.b32": lambda address: value(address.strip("[]")),  # stands for what is there
+        "ld.shared.b32": lambda address: shared[value(address.strip("[]"))],
     }
     lines = [line.strip() for line in re.findall(r"[^;:{}]*(?:\{[^}]*\})?[;:]", text.strip()[1:-1])]
     at = 0
@@ -143,9 +156,10 @@ def run_ptx(text, inputs, shared, thread=0, threads=32):
         if operation.endswith(":") or operation in (".reg", ".shared", "bar.sync"):
             continue
         operands = [operand.strip() for operand in rest[0].split(",")]
-        if operation == "st.shared.v4.b32":
-            first = value(operands[0].strip("[]"))
-            assert first % 16 == 0
+        if operation.startswith("st.shared"):
+            name, _, offset = operands[0].strip("[]").partition("+")
+            first = value(name) + int(offset or 0)
+            assert first % (4 * len(operands[1:])) == 0
             shared.update({first + 4 * i: value(operand.strip("{} ")) for i, operand in enumerate(operands[1:])})
         elif operation == "@more":
             at = lines.index(f"{rest[0].split()[1]}:") if registers["more"] else at
@@ -154,25 +168,36 @@ def run_ptx(text, inputs, shared, thread=0, threads=32):
     return registers
 
 
-@pytest.mark.parametrize("name, text", [("nf4", packed_tile.NF4_TABLE), ("mxfp4", packed_tile.MXFP4_TABLE)])
-def test_the_instructions_find_the_values_of_every_byte_in_the_lanes_own_bank(name, text):
+def pairs_of_word(text, inputs, shared=None):
+    found = run_ptx(text, inputs, shared)
+    return [value for i in range(4) for value in (found[f"${i}"] & 0xFFFF, found[f"${i}"] >> 16)]
+
+
+def test_the_instructions_of_nf4_find_the_values_of_every_byte_in_the_lanes_own_bank():
     shared = {}
-    tables = [run_ptx(text.value, {}, shared, thread, threads=64)["$0"] for thread in range(64)]
-    codes = torch.arange(256, dtype=torch.uint8)
-    if name == "nf4":
-        codes = torch.stack([codes >> 4, codes & 15], -1).long()
-        expected = torch.tensor(quantized.NF4_VALUES)[codes] / packed_tile.NF4_FACTOR
-    else:
-        codes = torch.stack([codes & 15, codes >> 4], -1).long()
-        expected = 2 * torch.tensor([*quantized.E2M1_VALUES, *(-value for value in quantized.E2M1_VALUES)])[codes]
-    expected = expected.to(torch.bfloat16).view(torch.uint16).long()
+    tables = [run_ptx(packed_tile.NF4_TABLE.value, {"$1": 8000}, shared, thread, 64)["$0"] for thread in range(64)]
+    code = torch.arange(256)
+    expected = torch.tensor(quantized.NF4_VALUES)[torch.stack([code >> 4, code & 15], -1)] / packed_tile.NF4_FACTOR
+    expected = expected.to(torch.bfloat16).view(torch.uint16).flatten().tolist()
     for lane in (0, 1, 31, 63):
         assert (tables[lane] - 1024) % 128 == 4 * (lane % 32)
         for first in range(0, 256, 4):
             word = sum((first + i) << 8 * i for i in range(4))
-            found = run_ptx(packed_tile.VALUES_OF_WORD.value, {"$4": word, "$5": tables[lane]}, shared)
-            pairs = [[found[f"${i}"] & 0xFFFF, found[f"${i}"] >> 16] for i in range(4)]
-            assert pairs == expected[first : first + 4].tolist()
+            found = pairs_of_word(packed_tile.NF4_OF_WORD.value, {"$4": word, "$5": tables[lane]}, shared)
+            assert found == expected[2 * first : 2 * first + 8]
+        behind = [shared[(tables[lane] & -128) + 32768 + 4 * i] for i in range(256)]
+        assert behind == [8000 + 4 * i for i in range(256)]
+
+
+@pytest.mark.parametrize("scale", [0, 1, 2, 120, 127, 128, 250, 254, 255])
+def test_the_instructions_of_mxfp4_give_the_codecs_values(scale):
+    half = (scale - 1) << 7 if scale > 1 else (scale + 1) << 5
+    for word in (0x76543210, 0xFEDCBA98, 0x8091A2B3, 0x0F1E2D3C):  # every code, in both halves
+        found = pairs_of_word(packed_tile.MXFP4_OF_WORD.value, {"$4": word, "$5": half | half << 16})
+        codes = torch.tensor(list(word.to_bytes(4, "little")) + [0] * 12, dtype=torch.uint8).view(1, 1, 1, 16)
+        packed = Quantized(codes, torch.tensor([[[scale]]], dtype=torch.uint8))
+        values = quantized.dequantize(packed, "mxfp4", torch.bfloat16).view(torch.uint16).flatten().tolist()
+        assert found == [values[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
 
 
 def test_values_of_nf4_beside_their_factor_err_half_as_much_as_in_bf16():
@@ -183,16 +208,3 @@ def test_values_of_nf4_beside_their_factor_err_half_as_much_as_in_bf16():
     values = torch.linspace(0.08, 1, 10**5, dtype=torch.float64)
     rounding = (values.to(torch.bfloat16).double() / values - 1).square().mean().sqrt()
     assert (found - exact).norm() < rounding * exact.norm() / 2
-
-
-def test_every_scale_of_mxfp4_is_read(device):
-    """Also those that neither bf16 nor fp32 have as normal numbers."""
-    scales = torch.tensor([0, 1, 2, 64, 126, 127, 200, 250, 254, 255])
-    packed = quantize(torch.randn(1, len(scales), 32, device=device), "mxfp4")
-    packed.scales.copy_(scales.view(packed.scales.shape))
-    packed.codes.fill_(0x11)  # 0.5
-    rows = kernels.dispatch(torch.tensor([[0], [0]], device=device), None, 2, 1, False)
-    x = torch.tensor([1.0, 2.0**-9], device=device).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    found = kernels.down(x.view(2, 1).expand(2, 32).contiguous(), PackedOperand(*packed, "mxfp4"), None, rows)
-    expected = 16 * 2.0 ** (scales - 127).double()
-    assert found[0, :-2].tolist() == expected[:-2].tolist() and found[1, 4:].tolist() == (expected[4:] / 512).tolist()
