@@ -30,16 +30,11 @@ from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks
 
 CANDIDATES = [
-    *(
-        Blocks(height, registers, warps, stages)
-        for height, registers, warps in (
-            (128, 0, 4), (128, 128, 4), (64, 0, 4), (64, 80, 4), (256, 128, 8), (128, 80, 8), (64, 0, 2)
-        )
-        for stages in (1, 2)
-    ),
-    Blocks(128, 96, 4, 1),
-    Blocks(32, 0, 2, 2),
-]  # fmt: skip
+    *(Blocks(128, 128, 4, stages) for stages in (1, 2, 3)),
+    *(Blocks(128, 0, 4, stages) for stages in (1, 2)),
+    *(Blocks(64, 0, 4, stages) for stages in (1, 2)),
+    *(Blocks(height, 0, warps, 1) for height, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (128, 8))),
+]
 LAYERS, SHARES = 8, 15
 
 

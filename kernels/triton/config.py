@@ -95,7 +95,7 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_nf4": {"few": Blocks(128, 0, 4, 1), "some": Blocks(128, 0, 4, 1)},
+        "packed_nf4": {"few": Blocks(128, 128, 4, 1), "some": Blocks(128, 0, 4, 1)},
         "packed_mxfp4": {"few": Blocks(16, 0, 1, 1), "some": Blocks(16, 0, 1, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),

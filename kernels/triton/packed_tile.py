@@ -31,15 +31,10 @@ def _bf16_bits(value: float) -> int:
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
-def _pair_of_byte() -> str:
-    """PTX that leaves the two values of the byte in register `entry` in register `pair`, the first in its low half."""
+def _lookups() -> list[str]:
+    """PTX that leaves the bytes of four values in registers `low` and `high`, by `code` and `upper`."""
     bits = [_bf16_bits(value / NF4_FACTOR) for value in NF4_VALUES]
-    lines = [
-        "and.b32 code, entry, 0x77;",  # a code's place in its half of the code book
-        "shr.b32 upper, entry, 1;",
-        "and.b32 upper, upper, 0x44;",
-        "or.b32 upper, upper, 0x3210;",  # selects byte i of `second` where code i is 8 or more, else of `first`
-    ]
+    lines = []
     for plane, shift in (("low", 0), ("high", 8)):
         parts = [sum((bits[4 * part + i] >> shift & 0xFF) << 8 * i for i in range(4)) for part in range(4)]
         for half, part in (("first", 0), ("second", 2)):
@@ -49,6 +44,18 @@ def _pair_of_byte() -> str:
                 f"prmt.b32 {half}, left, right, code;",
             ]
         lines.append(f"prmt.b32 {plane}, first, second, upper;")
+    return lines
+
+
+def _pair_of_byte() -> str:
+    """PTX that leaves the two values of the byte in register `entry` in register `pair`, the first in its low half."""
+    lines = [
+        "and.b32 code, entry, 0x77;",  # a code's place in its half of the code book
+        "shr.b32 upper, entry, 1;",
+        "and.b32 upper, upper, 0x44;",
+        "or.b32 upper, upper, 0x3210;",  # selects byte i of `second` where code i is 8 or more, else of `first`
+    ]
+    lines += _lookups()
     return "\n".join([*lines, "prmt.b32 pair, low, high, 0x4051;"])  # a byte's first value is that of its high half
 
 
@@ -101,6 +108,22 @@ def _nf4_of_word() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def _nf4_by_permutations() -> str:
+    """$0 .. $3: the values of word $4; $5 is not read."""
+    lines = [
+        ".reg .b32 code, upper, bytes, left, right, first, second, low, high;",
+        "and.b32 code, $4, 0x77777777;",
+        "mov.b32 bytes, 0x32103210;",
+        "shr.b32 upper, $4, 1;",
+        "lop3.b32 upper, upper, 0x44444444, bytes, 0xEA;",  # (upper & 0x44..) | bytes
+    ]
+    for half in range(2):
+        if half:  # a permutation reads four selectors
+            lines += ["shr.b32 code, code, 16;", "shr.b32 upper, upper, 16;"]
+        lines += [*_lookups(), "prmt.b32 $%d, low, high, 0x4051;" % (2 * half), "prmt.b32 $%d, low, high, 0x6273;" % (2 * half + 1)]
+    return "{" + "\n".join(lines) + "}"
+
+
 def _mxfp4_of_word() -> str:
     """$0 .. $3: the values of the codes 0 and 4, 1 and 5, 2 and 6, 3 and 7 of word $4; $5: half of the scale, twice."""
     lines = [
@@ -121,6 +144,7 @@ def _mxfp4_of_word() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+NF4_BY_PERMUTATIONS = tl.constexpr(_nf4_by_permutations())
 NF4_TABLE, NF4_OF_WORD = tl.constexpr(_nf4_table()), tl.constexpr(_nf4_of_word())
 MXFP4_OF_WORD = tl.constexpr(_mxfp4_of_word())
 _FOUR_PAIRS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
@@ -170,14 +194,14 @@ def _values_of_pairs(pairs):
 
 
 @triton.jit
-def nf4_values(word, table, state, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def nf4_values(word, table, state, PERMUTED: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """The values [A, B, 4, 8] of words [A, B, 4], of a code book divided by NF4_FACTOR."""
     if INTERPRETED:
         place = 4 * (tl.arange(0, 8) ^ 1)
         code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
         return (tl.load(state + _VALUE_MAP + code) / _FACTOR).to(DTYPE)
     pairs = tl.inline_asm_elementwise(
-        NF4_OF_WORD, _FOUR_PAIRS, [word, table], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+        NF4_BY_PERMUTATIONS if PERMUTED else NF4_OF_WORD, _FOUR_PAIRS, [word, table], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
     )
     return _values_of_pairs(pairs)
 

@@ -140,6 +140,7 @@ def run_ptx(text, inputs, shared=None, thread=0, threads=32):
         "mul.lo.u32": lambda a, b: value(a) * value(b) & 0xFFFFFFFF,
         "mad.lo.u32": lambda a, b, c: value(a) * value(b) + value(c),
         "mad.wide.u32": lambda a, b, c: value(a) * value(b) + value(c),
+        "lop3.b32": lambda a, b, c, table: value(a) & value(b) | value(c) if value(table) == 0xEA else None,
         "setp.lt.u32": lambda a, b: value(a) < value(b),
         "prmt.b32": lambda a, b, s: permuted(value(a), value(b), value(s)),
         "fma.rn.bf16x2": lambda a, b, c: product(value(a), value(b)) if value(c) == 0x80008000 else None,
@@ -185,6 +186,7 @@ def test_the_instructions_of_nf4_find_the_values_of_every_byte_in_the_lanes_own_
             word = sum((first + i) << 8 * i for i in range(4))
             found = pairs_of_word(packed_tile.NF4_OF_WORD.value, {"$4": word, "$5": tables[lane]}, shared)
             assert found == expected[2 * first : 2 * first + 8]
+            assert pairs_of_word(packed_tile.NF4_BY_PERMUTATIONS.value, {"$4": word}) == found
         behind = [shared[(tables[lane] & -128) + 32768 + 4 * i] for i in range(256)]
         assert behind == [8000 + 4 * i for i in range(256)]
 
