@@ -25,23 +25,23 @@ from sonicmoe_hf.comparing import relative_error
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
-from sonicmoe_hf.kernels.triton import config, gemm_packed
+from sonicmoe_hf.kernels.triton import gemm_packed
 from sonicmoe_hf.kernels.triton import launch as launching
-from sonicmoe_hf.kernels.triton.config import Blocks
+from sonicmoe_hf.kernels.triton.config import PackedBlocks
 
 CANDIDATES = [
-    *(Blocks(128, 128, 4, stages) for stages in (1, 2, 3)),
-    *(Blocks(128, 0, 4, stages) for stages in (1, 2)),
-    *(Blocks(64, 0, 4, stages) for stages in (1, 2)),
-    *(Blocks(height, 0, warps, 1) for height, warps in ((16, 1), (32, 1), (32, 2), (64, 2), (128, 8))),
-]
+    PackedBlocks(height, warps, registers)
+    for height, warps, registers in (
+        (16, 1, None), (32, 1, None), (32, 2, None), (64, 2, None), (64, 4, None), (128, 4, None), (128, 4, 128),
+        (128, 8, None), (256, 8, 128),
+    )
+]  # fmt: skip
 LAYERS, SHARES = 8, 15
 
 
 def use(candidate):
     """From now on the table answers `candidate`."""
-    rows_of = config.packed_blocks
-    gemm_packed.packed_blocks = lambda *size: (rows_of(*size)[0], candidate)
+    gemm_packed.packed_blocks = lambda *size: candidate
 
 
 def experiments(shape: Shape, weights):
@@ -87,15 +87,13 @@ def others(shape: Shape):
             )
 
 
-def compile_share(shapes, share):
+def compile_share(shape, share):
     run = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
     launching._COMPILED = NothingKept()
-    weights = packed_weights(shapes[0]._replace(E=1), 1)
-    jobs = [
-        (call, candidate) for shape in shapes for _, call in experiments(shape, weights) for candidate in CANDIDATES
-    ]
-    jobs += [(call, CANDIDATES[0]) for call in others(shapes[0])]
+    weights = packed_weights(shape._replace(E=1), 1)
+    jobs = [(call, candidate) for _, call in experiments(shape, weights) for candidate in CANDIDATES]
+    jobs += [(call, CANDIDATES[0]) for call in others(shape)]
     for call, candidate in jobs[share::SHARES]:
         use(candidate)
         try:
@@ -115,8 +113,7 @@ def main():
     shapes = [Shape(tokens, H, I, E, K) for tokens in options.tokens or (1, 8, 64)]
     torch.manual_seed(0)
     if options.share is not None:
-        few = [shape.T * K <= config.FEW_PACKED * E for shape in shapes]
-        return compile_share([shapes[few.index(is_few)] for is_few in dict.fromkeys(few)], options.share)
+        return compile_share(shapes[0], options.share)
     workers = [subprocess.Popen([sys.executable, *sys.argv, "--share", str(i)]) for i in range(SHARES)]
     weights = packed_weights(shapes[0], LAYERS)
     for worker in workers:
@@ -144,7 +141,7 @@ def measure(table, shape, name, call):
     lines = []
     for us, (candidate, difference, _) in zip(interleaved_us([graph for *_, graph in found]), found):
         us /= LAYERS
-        text = " ".join(map(str, candidate[:4]))
+        text = " ".join(map(str, candidate))
         table.writerow([shape, name, text, f"{us:.2f}", f"{difference:.1e}", *provenance.columns().values()])
         lines.append((us, f"{text}: {us:.1f}" + ("" if difference < 1e-2 else f" DIFFERS {difference:.1e}")))
     print(shape, name, "us:", " | ".join(text for _, text in sorted(lines)), flush=True)

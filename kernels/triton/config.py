@@ -19,15 +19,15 @@ from .launch import cdiv
 # second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
 FEW, SOME = 48, 256
 SMALLEST_TILE, TILE = 64, 128
-# Up to PACKED rows per expert, up and down read 4-bit weights; above, expanding them first is faster, since every
-# FEW_PACKED_ROWS or SMALLEST_TILE rows decode them again. The former are enough up to FEW_PACKED rows per expert.
-PACKED, FEW_PACKED, FEW_PACKED_ROWS = 32, 8, 8
+# Up to PACKED rows per expert, up and down read 4-bit weights; above, expanding them first is faster, since every eight
+# rows decode them again. Up to FEW_PACKED rows per expert programs are few, and take fewer rows of the weight.
+PACKED, FEW_PACKED = 32, 1
 
 
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `columns` of rank_rows: the most of a rank that a tile takes; of packed_nf4 and packed_mxfp4: rows of the weight.
+    `columns` of rank_rows: the most of a rank that a tile takes.
     `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are
     not gathered come as tensor descriptors where the copy engine takes them.
     """
@@ -60,18 +60,27 @@ class GradientBlocks(NamedTuple):
     descriptors: bool = False
 
 
-def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed=None):
+class PackedBlocks(NamedTuple):
+    """Of a product that reads packed weights: the weight's rows that a program takes, 16 or 32 a warp; warps; the most
+    registers of a thread (None: as many as the compiler takes)."""
+
+    height: int
+    warps: int
+    registers: int | None = None
+
+
+def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, packed_mxfp4=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
         "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
         "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
-        "packed_nf4": {"some": packed}, "packed_mxfp4": {"some": packed},
+        "packed_nf4": {"some": packed_nf4}, "packed_mxfp4": {"some": packed_mxfp4},
     }  # fmt: skip
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
-# Of packed_nf4 and packed_mxfp4, for up and down, "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
+# Of packed_nf4 and packed_mxfp4 "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
 # The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
@@ -95,8 +104,8 @@ TABLE = {
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
         },
-        "packed_nf4": {"few": Blocks(128, 128, 4, 1), "some": Blocks(128, 0, 4, 1)},
-        "packed_mxfp4": {"few": Blocks(16, 0, 1, 1), "some": Blocks(16, 0, 1, 1)},
+        "packed_nf4": {"few": PackedBlocks(64, 4), "some": PackedBlocks(128, 4, 128)},
+        "packed_mxfp4": {"some": PackedBlocks(16, 1)},
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -108,18 +117,18 @@ TABLE = {
     },
     ("ampere", 2): _everywhere(
         Blocks(128, 32, 8, 4), GradientBlocks(128, 128, 32, 8, 4),
-        Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4), Blocks(128, 0, 4, 1),
+        Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4), PackedBlocks(128, 4), PackedBlocks(16, 1),
     ),
     ("small", 2): _everywhere(
         Blocks(128, 32, 8, 3), GradientBlocks(128, 128, 32, 8, 3),
-        Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3), Blocks(128, 0, 4, 1),
+        Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3), PackedBlocks(128, 4), PackedBlocks(16, 1),
     ),
     ("any", 4): _everywhere(
         Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
     ),
     ("interpreter", 0): _everywhere(
         Blocks(32, 32, 1, 1, descriptors=True), GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
-        Blocks(32, 32, 1, 1), GradientBlocks(32, 32, 16, 1, 1), Blocks(64, 0, 2, 1),
+        Blocks(32, 32, 1, 1), GradientBlocks(32, 32, 16, 1, 1), PackedBlocks(64, 2), PackedBlocks(32, 2),
     ),
 }  # fmt: skip
 
@@ -186,8 +195,7 @@ def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: i
     return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
 
 
-def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> tuple[int, Blocks]:
-    """(rows taken at a time, the table's entry) for a kernel that reads weights packed in this format."""
+def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> PackedBlocks:
+    """The table's entry for a product that reads weights packed in this format."""
     is_few = num_pairs <= FEW_PACKED * num_experts
-    blocks = _entry(f"packed_{format}", tensor.device, tensor.element_size(), "few" if is_few else "some")
-    return FEW_PACKED_ROWS if is_few else SMALLEST_TILE, blocks
+    return _entry(f"packed_{format}", tensor.device, tensor.element_size(), "few" if is_few else "some")

@@ -81,7 +81,7 @@ def _x(pointers, start, each: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def _add_nf4(
     product, x, words, scales, state, table, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr,
-    MIX: tl.constexpr, INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """product + that of four blocks from `start` on: a lane has a fourth of each block, and the scale of one."""
     WARPS: tl.constexpr = product.shape[0]
@@ -101,7 +101,8 @@ def _add_nf4(
         part = tl.zeros((WARPS, TALL, 8), tl.float32)
         for which in tl.static_range(2):
             columns = _x(x, start + 64 * block + 8 * which, 16, K, 64)
-            values = nf4_values(word[which], table, state, (4 * MIX + 3) // 4 > block % 2 * 2 + which if MIX < 4 else True, columns.dtype, INTERPRETED)
+            # one word of four by arithmetic, which has time where shared memory has none
+            values = nf4_values(word[which], table, state, block % 2 + which == 0, columns.dtype, INTERPRETED)
             part = _add_dot(part, values, columns, 4)
         # among four lanes
         of_block = tl.gather(scale, tl.full(scale.shape, block, tl.int32), 2)
@@ -147,7 +148,7 @@ def _add_dot(product, values, x, AT_ONCE: tl.constexpr):
 @triton.jit
 def _packed_product(
     x, words, scales, state, table, expert, tile, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, MIX: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
@@ -163,9 +164,7 @@ def _packed_product(
     if FORMAT == "nf4":
         product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
         for start in range(0, K, 4 * BLOCK):
-            product = _add_nf4(
-                product, x, words, scales, state, table, weight_rows, expert, start, N, K, MIX, INTERPRETED
-            )
+            product = _add_nf4(product, x, words, scales, state, table, weight_rows, expert, start, N, K, INTERPRETED)
     else:
         product = tl.zeros((WARPS, GROUPS * 8, 8), tl.float32)
         for start in range(0, K, 4 * BLOCK):
@@ -197,7 +196,7 @@ def _packed_linear(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, MIX: tl.constexpr, INTERPRETED: tl.constexpr,
+    PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight[e] @ x[token[r]]^T (+ factor[e] @ rank[r]^T) (+ bias[e]) [HEIGHT, 8] in fp32, r = first, first + 1, ...
 
@@ -209,7 +208,7 @@ def _packed_linear(
         source = tl.load(token + source)
     product = _packed_product(
         (x + source.to(tl.int64) * K)[:, None], words, scales, state, table, expert, tile,
-        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, MIX, INTERPRETED,
+        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, INTERPRETED,
     )  # fmt: skip
     weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
     product = _add_extra(
@@ -229,7 +228,7 @@ def gemm_packed_up_kernel(
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, MIX: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
     COLUMNS: tl.constexpr = HEIGHT // 2
@@ -245,7 +244,7 @@ def gemm_packed_up_kernel(
         product = _packed_linear(
             x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
             2 * I, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
-            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, MIX, INTERPRETED,
+            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
         product = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(product, (COLUMNS, 8, 2)))
@@ -267,7 +266,7 @@ def gemm_packed_down_kernel(
     N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, MIX: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
     column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
@@ -282,7 +281,7 @@ def gemm_packed_down_kernel(
         product = _packed_linear(
             source, None, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
             N, K, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
-            None, HEIGHT, WARPS, MIX, INTERPRETED,
+            None, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
         row = first + tl.arange(0, 8)
         out_pointers = out + row.to(tl.int64)[None, :] * N + column[:, None]
@@ -296,15 +295,13 @@ class _PackedPlan:
     def __init__(self, tensor, weight: PackedOperand, rows):
         codes, scales, state, name = weight
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        rows_at_once, blocks = packed_blocks(name, tensor, num_pairs, num_experts)
+        blocks = packed_blocks(name, tensor, num_pairs, num_experts)
         self.weight = words_of(codes), scales, state
         self.format = name, FORMATS[name]
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
-        self.height = blocks.columns
-        self.tile = blocks.columns, blocks.warps, blocks.stages - 1, is_interpreted(tensor.device)
-        self.options = {"num_warps": blocks.warps, "num_stages": 1}
-        if blocks.depth:
-            self.options["maxnreg"] = blocks.depth
+        self.height = blocks.height
+        self.tile = blocks.height, blocks.warps, is_interpreted(tensor.device)
+        self.options = {"num_warps": blocks.warps, "num_stages": 1, "maxnreg": blocks.registers}
 
 
 def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):

@@ -6,9 +6,10 @@ MXFP4: sign, exponent and mantissa move to where those of a tiny bf16 are, for t
 powers of two, which are exact, give the value.
 
 NF4: a table in shared memory has the two values of every byte, in every bank. Each lane reads its own bank, so two values
-cost one load, and two instructions for its address. The table is the same for all blocks: a block's scale is a factor of
-its sum, in fp32. Values are rounded to bf16 beside a common factor, NF4_FACTOR, which goes with the scale. With it they err
-by at most 0.2%, and half as much as each value rounded to bf16 after scaling, in the mean square.
+cost one load, and two instructions for its address; some words are looked up by byte permutations instead. The table is
+the same for all blocks: a block's scale is a factor of its sum, in fp32. Values are rounded to bf16 beside a common
+factor, NF4_FACTOR, which goes with the scale. With it they err by at most 0.2%, and half as much as each value rounded to
+bf16 after scaling, in the mean square.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def _nf4_by_permutations() -> str:
     for half in range(2):
         if half:  # a permutation reads four selectors
             lines += ["shr.b32 code, code, 16;", "shr.b32 upper, upper, 16;"]
-        lines += [*_lookups(), "prmt.b32 $%d, low, high, 0x4051;" % (2 * half), "prmt.b32 $%d, low, high, 0x6273;" % (2 * half + 1)]
+        lines += _lookups()
+        for which, selector in enumerate(("0x4051", "0x6273")):  # a byte's first value is that of its high half
+            lines.append(f"prmt.b32 ${2 * half + which}, low, high, {selector};")
     return "{" + "\n".join(lines) + "}"
 
 
@@ -155,7 +158,8 @@ def nf4_table(state, INTERPRETED: tl.constexpr):
     """The table of a program. Every thread must come here, once."""
     if INTERPRETED:
         return 0
-    return tl.inline_asm_elementwise(NF4_TABLE, "=r,l", [state.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+    address = state.to(tl.int64)
+    return tl.inline_asm_elementwise(NF4_TABLE, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -164,7 +168,9 @@ def scale_of_code(code, table, state, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return tl.load(state + _SCALE_MAP + code)
     place = (table & -128) + 32768 + code.to(tl.int32) * 4
-    return tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ld.shared.f32 $0, [$1];", "=f,r", [place], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -201,8 +207,9 @@ def nf4_values(word, table, state, PERMUTED: tl.constexpr, DTYPE: tl.constexpr, 
         code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
         return (tl.load(state + _VALUE_MAP + code) / _FACTOR).to(DTYPE)
     pairs = tl.inline_asm_elementwise(
-        NF4_BY_PERMUTATIONS if PERMUTED else NF4_OF_WORD, _FOUR_PAIRS, [word, table], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
-    )
+        NF4_BY_PERMUTATIONS if PERMUTED else NF4_OF_WORD, _FOUR_PAIRS, [word, table],
+        dtype=(tl.uint32,) * 4, is_pure=True, pack=1,
+    )  # fmt: skip
     return _values_of_pairs(pairs)
 
 

@@ -65,7 +65,11 @@ class PackedLayer:
 @pytest.mark.parametrize("layout, rank", [("concatenated", 0), ("interleaved", 16), ("transposed_interleaved", 40)])
 def test_products_that_read_packed_weights_err_no_more_than_eager_ones(backend, name, layout, rank):
     skip_unless_it_runs_here(backend)
-    for T, H, I in ((1, 256, 192), (30, 2048, 768), (90, 320, 320)):  # 64 rows at a time in the last; steps cut
+    for T, H, I in (
+        (1, 256, 192),
+        (30, 2048, 768),
+        (90, 320, 320),
+    ):  # more rows than are taken at once in the last; steps cut
         assert config.PACKED * 16 >= 4 * T
         problem = PackedLayer(name, layout, T, H, I, rank)
         exact = problem.step("eager", dense=True, dtype=torch.float32)
