@@ -56,5 +56,5 @@ def random_model(name: str, layers: int | None = None, **options) -> PreTrainedM
         config = Qwen3MoeConfig(**{**QWEN3_30B_A3B, **sizes})
     else:
         config = AutoConfig.from_pretrained(name, **sizes)
-    with torch.device(torch.accelerator.current_accelerator() or "cpu"):
+    with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
         return AutoModelForCausalLM.from_config(config, **options)
