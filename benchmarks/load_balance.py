@@ -14,11 +14,10 @@ top-k, without any balancing loss:
 The most decisive runs come first (PLAN); --seconds stops before a run that would end later. Every finished run becomes a
 row of the CSV at once, and runs whose row is there are skipped.
 
-Columns beside the obvious: load, the busiest expert's rows over the mean, of top-k in all of the last 20 training steps
-(a mean of 10,240 rows with --preset gpu), mean over the layers; load_worst, its worst layer; load_step, the same of one
-step by itself, mean over the 20; load_held_out, load_held_out_worst: on the held-out files. dead: experts without a row in the
-last 20 steps, of all layers; dead_held_out. Under token rounding they count its rows, held out top-k's. rows_ratio: rows
-routed in the last 20 steps over top-k's.
+Columns beside the obvious: load, the busiest expert's rows over the mean, in all of the last 20 training steps together
+(10,240 rows an expert with --preset gpu), mean over the layers; load_worst, in its worst layer; load_step, in each of
+these steps by itself, mean over steps and layers; load_held_out, load_held_out_worst, on the held-out files, by top-k.
+dead, dead_held_out: experts without a row there, of all layers. rows_ratio: rows routed in those steps over top-k's.
 """
 
 from __future__ import annotations
@@ -70,18 +69,21 @@ class Case(NamedTuple):
 PLAN = (
     (
         Case("softmax"),
-        Case("softmax", "layer", 0.01),
         Case("softmax", "layer", 0.05),
         Case("softmax", "layer", 0.1),
         Case("sigmoid"),
         Case("sigmoid", "bias", 1e-3),
+        Case("softmax", "layer", 0.01),
+        Case("softmax", "pooled", 0.01),
+        Case("softmax", "layer", 0.02),
     ),
     (
         Case("softmax", "pooled", 0.001),
-        Case("softmax", "pooled", 0.01),
-        Case("softmax", "layer", 0.02),
+        Case("softmax", "layer", 0.2),
         Case("sigmoid", "bias", 2e-3),
-        Case("sigmoid", "layer", 0.01),
+        Case("softmax", "layer", 0.05, "nearest"),
+        Case("sigmoid", "bias", 1e-3, "nearest"),
+        Case("sigmoid", "layer", 0.05),
     ),
 )
 KEYS = ("preset", *Case._fields, "seed", "steps")
