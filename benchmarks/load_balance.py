@@ -9,7 +9,7 @@ top-k, without any balancing loss:
 
     softmax   Qwen3-MoE's router: none; Transformers' pooled loss (router_aux_loss_coef); per_layer_loss
     sigmoid   DeepSeek-V3's router with its correction bias, in a model like Qwen3-MoE with one shared expert (dots1):
-              none; bias_update; per_layer_loss
+              none; bias_update, constant and linearly to zero; per_layer_loss
 
 The most decisive runs come first (PLAN); --seconds stops before a run that would end later. Every finished run becomes a
 row of the CSV at once, and runs whose row is there are skipped.
@@ -73,16 +73,18 @@ PLAN = (
         Case("softmax", "layer", 0.1),
         Case("sigmoid"),
         Case("sigmoid", "bias", 1e-3),
+        Case("sigmoid", "bias_to_zero", 5e-3),
         Case("softmax", "layer", 0.01),
         Case("softmax", "pooled", 0.01),
         Case("softmax", "layer", 0.02),
+        Case("sigmoid", "bias", 5e-3),
     ),
     (
         Case("softmax", "pooled", 0.001),
         Case("softmax", "layer", 0.2),
-        Case("sigmoid", "bias", 2e-3),
         Case("softmax", "layer", 0.05, "nearest"),
-        Case("sigmoid", "bias", 1e-3, "nearest"),
+        Case("sigmoid", "bias_to_zero", 5e-3, "nearest"),
+        Case("sigmoid", "bias_to_zero", 2e-3),
         Case("sigmoid", "layer", 0.05),
     ),
 )
@@ -123,12 +125,19 @@ def build(preset: Preset, case: Case, seed: int, device: torch.device):
         policy = TokenRounding(rounding=case.routing, tile=preset.mean_rows // TILES_PER_EXPERT)
     sonicmoe_hf.patch_model(model, routing=policy)
     after = None
-    if case.balancing in ("layer", "bias"):
-        argument = "per_layer_loss" if case.balancing == "layer" else "bias_update"
-        balancing = sonicmoe_hf.LoadBalancing(**{argument: case.rate})
+    if case.balancing == "layer":
+        sonicmoe_hf.LoadBalancing(per_layer_loss=case.rate).start(model)
+    elif case.balancing.startswith("bias"):
+        balancing = sonicmoe_hf.LoadBalancing(bias_update=case.rate)
         balancing.start(model)
-        if case.balancing == "bias":
-            after = lambda: balancing.step(model)  # noqa: E731
+        steps_left = torch.full((), float(preset.steps), device=device)
+
+        def after():
+            if case.balancing == "bias_to_zero":  # all on the device, for a CUDA graph
+                steps_left.sub_(1.0)
+                balancing.bias_update = case.rate * steps_left / preset.steps
+            balancing.step(model)
+
     return model, count_rows(model, preset, device), after
 
 

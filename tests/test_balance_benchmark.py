@@ -45,7 +45,13 @@ def measured(modules, preset, corpus, case):
 
 
 @pytest.mark.parametrize(
-    ("router", "balancing", "rate"), [("softmax", "layer", 1.0), ("softmax", "pooled", 1.0), ("sigmoid", "bias", 0.05)]
+    ("router", "balancing", "rate"),
+    [
+        ("softmax", "layer", 1.0),
+        ("softmax", "pooled", 1.0),
+        ("sigmoid", "bias", 0.05),
+        ("sigmoid", "bias_to_zero", 0.05),
+    ],
 )
 def test_each_way_of_balancing_lowers_the_load_of_the_busiest_expert(modules, tiny, corpus, router, balancing, rate):
     case = modules[0].Case

@@ -38,12 +38,21 @@ def _device_of_routing(model: nn.Module) -> torch.device | None:
     return None if weight.is_meta else weight.device
 
 
+def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The indices on the device. From the host's memory to a GPU over pinned memory: otherwise the host waits until the
+    GPU has done all that was asked of it before."""
+    if device is not None and device.type == "cuda" and index_LTK.device.type == "cpu":
+        pinned_LTK = torch.empty(index_LTK.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+        return pinned_LTK.copy_(index_LTK).to(device, non_blocking=True)
+    return index_LTK.to(device=device)
+
+
 def _calls_of(
     routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor],
     layers: dict[str, int],
     device: torch.device | None,
 ):
-    """{layer: indices [T, K]} for each call. Tensors are checked and moved once: on a GPU the host waits for either."""
+    """{layer: indices [T, K]} for each call, checked, and moved to the device at once."""
     if isinstance(routing, RecordedRouting):
         if routing.layers != tuple(layers):
             raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
@@ -55,12 +64,11 @@ def _calls_of(
                 f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
                 f"experts per token], of {len(layers)} layers"
             )
-        index_LTK = index_LTK.to(device=device)
         highest_L = index_LTK.flatten(1).amax(1).tolist() if index_LTK.numel() else []
         for (name, num_experts), highest in zip(layers.items(), highest_L):
             if highest >= num_experts:
                 raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {highest}")
-        calls.append(dict(zip(layers, index_LTK)))
+        calls.append(dict(zip(layers, _moved(index_LTK, device))))
     return calls
 
 
