@@ -49,6 +49,7 @@ from sonicmoe_hf.routing import TokenRounding
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 SMALL_MODEL_LOSS = 0.05  # at 0.01 some experts of a random start are still without rows after 100 steps
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles
+DEAD_EXPERTS = "moe/dead_experts"  # as ExpertLoadCallback logs them
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
@@ -308,8 +309,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.save_model()
     trainer.save_state()
     metrics = {**trained.metrics, **evaluated, "perplexity": math.exp(evaluated["eval_loss"])}
+    for entry in trainer.state.log_history:
+        if DEAD_EXPERTS in entry:
+            metrics[DEAD_EXPERTS] = entry[DEAD_EXPERTS]  # of the last log
     print(
-        f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; saved to {arguments.output}"
+        f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; experts without rows at "
+        f"the end: {metrics.get(DEAD_EXPERTS, 'not logged')}; saved to {arguments.output}"
     )
     return metrics
 
