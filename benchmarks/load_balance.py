@@ -74,18 +74,16 @@ PLAN = (
         Case("sigmoid"),
         Case("sigmoid", "bias", 1e-3),
         Case("sigmoid", "bias_to_zero", 5e-3),
-        Case("softmax", "layer", 0.01),
         Case("softmax", "pooled", 0.01),
         Case("softmax", "layer", 0.02),
-        Case("sigmoid", "bias", 5e-3),
+        Case("softmax", "layer", 0.01),
     ),
     (
+        Case("sigmoid", "bias", 5e-3),
+        Case("softmax", "layer", 0.1, "nearest"),
         Case("softmax", "pooled", 0.001),
-        Case("softmax", "layer", 0.2),
-        Case("softmax", "layer", 0.05, "nearest"),
         Case("sigmoid", "bias_to_zero", 5e-3, "nearest"),
-        Case("sigmoid", "bias_to_zero", 2e-3),
-        Case("sigmoid", "layer", 0.05),
+        Case("softmax", "layer", 0.2),
     ),
 )
 KEYS = ("preset", *Case._fields, "seed", "steps")

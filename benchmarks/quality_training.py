@@ -1,4 +1,4 @@
-"""One run of token_rounding_quality.py and of load_balance.py: a small Qwen3-MoE model trained from scratch by one routing method.
+"""One run of token_rounding_quality.py and load_balance.py: a small Qwen3-MoE model from scratch, by one routing method.
 
 Within a seed every method starts from the same weights and sees the same batches in the same order; the model is patched
 as a user would patch it, and evaluated, always with top-k, on files that training never saw.
