@@ -63,7 +63,7 @@ MODELS = {
             "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
         },
-        layers=24, trained_layers=8, attention="flex_attention",
+        layers=24, trained_layers=8, tokens=8192, attention="eager",
     ),
 }  # fmt: skip
 
@@ -136,12 +136,9 @@ def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
 def build(name: str, layers: int, *, device: str, tiny: bool, dtype=torch.bfloat16, implementation="grouped_mm"):
     """The model with random weights on the device, in training mode."""
     torch.manual_seed(0)
-    attention = MODELS[name].attention
-    if device == "cpu" and attention == "flex_attention":
-        attention = "eager"  # flex attention has no backward there
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            config_of(name, layers, tiny), dtype=dtype, attn_implementation=attention,
+            config_of(name, layers, tiny), dtype=dtype, attn_implementation=MODELS[name].attention,
             experts_implementation=implementation,
         )  # fmt: skip
     return model.train()
