@@ -114,6 +114,16 @@ def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize(("dead", "passed"), [(0, True), (3, False)])
+def test_the_demo_fails_when_experts_are_without_rows_at_the_end(dead, passed, tmp_path):
+    demo = run.Demo(run.DemoSettings(output=tmp_path, rounding="top_k"), run.Console(quiet=True), None, [], [], None)
+    demo.log = [{"loss": loss, "eval_loss": loss, "step": step} for step, loss in enumerate((3.0, 2.0, 1.0))]
+    demo.load.history.append({"moe/dead_experts": dead})
+    run._check_training(demo)
+    assert {check.name: check.passed for check in demo.checks}["every expert has rows at the end"] is passed
+
+
+@pytest.mark.newest
 def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -126,11 +136,18 @@ def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     assert losses[0] == losses[1]
 
 
-def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_path):
+def log_of(folder):
+    """What a Trainer logged, from its saved state."""
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_path, capsys):
     finetune = load("finetune")
     small = str(tmp_path / "small")
     metrics = finetune.main(["--steps", "6", "--output", small, *TINY])
     assert metrics["eval_loss"] < 7.7  # ln(2048) = 7.6 is guessing
+    dead = [entry["moe/dead_experts"] for entry in log_of(tmp_path / "small") if "moe/dead_experts" in entry]
+    assert f"experts without rows at the end: {dead[-1]};" in capsys.readouterr().out
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXT * 200)
     options = ["--model", small, "--dataset", str(texts), "--lora", "4"]
@@ -140,7 +157,7 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_p
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "merged"))
     changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
-    log = json.loads((tmp_path / "lora" / "trainer_state.json").read_text())["log_history"]
+    log = log_of(tmp_path / "lora")
     assert log[0]["moe/rows_added"] + log[0]["moe/rows_dropped"] > 0  # steps 1 and 2 round, 3 and 4 do not
     assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
 
