@@ -60,6 +60,18 @@ class GradientBlocks(NamedTuple):
     descriptors: bool = False
 
 
+class Operands(NamedTuple):
+    """What blocks depend on, of a kernel's operands."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def index(self) -> int:
+        """The device's number, -1 of a CPU."""
+        return -1 if self.device.index is None else self.device.index
+
+
 def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
@@ -181,9 +193,9 @@ def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
     return next(entries[name] for name in buckets[buckets.index(rows_per_expert) :] if name in entries)
 
 
-def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
-    """The table's entry for a kernel whose operands are like `tensor`."""
-    return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
+def blocks_for(kernel: str, like: torch.Tensor | Operands, num_pairs: int, num_experts: int):
+    """The table's entry for a kernel whose operands are like that."""
+    return _entry(kernel, like.device, like.dtype.itemsize, bucket(num_pairs, num_experts))
 
 
 def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> tuple[int, Blocks]:

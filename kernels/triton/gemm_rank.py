@@ -5,15 +5,17 @@ Both read the wide side once, whatever the rank up to 64; that read is what take
 
 from __future__ import annotations
 
+import functools
 import struct
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .config import blocks_for, max_row_tiles, tile_rows
+from .config import Operands, blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
-from .launch import cdiv, launch_kernel, next_power_of_2
+from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 from .reorder import ENTRIES, reorder_in_turn, reorder_job
 
 MIN_COLUMNS = 16  # of a tensor core's tile
@@ -196,81 +198,123 @@ def _bits(scale: float) -> int:
     return struct.unpack("<i", struct.pack("<f", scale))[0]
 
 
+@functools.lru_cache(maxsize=SIZES)
+def _rows_launcher(device, dtype, num_pairs, shape_EJK, strides, scale, gathered):
+    operands, (num_experts, rank, length) = Operands(device, dtype), shape_EJK
+    blocks = blocks_for("rank_rows", operands, num_pairs, num_experts)
+    columns = _rank_columns(rank, blocks.columns)
+    row_tiles = max_row_tiles(num_pairs, num_experts)
+    return KernelLauncher(
+        gemm_rank_kernel, operands.index, (row_tiles * cdiv(rank, columns),), (row_tiles, _bits(scale)),
+        (rank, length, *strides, tile_rows(num_pairs, num_experts), columns, blocks.depth, precision(operands)),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+
+
 def rank_rows(source, a_EJK, rows, scale, gathered):
-    num_pairs, (num_experts, rank, length) = rows.token.numel(), a_EJK.shape
-    out_PJ = source.new_empty(num_pairs, rank)
+    num_pairs, shape = rows.token.shape[0], a_EJK.shape
+    out_PJ = source.new_empty(num_pairs, shape[1])
     if num_pairs:
-        blocks = blocks_for("rank_rows", source, num_pairs, num_experts)
-        columns = _rank_columns(rank, blocks.columns)
-        row_tiles = max_row_tiles(num_pairs, num_experts)
-        launch_kernel(
-            gemm_rank_kernel, (row_tiles * cdiv(rank, columns),),
-            (source, a_EJK, out_PJ, rows.token if gathered else None, rows.tiles), (row_tiles, _bits(scale)),
-            (rank, length, *a_EJK.stride(), tile_rows(num_pairs, num_experts), columns, blocks.depth,
-             precision(source)),
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        launcher = _rows_launcher(source.device, source.dtype, num_pairs, shape, a_EJK.stride(), scale, gathered)
+        launcher(source, a_EJK, out_PJ, rows.token if gathered else None, rows.tiles)
     return out_PJ
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _gradient_launcher(device, dtype, rank_shape, gradient_dtype, shape_EMr, strides, gathered, weighted):
+    operands, (num_experts, height, rank) = Operands(device, dtype), shape_EMr
+    blocks = blocks_for("rank_gradient", operands, rank_shape[0], num_experts)
+    width = _rank_columns(rank, blocks.width)
+    return KernelLauncher(
+        gemm_rank_wgrad_kernel, operands.index, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),), (),
+        (num_experts, height, rank_shape[1], rank, *strides, blocks.height, width, blocks.depth, precision(operands)),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+
+
+def _write_gradient(source, rank_PJ, gradient, shape_EMr, strides, weight_P, rows, gathered):
+    """dA or dB to where `gradient` begins, as [E, M, r] of these strides."""
+    launcher = _gradient_launcher(
+        source.device, source.dtype, rank_PJ.shape, gradient.dtype, shape_EMr, strides, gathered, weight_P is not None
+    )
+    launcher(source, rank_PJ, gradient, weight_P, rows.token if gathered else None, rows.pair, rows.offsets)
 
 
 def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
-    _gradient(source, rank_PJ, gradient.transpose(1, 2), None, rows, gathered)
+    (num_experts, rank, length), (by_expert, by_rank, by_column) = gradient.shape, gradient.stride()
+    shape, strides = (num_experts, length, rank), (by_expert, by_column, by_rank)
+    _write_gradient(source, rank_PJ, gradient, shape, strides, None, rows, gathered)
     return gradient
 
 
-def _gradient(source, rank_PJ, gradient_EMr, weight_P, rows, gathered):
-    """`gradient_EMr` is written."""
-    num_experts, height, rank = gradient_EMr.shape
-    blocks = blocks_for("rank_gradient", source, rows.token.numel(), num_experts)
-    width = _rank_columns(rank, blocks.width)
-    launch_kernel(
-        gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
-        (source, rank_PJ, gradient_EMr, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
-        (num_experts, height, rank_PJ.shape[1], rank, *gradient_EMr.stride(), blocks.height, width, blocks.depth,
-         precision(source)),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+class BackwardPlan(NamedTuple):
+    """The launches of `rank_backward` for one size.
+
+    product: of dB, and of dv or du in the same pass; None where these take a launch each. strides: of [E, N, r] as dB
+    is first written. scratch: elements in fp32, for dB if it is reordered, and from `parts` on for what dv or du is the
+    sum of, if there is such a part. finish: what reorders and sums, or None.
+    """
+
+    product: KernelLauncher | None
+    strides: tuple[int, int, int]
+    is_reordered: bool
+    is_summed: bool
+    parts: int
+    scratch: int
+    finish: KernelLauncher | None
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _backward_plan(
+    device, dtype, rank_shape, factor_strides, gradient_dtype, shape_ENr, strides, scale, gathered, weighted, want_rank
+):
+    operands, (num_pairs, padded), (num_experts, size, rank) = Operands(device, dtype), rank_shape, shape_ENr
+    # where experts lie closest, as in PEFT's B, stores would be single elements
+    is_reordered = strides[0] == 1 and num_experts > 1
+    written = (size * rank, rank, 1) if is_reordered else strides
+    job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
+    product, slices, bits = None, 1, _bits(scale)
+    if want_rank and num_pairs and padded <= ONE_PASS_RANK:
+        blocks = blocks_for("rank_backward_gathered" if gathered else "rank_backward", operands, num_pairs, num_experts)
+        slices, (by_expert, by_row, by_rank) = cdiv(size, blocks.height), factor_strides
+        product = KernelLauncher(
+            gemm_rank_backward_kernel, operands.index, (slices * num_experts,), (num_pairs, bits),
+            (num_experts, size, padded, rank, by_expert, by_rank, by_row, *written, blocks.height,
+             _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(operands)),
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
+    summed = slices * num_pairs * padded if slices > 1 else 0
+    tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
+    finish = KernelLauncher(
+        finish_kernel, operands.index, (tiles,), (num_pairs, bits), (slices, padded, SUMMED, job, ENTRIES), num_warps=4
     )  # fmt: skip
+    return BackwardPlan(product, written, is_reordered, summed > 0, parts, parts + summed, finish if tiles else None)
 
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
     if like_ENj is None:
         drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
         return drank_PJ, None
-    # where experts lie closest, as in PEFT's B, stores would be single elements
-    is_reordered = like_ENj.stride(0) == 1 and like_ENj.shape[0] > 1
-    gradient = like_ENj.new_empty(like_ENj.shape) if is_reordered else torch.empty_like(like_ENj)
-    reordered = torch.empty_like(like_ENj) if is_reordered else None
-    arguments, part, bits = (source, rank_PJ, gradient, weight_P, rows, gathered), None, _bits(scale)
-    if want_rank and rows.token.numel() and b_ENJ.shape[2] <= ONE_PASS_RANK:
-        drank_PJ, part = _one_pass(*arguments, b_ENJ, bits)
-    else:
-        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
-        _gradient(*arguments)
-    job = reorder_job(gradient, reordered) if is_reordered else None
-    num_tiles = (job[-1] if job else 0) + (0 if part is None else cdiv(drank_PJ.numel(), SUMMED))
-    if num_tiles:
-        launch_kernel(
-            finish_kernel, (num_tiles,), (gradient, reordered, part, drank_PJ), (rows.token.numel(), bits),
-            (1 if part is None else len(part), b_ENJ.shape[2], SUMMED, job, ENTRIES), num_warps=4,
-        )  # fmt: skip
-    return drank_PJ, reordered if is_reordered else gradient
-
-
-def _one_pass(source, rank_PJ, gradient, weight_P, rows, gathered, b_ENJ, bits):
-    """(drank, what it is the sum of, if anything); `gradient` is written."""
-    num_pairs, (num_experts, size, padded) = rows.token.numel(), b_ENJ.shape
-    blocks = blocks_for("rank_backward_gathered" if gathered else "rank_backward", source, num_pairs, num_experts)
-    drank_PJ, slices = source.new_empty(num_pairs, padded), cdiv(size, blocks.height)
-    part = None if slices == 1 else source.new_empty(slices, num_pairs, padded, dtype=torch.float32)
-    stride_e, stride_n, stride_j = b_ENJ.stride()
-    launch_kernel(
-        gemm_rank_backward_kernel, (slices * num_experts,),
-        (source, b_ENJ, drank_PJ if part is None else part, rank_PJ, gradient, weight_P,
-         rows.token if gathered else None, rows.pair, rows.offsets),
-        (num_pairs, bits),
-        (num_experts, size, padded, gradient.shape[2], stride_e, stride_j, stride_n, *gradient.stride(),
-         blocks.height, _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source)),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+    plan = _backward_plan(
+        source.device, source.dtype, rank_PJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape, like_ENj.stride(),
+        scale, gathered, weight_P is not None, want_rank,
     )  # fmt: skip
-    return drank_PJ, part
+    result, scratch, part = torch.empty_like(like_ENj), None, None
+    if plan.scratch:
+        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=source.device)
+        part = scratch[plan.parts :] if plan.is_summed else None
+    gradient = scratch if plan.is_reordered else result
+    if plan.product is None:
+        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+        _write_gradient(source, rank_PJ, gradient, like_ENj.shape, plan.strides, weight_P, rows, gathered)
+    else:
+        drank_PJ = torch.empty_like(rank_PJ)
+        plan.product(
+            source, b_ENJ, drank_PJ if part is None else part, rank_PJ, gradient, weight_P,
+            rows.token if gathered else None, rows.pair, rows.offsets,
+        )  # fmt: skip
+    if plan.finish is not None:
+        plan.finish(gradient, result if plan.is_reordered else None, part, drank_PJ)
+    return drank_PJ, result
