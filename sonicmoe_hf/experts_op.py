@@ -86,19 +86,16 @@ class _Layer:
         self.inputs, self.rows, self.options, self.dtype = inputs, rows, options, dtype
         self.interleaved = options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
-        gate_up = self._in_order_of(inputs.gate_up, options.gate_up_format)
-        down = self._in_order_of(inputs.down, options.down_format)
         self.gate_up_adapter, self.down_adapter = pack_all(
-            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, gate_up),
-             (inputs.down_a, inputs.down_b, options.down_scale, down)],
-            self.kernels,
+            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
+              self._is_in_last(inputs.gate_up, options.gate_up_format)),
+             (inputs.down_a, inputs.down_b, options.down_scale, self._is_in_last(inputs.down, options.down_format))],
+            rows.offsets.shape[0] - 1, dtype, self.kernels,
         )  # fmt: skip
 
-    def _in_order_of(self, weight, format) -> torch.Tensor:
-        """A tensor of the dtype and order of the logical view, which for a packed weight is not there yet."""
-        if format:
-            return weight.new_empty(0, 0, 0, dtype=self.dtype)
-        return weight.transpose(1, 2) if self.options.transposed else weight
+    def _is_in_last(self, weight, format) -> bool:
+        """Whether in the logical view [E, out, in], which for a packed weight is not there yet, `in` is contiguous."""
+        return bool(format) or weight.stride(1 if self.options.transposed else 2) == 1
 
     def _logical_view(self, weight, scales, state, format):
         """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
@@ -169,7 +166,7 @@ def _fake_forward(inputs, rows, options, keep):
     num_rows, x = rows.token.shape[0], inputs.x
     widths = (
         inputs.gate_up.shape[2 if options.transposed and not options.gate_up_format else 1],
-        *(None if a is None else padded_rank(a) for a in (inputs.gate_up_a, inputs.down_a)),
+        *(None if a is None else padded_rank(a, rows.offsets.shape[0] - 1) for a in (inputs.gate_up_a, inputs.down_a)),
     )
     return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, keep) if wanted)]
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..factors import a_by_expert, b_by_expert, swapped
 from .config import Operands, blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
 from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
@@ -221,8 +222,13 @@ def rank_rows(source, a_EJK, rows, scale, gathered):
 
 
 @functools.lru_cache(maxsize=SIZES)
-def _gradient_launcher(device, dtype, rank_shape, gradient_dtype, shape_EMr, strides, gathered, weighted):
-    operands, (num_experts, height, rank) = Operands(device, dtype), shape_EMr
+def _a_gradient_launcher(device, dtype, rank_shape, gradient_dtype, shape, strides, num_experts, gathered):
+    where = swapped(a_by_expert(shape, strides, num_experts))
+    return _gradient_launcher(Operands(device, dtype), rank_shape, *where)
+
+
+def _gradient_launcher(operands, rank_shape, shape_EMr, strides):
+    num_experts, height, rank = shape_EMr
     blocks = blocks_for("rank_gradient", operands, rank_shape[0], num_experts)
     width = _rank_columns(rank, blocks.width)
     return KernelLauncher(
@@ -232,32 +238,26 @@ def _gradient_launcher(device, dtype, rank_shape, gradient_dtype, shape_EMr, str
     )  # fmt: skip
 
 
-def _write_gradient(source, rank_PJ, gradient, shape_EMr, strides, weight_P, rows, gathered):
-    """dA or dB to where `gradient` begins, as [E, M, r] of these strides."""
-    launcher = _gradient_launcher(
-        source.device, source.dtype, rank_PJ.shape, gradient.dtype, shape_EMr, strides, gathered, weight_P is not None
-    )
-    launcher(source, rank_PJ, gradient, weight_P, rows.token if gathered else None, rows.pair, rows.offsets)
-
-
 def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
-    (num_experts, rank, length), (by_expert, by_rank, by_column) = gradient.shape, gradient.stride()
-    shape, strides = (num_experts, length, rank), (by_expert, by_column, by_rank)
-    _write_gradient(source, rank_PJ, gradient, shape, strides, None, rows, gathered)
+    launcher = _a_gradient_launcher(
+        source.device, source.dtype, rank_PJ.shape, gradient.dtype, gradient.shape, gradient.stride(),
+        rows.offsets.shape[0] - 1, gathered,
+    )  # fmt: skip
+    launcher(source, rank_PJ, gradient, None, rows.token if gathered else None, rows.pair, rows.offsets)
     return gradient
 
 
 class BackwardPlan(NamedTuple):
     """The launches of `rank_backward` for one size.
 
-    product: of dB, and of dv or du in the same pass; None where these take a launch each. strides: of [E, N, r] as dB
-    is first written. scratch: elements in fp32, for dB if it is reordered, and from `parts` on for what dv or du is the
-    sum of, if there is such a part. finish: what reorders and sums, or None.
+    product: of dB, and if it is_one_pass of dv or du, which else take a launch of their own. is_reordered: whether dB
+    is. scratch: elements in fp32, for dB before that, and from `parts` on for what dv or du is the sum of (is_summed).
+    finish: what reorders and sums, or None.
     """
 
-    product: KernelLauncher | None
-    strides: tuple[int, int, int]
+    product: KernelLauncher
+    is_one_pass: bool
     is_reordered: bool
     is_summed: bool
     parts: int
@@ -267,16 +267,20 @@ class BackwardPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=SIZES)
 def _backward_plan(
-    device, dtype, rank_shape, factor_strides, gradient_dtype, shape_ENr, strides, scale, gathered, weighted, want_rank
-):
-    operands, (num_pairs, padded), (num_experts, size, rank) = Operands(device, dtype), rank_shape, shape_ENr
+    device, dtype, rank_shape, factor_shape, factor_strides, gradient_dtype, shape, strides, scale, gathered, weighted,
+    want_rank,
+):  # fmt: skip
+    operands, (num_pairs, padded), num_experts = Operands(device, dtype), rank_shape, factor_shape[0]
+    shape_ENr, strides = b_by_expert(shape, strides, num_experts)
+    _, size, rank = shape_ENr
     # where experts lie closest, as in PEFT's B, stores would be single elements
     is_reordered = strides[0] == 1 and num_experts > 1
     written = (size * rank, rank, 1) if is_reordered else strides
     job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
-    product, slices, bits = None, 1, _bits(scale)
-    if want_rank and num_pairs and padded <= ONE_PASS_RANK:
-        blocks = blocks_for("rank_backward_gathered" if gathered else "rank_backward", operands, num_pairs, num_experts)
+    is_one_pass, slices, bits = want_rank and num_pairs > 0 and padded <= ONE_PASS_RANK, 1, _bits(scale)
+    if is_one_pass:
+        kernel = "rank_backward_gathered" if gathered else "rank_backward"
+        blocks = blocks_for(kernel, operands, num_pairs, num_experts)
         slices, (by_expert, by_row, by_rank) = cdiv(size, blocks.height), factor_strides
         product = KernelLauncher(
             gemm_rank_backward_kernel, operands.index, (slices * num_experts,), (num_pairs, bits),
@@ -284,13 +288,17 @@ def _backward_plan(
              _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(operands)),
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
+    else:
+        product = _gradient_launcher(operands, rank_shape, shape_ENr, written)
     parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
     summed = slices * num_pairs * padded if slices > 1 else 0
     tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
     finish = KernelLauncher(
         finish_kernel, operands.index, (tiles,), (num_pairs, bits), (slices, padded, SUMMED, job, ENTRIES), num_warps=4
     )  # fmt: skip
-    return BackwardPlan(product, written, is_reordered, summed > 0, parts, parts + summed, finish if tiles else None)
+    return BackwardPlan(
+        product, is_one_pass, is_reordered, summed > 0, parts, parts + summed, finish if tiles else None
+    )
 
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
@@ -298,23 +306,23 @@ def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_
         drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
         return drank_PJ, None
     plan = _backward_plan(
-        source.device, source.dtype, rank_PJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape, like_ENj.stride(),
-        scale, gathered, weight_P is not None, want_rank,
+        source.device, source.dtype, rank_PJ.shape, b_ENJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape,
+        like_ENj.stride(), scale, gathered, weight_P is not None, want_rank,
     )  # fmt: skip
-    result, scratch, part = torch.empty_like(like_ENj), None, None
+    result = gradient = torch.empty_like(like_ENj)
+    token, drank_PJ, part = rows.token if gathered else None, None, None
     if plan.scratch:
         scratch = torch.empty(plan.scratch, dtype=torch.float32, device=source.device)
         part = scratch[plan.parts :] if plan.is_summed else None
-    gradient = scratch if plan.is_reordered else result
-    if plan.product is None:
-        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
-        _write_gradient(source, rank_PJ, gradient, like_ENj.shape, plan.strides, weight_P, rows, gathered)
-    else:
+        gradient = scratch if plan.is_reordered else result
+    if plan.is_one_pass:
         drank_PJ = torch.empty_like(rank_PJ)
-        plan.product(
-            source, b_ENJ, drank_PJ if part is None else part, rank_PJ, gradient, weight_P,
-            rows.token if gathered else None, rows.pair, rows.offsets,
-        )  # fmt: skip
+        sums = drank_PJ if part is None else part
+        plan.product(source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
+    else:
+        if want_rank:
+            drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered)
+        plan.product(source, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
     if plan.finish is not None:
         plan.finish(gradient, result if plan.is_reordered else None, part, drank_PJ)
     return drank_PJ, result

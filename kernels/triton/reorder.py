@@ -72,15 +72,13 @@ def reorder_job(source_shape, source_strides, out_shape, out_strides):
 
 
 @functools.lru_cache(maxsize=SIZES)
-def _launcher(device, *described):
-    """described: dtype, shape and strides of each tensor; launches depend on the dtypes."""
-    jobs = [
-        reorder_job(*source, *out) for (_, *source), (_, *out) in zip(described[::2], described[1::2], strict=True)
-    ]
-    constants = (*jobs, *(None,) * (JOBS - len(jobs)), ENTRIES)
-    return KernelLauncher(reorder_kernel, device, (sum(job[-1] for job in jobs),), (), constants, num_warps=4)
+def _launcher(device, jobs):
+    pairs = zip(jobs[::2], jobs[1::2], strict=True)
+    constants = [reorder_job(*source, *out) for (_, *source), (_, *out) in pairs]
+    tiles = sum(job[-1] for job in constants)
+    constants += [None] * (JOBS - len(constants))
+    return KernelLauncher(reorder_kernel, device, (tiles,), (), (*constants, ENTRIES), num_warps=4)
 
 
-def reorder(*tensors):
-    described = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-    _launcher(tensors[0].get_device(), *described)(*tensors, *(None,) * (2 * JOBS - len(tensors)))
+def reorder(*tensors, jobs):
+    _launcher(tensors[0].get_device(), jobs)(*tensors, *(None,) * (2 * JOBS - len(tensors)))

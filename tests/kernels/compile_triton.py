@@ -102,7 +102,7 @@ def products(variant: Variant):
         a1, a2 = torch.empty(2, rank, HIDDEN), torch.empty(2, rank, INNER)  # fp32, as PEFT stores them
         b1, b2 = (torch.empty(size, rank, 2).permute(2, 0, 1) for size in (2 * INNER, HIDDEN))
         first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
-        yield "reorder", lambda: kernels.reorder(b1, first.b_ENJ, a1.transpose(1, 2), first.a_EJK.transpose(1, 2))
+        yield "reorder", lambda: pack(a1, b1, 1.0, gate_up, kernels)
         extra = {
             "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
             "input_rows": first.extra_backward(u),
