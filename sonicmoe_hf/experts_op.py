@@ -20,8 +20,11 @@ from .low_rank import pack_all, padded_rank
 _NOTHING = contextlib.nullcontext()
 
 
-def _without_autocast(device: torch.device):
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
+def _without_autocast(device: torch.device, backend: str):
+    """For the eager backend, whose products are PyTorch's; kernels know no autocast, and the switch takes time."""
+    if backend == "eager" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
 
 
 class Inputs(NamedTuple):
@@ -150,7 +153,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
     """[out_TH], and after it what `keep` says."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
-    with _without_autocast(x_TH.device):
+    with _without_autocast(x_TH.device, options.backend):
         layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
@@ -185,7 +188,7 @@ def _run_backward(dout, held: list[Kept], inputs: Inputs, rows: Rows, options: O
     comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
     need, dout = Inputs._make(needs), dout.contiguous()
-    with _without_autocast(dout.device):
+    with _without_autocast(dout.device, options.backend):
         layer = _Layer(inputs, rows, options, dout.dtype)
         gradients, dh, a, u = _down_backward(layer, need, dout, held)
         gradients |= _up_backward(layer, need, dh, u, dout.shape[0])

@@ -113,9 +113,9 @@ TABLE = {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
         },
-        "rank_rows": {"many": Blocks(64, 64, 4, 3)},
-        "rank_gradient": {"many": GradientBlocks(128, 64, 64, 4, 4)},
-        "rank_backward": {"many": GradientBlocks(512, 64, 64, 8, 3)},
+        "rank_rows": {"many": Blocks(64, 64, 4, 4)},
+        "rank_gradient": {"many": GradientBlocks(128, 64, 64, 4, 2)},
+        "rank_backward": {"some": GradientBlocks(256, 64, 32, 4, 4), "many": GradientBlocks(512, 64, 64, 8, 3)},
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(

@@ -17,9 +17,11 @@ from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import other as peft_other
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank
+from ..private.transformers import experts_implementation, experts_implementation_at_once
 from .adapters import Given
 from .experts import (
     IMPLEMENTATION,
@@ -64,6 +66,13 @@ def _base_layer(wrapper: ParamWrapper) -> Any:
     return module if type(module).__getattr__ is nn.Module.__getattr__ else wrapper.get_base_layer()
 
 
+def _implementation(experts: Any) -> str | None:
+    config = getattr(experts, "config", None)
+    if torch.compiler.is_compiling() or not isinstance(config, PreTrainedConfig):
+        return experts_implementation(config)
+    return experts_implementation_at_once(config)
+
+
 def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Checked:
     # compiled calls are checked by hooks
     is_reached = torch.compiler.is_compiling() or why_not_reached(experts) is None
@@ -102,9 +111,12 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
 
 
 def _weight(linears: Any, adapter: str) -> torch.Tensor:
+    """Of a Linear, without Module.__getattr__, which takes ten times as long."""
     linear = linears._modules[adapter]
-    # linear.weight, which takes ten times as long; by [], which is where DeepSpeed's ZeRO-3 gathers parameters
-    return linear._parameters["weight"] if "weight" in linear._parameters else linear.weight
+    parameters = linear._parameters
+    if "weight" not in parameters:
+        return linear.weight
+    return parameters["weight"]  # by [], where DeepSpeed's ZeRO-3 gathers it
 
 
 def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
@@ -132,7 +144,7 @@ def _activate_lora(self, active_adapters):
     """In place of ParamWrapper's: the context in which a call of the experts computes with these adapters."""
     adapters = [name for name in active_adapters if name in self._modules["lora_A"]._modules]
     experts = _base_layer(self)
-    if not adapters or getattr(getattr(experts, "config", None), "_experts_implementation", None) != IMPLEMENTATION:
+    if not adapters or _implementation(experts) != IMPLEMENTATION:
         return _PEFTS_ACTIVATE(self, active_adapters)
     checked = _check_once(self, experts)
     if not checked.is_reached:
