@@ -254,16 +254,16 @@ def reorder(*tensors, jobs):
         out_ENJ[:, :, :rank] = source_ENj
 
 
-def rank_rows(source, a_EJK, rows, scale, gathered):
-    out_PJ = source.new_empty(rows.token.numel(), a_EJK.shape[1])
+def rank_rows(source, factor_EKJ, rows, scale, gathered):
+    out_PJ = source.new_empty(rows.token.numel(), factor_EKJ.shape[2])
     for e, span in _spans(rows):
-        product = _source_rows(source, rows, span, gathered) @ a_EJK[e].T
+        product = _source_rows(source, rows, span, gathered) @ factor_EKJ[e]
         out_PJ[span] = (product.to(accumulation_dtype(source.dtype)) * scale).to(source.dtype)
     return out_PJ
 
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
-    drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+    drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered) if want_rank else None
     if like_ENj is None:
         return drank_PJ, None
     if weight_P is not None:

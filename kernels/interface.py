@@ -167,8 +167,8 @@ class Backend(Protocol):
         """Of one to four pairs source_ENj, out_ENJ, one after the other: write the source, cast, into the first columns
         of the other, zeros into the rest. `jobs` has (dtype, shape, strides) of each tensor, as which it is read."""
 
-    def rank_rows(self, source, a_EJK, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
-        """scale * source @ A[e]^T [P, J], in source's dtype, scaled before it is rounded.
+    def rank_rows(self, source, factor_EKJ, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
+        """scale * source @ factor[e] [P, J], in source's dtype, scaled before it is rounded. factor: A^T.
 
         `gathered`: source is [T, K] and a row reads that of its token (u, of x); else it is [P, K] (v, of a).
         """

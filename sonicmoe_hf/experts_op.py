@@ -140,7 +140,7 @@ class _Layer:
         x, bias, adapter, extra = self.inputs.x, self.inputs.gate_up_bias, self.gate_up_adapter, None
         if adapter is not None:
             if u_PJ is None:
-                u_PJ = self.kernels.rank_rows(x, adapter.a_EJK, self.rows, adapter.scale, gathered=True)
+                u_PJ = self.kernels.rank_rows(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
             extra = adapter.extra_forward(u_PJ)
         h_R2I, a_RI = self.kernels.up(
             x, self._operand(*self._gate_up), bias, self.rows, self.activation, self.interleaved,
@@ -158,7 +158,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
         if adapter is not None:
-            v_PJ = kernels.rank_rows(a_RI, adapter.a_EJK, rows, adapter.scale, gathered=False)
+            v_PJ = kernels.rank_rows(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
             extra = adapter.extra_forward(v_PJ)
         y_RH = kernels.down(a_RI, layer.down_operand, inputs.down_bias, rows, extra=extra)
         out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])

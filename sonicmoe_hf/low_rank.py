@@ -93,10 +93,6 @@ class Packed(NamedTuple):
     b_ENJ: torch.Tensor
     scale: float
 
-    @property
-    def a_EJK(self) -> torch.Tensor:
-        return self.a_EKJ.transpose(1, 2)
-
     def extra_forward(self, rank_PJ) -> Extra:
         """What the adapter adds to the product with W."""
         return Extra(rank_PJ, self.b_ENJ)

@@ -200,24 +200,25 @@ def _bits(scale: float) -> int:
 
 
 @functools.lru_cache(maxsize=SIZES)
-def _rows_launcher(device, dtype, num_pairs, shape_EJK, strides, scale, gathered):
-    operands, (num_experts, rank, length) = Operands(device, dtype), shape_EJK
+def _rows_launcher(device, dtype, num_pairs, shape_EKJ, strides, scale, gathered):
+    operands, (num_experts, length, rank), (by_expert, by_depth, by_rank) = Operands(device, dtype), shape_EKJ, strides
     blocks = blocks_for("rank_rows", operands, num_pairs, num_experts)
     columns = _rank_columns(rank, blocks.columns)
     row_tiles = max_row_tiles(num_pairs, num_experts)
     return KernelLauncher(
         gemm_rank_kernel, operands.index, (row_tiles * cdiv(rank, columns),), (row_tiles, _bits(scale)),
-        (rank, length, *strides, tile_rows(num_pairs, num_experts), columns, blocks.depth, precision(operands)),
+        (rank, length, by_expert, by_rank, by_depth, tile_rows(num_pairs, num_experts), columns, blocks.depth,
+         precision(operands)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 
-def rank_rows(source, a_EJK, rows, scale, gathered):
-    num_pairs, shape = rows.token.shape[0], a_EJK.shape
-    out_PJ = source.new_empty(num_pairs, shape[1])
+def rank_rows(source, factor_EKJ, rows, scale, gathered):
+    num_pairs, shape = rows.token.shape[0], factor_EKJ.shape
+    out_PJ = source.new_empty(num_pairs, shape[2])
     if num_pairs:
-        launcher = _rows_launcher(source.device, source.dtype, num_pairs, shape, a_EJK.stride(), scale, gathered)
-        launcher(source, a_EJK, out_PJ, rows.token if gathered else None, rows.tiles)
+        launcher = _rows_launcher(source.device, source.dtype, num_pairs, shape, factor_EKJ.stride(), scale, gathered)
+        launcher(source, factor_EKJ, out_PJ, rows.token if gathered else None, rows.tiles)
     return out_PJ
 
 
@@ -303,7 +304,7 @@ def _backward_plan(
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
     if like_ENj is None:
-        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+        drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered) if want_rank else None
         return drank_PJ, None
     plan = _backward_plan(
         source.device, source.dtype, rank_PJ.shape, b_ENJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape,
@@ -321,7 +322,7 @@ def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_
         plan.product(source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
     else:
         if want_rank:
-            drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered)
+            drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered)
         plan.product(source, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
     if plan.finish is not None:
         plan.finish(gradient, result if plan.is_reordered else None, part, drank_PJ)

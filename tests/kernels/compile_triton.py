@@ -107,7 +107,7 @@ def products(variant: Variant):
             "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
             "input_rows": first.extra_backward(u),
         }  # fmt: skip
-        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EJK, rows, 1.0, True)
+        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EKJ, rows, 1.0, True)
         yield "rank_backward", lambda: kernels.rank_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
         yield "rank_backward", lambda: kernels.rank_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
         yield "factor_gradient", lambda: kernels.factor_gradient(u, a, rows, False, a2)
