@@ -11,14 +11,13 @@ from .config import LAYOUTS, SAVE_POLICIES, check_choice
 from .dispatch import dispatch
 from .experts_op import Inputs, Keep, Options
 from .kernels.interface import ACTIVATIONS, Activation, accumulation_dtype
-from .low_rank import LowRank, check_low_rank, side_by_side
+from .low_rank import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
 from .quantization.packed_weight import PackedWeight
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
 
 NO_ADAPTER = (None, None, 1.0)
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):

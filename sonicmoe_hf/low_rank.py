@@ -17,6 +17,7 @@ from .kernels.factors import a_by_expert, b_by_expert, swapped
 from .kernels.interface import Extra
 
 RANK_MULTIPLE = 8
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowRank(NamedTuple):
@@ -55,14 +56,14 @@ def _b_by_expert(b, num_experts: int):
 def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: torch.device) -> None:
     """Raise ValueError where `adapter` does not fit the weight, whose logical view [E, out, in] has this shape."""
     num_experts, size_out, size_in = shape_EON
-    for part, factor in (("a", adapter.a), ("b", adapter.b)):
-        if not factor.dtype.is_floating_point or factor.dtype.itemsize < 2:
+    a, b = adapter.a, adapter.b
+    for part, factor in (("a", a), ("b", b)):
+        if factor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name}.{part} has dtype {factor.dtype}; use fp64, fp32, bf16 or fp16")
         if factor.device != device:
             raise ValueError(
                 f"{name}.{part} is on {factor.device} but its weight is on {device}; move them to one device"
             )
-    a, b = adapter.a, adapter.b
     if a.dim() == 2 and b.dim() == 2:
         columns = a.shape[0]
         fits = columns and columns % num_experts == 0 and (a.shape[1], *b.shape) == (size_in, size_out, columns)
