@@ -57,17 +57,18 @@ STEP = Chart(
     "train_step",
     {"mode": "full"},
     {
-        ("7B", "Liger, FSDP2, 2 GPUs"): "7B of the paper, whole\nFSDP2 on two GPUs, Liger",
-        ("7B", "Liger"): "7B of the paper\n16 layers, Liger",
-        ("Qwen3-30B-A3B", "Liger"): "Qwen3-30B-A3B\n16 layers, Liger",
-        ("OLMoE-1B-7B", "plain"): "OLMoE-1B-7B\nwhole",
-        ("gpt-oss-20b", "Liger"): "gpt-oss-20b\n8 layers, Liger",
+        ("7B", "Liger, spread load"): "7B of the paper\nwhole",
+        ("7B", "Liger, spread load, FSDP2, 2 GPUs"): "7B, FSDP2\non two GPUs",
+        ("Qwen3-30B-A3B", "Liger, spread load"): "Qwen3-30B-A3B\n16 layers",
+        ("OLMoE-1B-7B", "spread load"): "OLMoE-1B-7B\nwhole",
+        ("gpt-oss-20b", "Liger, spread load"): "gpt-oss-20b\n8 layers",
     },
     {
         "tokens_per_s": ("Training, thousand tokens a second and GPU", "{:.0f}", 1e-3),
         "peak_GiB": ("Peak memory, GiB", "{:.0f}", 1),
     },
-    "Whole steps with AdamW, all weights trained in bf16, {gpu}, random weights and tokens; commit {commit}",
+    "Whole steps, all weights trained in bf16 with AdamW, Liger's other kernels (not for OLMoE), {gpu}, random weights, "
+    "balanced rows per expert; commit {commit}",
 )
 
 
@@ -104,7 +105,7 @@ def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], floa
         bars = axis.bar(places, heights, width * 0.92, color=colour, label=name)
         labels = ["" if math.isnan(height) else label.format(height) for height in heights]
         axis.bar_label(bars, labels, fontsize=7, padding=1)
-    axis.set_xticks(range(len(groups)), [chart.configs[config] for config in groups], fontsize=9)
+    axis.set_xticks(range(len(groups)), [chart.configs[config] for config in groups], fontsize=8)
     axis.set_title(title, fontsize=11, loc="left")
     axis.tick_params(axis="x", length=0)
     axis.set_yticks([])

@@ -1,6 +1,6 @@
 """Training steps of Qwen3-30B-A3B's layers on two GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
 
-    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--layers 4] [--tokens 16384] [--spread-load] [--case NAME ...]
+    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--layers 4] [--tokens 16384] [--case NAME ...] [--liger]
 
 Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
 step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.
@@ -29,7 +29,7 @@ from unittest import mock
 import provenance
 import torch
 import torch.distributed as dist
-from models import MODELS, TINY, spread_load
+from models import MODELS, TINY, apply_liger, spread_load
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,6 +40,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel import collectives
 
+MODEL = "Qwen3-30B-A3B"
 INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives
 WARMUP, SEQUENCE = 3, 4096
 TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of experts and of ranks are rounded
@@ -145,6 +146,8 @@ def build(ep_implementation: str | None, options):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"
         )
+    if options.liger:
+        apply_liger(MODEL, model)
     distributed, _, mesh = model.prepare_distribute_model(DistributedConfig(**sizes))
     model = model.maybe_distribute_model(model, distributed, mesh).to_empty(device=options.device)
     fill(model)
@@ -268,10 +271,11 @@ def check(results: dict[str, dict[str, list[float]]]) -> None:
 
 def write(path: Path, results, options) -> None:
     origin = provenance.columns() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu"}
-    shape = (
-        f"{options.layers} layers, vocabulary {options.sizes['vocab_size']}, {options.tokens} tokens a rank, "
-        f"{dist.get_world_size()} ranks{', spread load' if options.spread_load else ''}"
-    )
+    parts = [
+        f"{options.layers} layers", f"vocabulary {options.sizes['vocab_size']}", f"{options.tokens} tokens a rank",
+        f"{dist.get_world_size()} ranks", *["Liger"] * options.liger, *["spread load"] * options.spread_load,
+    ]  # fmt: skip
+    shape = ", ".join(parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -299,6 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--vocabulary", type=int, help="default: the model's; a small one leaves the head out of the times"
     )
+    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
     parser.add_argument(
         "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
     )
@@ -309,7 +314,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "expert_parallel.csv")
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.sizes = TINY if options.tiny else MODELS["Qwen3-30B-A3B"].sizes
+    options.sizes = TINY if options.tiny else MODELS[MODEL].sizes
     if options.vocabulary is not None:
         options.sizes = {**options.sizes, "vocab_size": options.vocabulary}
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")

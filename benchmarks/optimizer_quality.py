@@ -26,13 +26,14 @@ from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, 
 
 import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, small_config
+from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from full_finetune_one_gpu import step_in_backward
 
 LENGTH, BATCH, HELD_OUT_WINDOWS = 128, 8, 256
 PHASES = {"from scratch": 2e-3, "trained further": 1e-4}  # their learning rates
+PER_LAYER_LOSS = 0.01
 FIELDS = ["phase", "seed", "method", "steps", "held_out_loss", "commit", "versions", "date"]
 
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, small_config
+from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
 CONTENDERS = ("bf16", "nf4", "mxfp4")
+PER_LAYER_LOSS = 0.01
 LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
 FIELDS = ("contender", "seed", "step", "held_out_loss", "gpu", "commit", "versions", "date")
 

@@ -2,7 +2,7 @@
 
     python benchmarks/qlora_step.py [--case NAME ...] [--cap GIB] [--no-liger] [--csv FILE]
 
-Random weights, made and quantised layer by layer under the limit, so that no moment needs more; random tokens in
+Random weights, made and quantised one by one under the limit, so that no moment needs more; random tokens in
 sequences of at most 4,096; r = 8, gradient checkpointing, bf16 autocast, adapters and fused AdamW in fp32, embeddings in
 bf16, Liger's kernels with its loss in chunks. Qwen3's experts are NF4 and its attention's linear layers bitsandbytes' NF4
 ("bf16 attention": they stay); gpt-oss's experts are MXFP4 and the rest bf16, as on the hub. A step is forward, backward,
@@ -26,13 +26,12 @@ from moe_layer import Table
 from peft import get_peft_model
 from torch import nn
 from training import one_step
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.backends import VARIABLE
-from sonicmoe_hf.quantization.quantizer import finish, is_transposed, packable
-from sonicmoe_hf.quantization.state import hold_packed
+from sonicmoe_hf.demo.model import random_packed_model
 
 GPT_OSS = {  # config.json of openai/gpt-oss-20b; what it leaves out are the defaults
     "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
@@ -82,51 +81,15 @@ def config_of(case: Case, options):
 
 
 def build(case: Case, options):
-    """The model with random weights, quantised, on the device; never more than a layer of it unquantised."""
-    config = config_of(case, options)
+    """The model with random weights, quantised, on the device; never more than one weight of it still to be quantised."""
+    experts, linear = (None if weights == "bf16" else weights for weights in (case.experts, case.attention))
     attention = options.gpt_oss_attention if case.model == "gpt_oss" else "sdpa"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-    inner = model.model
-    for module in (inner.embed_tokens, inner.norm, model.lm_head, *inner.layers):
-        module.to_empty(device=options.device)
-        module.apply(model._init_weights)
-        pack(module, case)
-    with torch.device(options.device):
-        inner.rotary_emb = type(inner.rotary_emb)(config)
-    model.is_loaded_in_4bit = case.attention != "bf16"  # PEFT asks for it before it looks for bitsandbytes' layers
-    finish(model)
+    model = random_packed_model(
+        config_of(case, options), experts, linear, options.device, dtype=torch.bfloat16, attn_implementation=attention
+    )
     if options.liger:
         apply_liger(model, case)
     return model.train().requires_grad_(False)
-
-
-def pack(module: nn.Module, case: Case):
-    """Quantise what the case wants of one layer, a weight at a time."""
-    for part in list(module.modules()):
-        if case.experts != "bf16":
-            for name in packable(part):
-                hold_packed(part, name, PackedWeight.quantize(getattr(part, name), case.experts, is_transposed(part)))
-        if case.attention != "bf16":
-            for name, linear in list(part.named_children()):
-                if name in ATTENTION and isinstance(linear, nn.Linear):
-                    setattr(part, name, in_4_bits(linear, case.attention))
-
-
-def in_4_bits(linear: nn.Linear, quant_type: str) -> nn.Module:
-    """bitsandbytes' layer with the weights of a linear one, double quantisation included."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    bias, weight = linear.bias is not None, linear.weight
-    found = Linear4bit(
-        linear.in_features, linear.out_features, bias, torch.bfloat16, True, quant_type, device=weight.device
-    )
-    found.weight = Params4bit(weight.data.cpu(), False, compress_statistics=True, quant_type=quant_type, module=found)
-    if bias:
-        found.bias = linear.bias
-    found = found.to(weight.device)
-    assert found.weight.bnb_quantized
-    return found
 
 
 def apply_liger(model, case: Case):

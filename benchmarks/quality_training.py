@@ -1,4 +1,4 @@
-"""One run of token_rounding_quality.py: a small Qwen3-MoE model trained from scratch by one routing method.
+"""One run of token_rounding_quality.py and load_balance.py: a small Qwen3-MoE model from scratch, by one routing method.
 
 Within a seed every method starts from the same weights and sees the same batches in the same order; the model is patched
 as a user would patch it, and evaluated, always with top-k, on files that training never saw.
@@ -26,6 +26,7 @@ from sonicmoe_hf.routing import Routing
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]  # does a step at every next(), and returns the result
+After = Callable[[], None] | None
 
 METHODS = ("top_k", *ROUNDINGS, "token_drop", "expert_choice")
 DROP_CAPACITY_FACTOR = 1.25  # Switch Transformer's; token_drop keeps at most this times the mean rows per expert
@@ -142,16 +143,18 @@ class CapacityRouting:
 class RowCounter:
     """Forward pre-hook of an experts module: rows of every expert, and calls that gave it none, since `reset`.
 
-    It adds in place, so that a CUDA graph's replays count too. rows_E, starved_E: int64 [E].
+    It adds in place, so that a CUDA graph's replays count too. rows_E, starved_E: int64 [E]. busiest: int64, the rows of
+    each call's busiest expert, summed over the calls.
     """
 
     def __init__(self, num_experts: int, device: torch.device):
         self.rows_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.starved_E = torch.zeros_like(self.rows_E)
+        self.busiest = self.rows_E.new_zeros(())
 
     def reset(self) -> None:
-        self.rows_E.zero_()
-        self.starved_E.zero_()
+        for tensor in (self.rows_E, self.starved_E, self.busiest):
+            tensor.zero_()
 
     def __call__(self, experts, args):
         index_P = (args[1].expert_index if isinstance(args[1], Routing) else args[1]).reshape(-1).long()
@@ -159,19 +162,35 @@ class RowCounter:
         rows_E = rows_E.scatter_add_(0, index_P, torch.ones_like(index_P))[:-1]
         self.rows_E += rows_E
         self.starved_E += rows_E == 0
+        self.busiest += rows_E.max()
 
 
-def counted(counters: list[RowCounter]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, calls without rows) of every expert, [layers, E] each, on the CPU."""
-    return tuple(
-        torch.stack([getattr(counter, name) for counter in counters]).cpu() for name in ("rows_E", "starved_E")
-    )
+class Counts(NamedTuple):
+    """What counters counted, on the CPU: rows and calls without rows [layers, E]; the busiest experts' rows [layers]."""
+
+    rows: torch.Tensor
+    starved: torch.Tensor
+    busiest: torch.Tensor
 
 
-def build_model(preset: Preset, run: Run, device: torch.device):
-    """The model at its random start, patched for the run's method: (model, row counters, one a layer)."""
-    torch.manual_seed(run.seed)
-    config = Qwen3MoeConfig(
+def counted(counters: list[RowCounter]) -> Counts:
+    """The counters' counts."""
+    names = ("rows_E", "starved_E", "busiest")
+    return Counts(*(torch.stack([getattr(counter, name) for counter in counters]).cpu() for name in names))
+
+
+def count_rows(model, preset: Preset, device: torch.device) -> list[RowCounter]:
+    """Counters of the model's layers with experts."""
+    counters = []
+    for layer in find_layers(model):
+        counters.append(RowCounter(preset.experts, device))
+        layer.experts.register_forward_pre_hook(counters[-1])
+    return counters
+
+
+def qwen3_config(preset: Preset, **changes) -> Qwen3MoeConfig:
+    """The model's config."""
+    return Qwen3MoeConfig(
         vocab_size=preset.vocab_size,
         hidden_size=preset.hidden_size,
         moe_intermediate_size=preset.expert_size,
@@ -185,11 +204,22 @@ def build_model(preset: Preset, run: Run, device: torch.device):
         initializer_range=preset.initializer_range,
         max_position_embeddings=preset.length,
         tie_word_embeddings=True,
+        **changes,
     )
+
+
+def random_model(config, seed: int, device: torch.device):
+    """The model at its random start, with our experts."""
+    torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             config, experts_implementation="sonicmoe_hf", attn_implementation="causal_sdpa"
         )
+
+
+def build_model(preset: Preset, run: Run, device: torch.device):
+    """The model at its random start, patched for the run's method: (model, row counters, one a layer)."""
+    model = random_model(qwen3_config(preset), run.seed, device)
     if run.replica:
         generator = torch.Generator().manual_seed(1000 * run.seed + run.replica)
         for parameter in model.parameters():
@@ -201,14 +231,12 @@ def build_model(preset: Preset, run: Run, device: torch.device):
     sonicmoe_hf.patch_model(model, routing=policy)
     if run.balancing == "layer":
         sonicmoe_hf.LoadBalancing(per_layer_loss=preset.balancing_coefficient).start(model)
-    counters = []
     for layer in find_layers(model):
         if run.method == "expert_choice":
             layer.router.register_forward_hook(CapacityRouting(1.0, only_top_k=False))
         elif run.method == "token_drop":
             layer.router.register_forward_hook(CapacityRouting(DROP_CAPACITY_FACTOR, only_top_k=True))
-        counters.append(RowCounter(preset.experts, device))
-        layer.experts.register_forward_pre_hook(counters[-1])
+    counters = count_rows(model, preset, device)
     torch.manual_seed(run.seed)  # stochastic rounding draws from here
     return model, counters
 
@@ -254,13 +282,13 @@ def autocast(device: torch.device):
 
 
 class Step:
-    """An optimiser step on the batch in `ids`; its cross-entropy is in `loss` afterwards.
+    """An optimiser step on the batch in `ids`, and `after` it; its loss is in `loss` afterwards.
 
     `capture` records it as a CUDA graph, which later calls replay: small models wait for the host otherwise.
     """
 
-    def __init__(self, model, optimizer: torch.optim.Optimizer, preset: Preset, device: torch.device):
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model, optimizer: torch.optim.Optimizer, preset: Preset, device: torch.device, after: After):
+        self.model, self.optimizer, self.after = model, optimizer, after
         self.ids = torch.zeros(preset.batch, preset.length, dtype=torch.int64, device=device)
         self.loss = torch.zeros((), device=device)
         self.graph = None
@@ -285,11 +313,15 @@ class Step:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        if self.after is not None:
+            self.after()
         self.loss.copy_(loss.detach())
 
 
-def train(model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool) -> Steps[torch.Tensor]:
-    """Train: the cross-entropy of every step [steps]. The counters count the last steps' rows."""
+def train(
+    model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool, after: After = None
+) -> Steps[torch.Tensor]:
+    """Train: the loss of every step [steps]. The counters count the last steps' rows."""
     stream = None
     if tokens.is_cuda:
         stream = torch.cuda.Stream()  # its own: runs overlap, and a graph is captured on one
@@ -297,7 +329,7 @@ def train(model, counters, preset: Preset, tokens: torch.Tensor, seed: int, grap
     with torch.cuda.stream(stream):
         optimizer = make_optimizer(model, preset, tokens.device)
         model.train()
-        one_step = Step(model, optimizer, preset, tokens.device)
+        one_step = Step(model, optimizer, preset, tokens.device, after)
         cross_entropies = torch.zeros(preset.steps, device=tokens.device)
         batch_of = batches(tokens, preset, seed)
     for step in range(preset.steps):
@@ -333,9 +365,9 @@ def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
     total = 0.0
     for ids in windows.split(4 * preset.batch):
         with autocast(tokens.device):
-            out = model(input_ids=ids, labels=ids, use_cache=False)
+            out = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False)
         total = total + out.loss.double() * len(ids)
-    rows, _ = counted(counters)
+    rows = counted(counters).rows
     per_layer = rows.sum(1)
     if not (per_layer == windows.numel() * preset.top_k).all():
         raise RuntimeError(f"evaluation routed {per_layer.tolist()} rows per layer, not {preset.top_k} a token")
@@ -348,7 +380,7 @@ def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, grap
     model, counters = build_model(preset, run, device)
     cross_entropies = yield from train(model, counters, preset, corpus.train.to(device), run.seed, graph)
     trained = time.perf_counter() - began
-    rows, starved = counted(counters)
+    rows, starved, _ = counted(counters)
     steps = min(COUNTED_STEPS, preset.steps)
     loss, held_out_rows = evaluate(model, counters, preset, corpus.held_out.to(device))
     tokens_per_byte = len(corpus.held_out) / corpus.held_out_bytes

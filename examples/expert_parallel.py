@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py                      # a small model, offline, on any machine
     torchrun --nproc-per-node 8 examples/expert_parallel.py --model Qwen/Qwen3-30B-A3B --batch-size 4 --output outputs/ep
+    torchrun --nproc-per-node 2 examples/expert_parallel.py --model Qwen/Qwen3-30B-A3B --random --layers 8 --batch-size 4
 
 Needs Transformers 5.23. FSDP2 shards everything else. Each process trains on batches of its own, and tokens travel to the
 experts that they are routed to; token rounding is on.
@@ -22,13 +23,16 @@ from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, small_config
+from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, random_model, small_config
+from sonicmoe_hf.demo.throughput import Throughput
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
+    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
+    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of each process")
     parser.add_argument("--sequence-length", type=int, default=128)
@@ -36,14 +40,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5")
     parser.add_argument("--output", help="where to save the model")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.random and options.model is None:
+        parser.error("--random takes the sizes of --model")
+    return options
 
 
-def save_small_model(tokenizer) -> str:
-    """The folder of one with random weights: every process then reads its own part."""
+def save_random_model(tokenizer, arguments: argparse.Namespace) -> str:
+    """The folder of a model with random weights: every process then reads its own part."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     if dist.get_rank() == 0:
-        AutoModelForCausalLM.from_config(small_config(tokenizer)).save_pretrained(folder[0])
+        if arguments.random:
+            model = random_model(arguments.model, arguments.layers, dtype=torch.bfloat16)
+        else:
+            model = AutoModelForCausalLM.from_config(small_config(tokenizer))
+        model.save_pretrained(folder[0])
     dist.broadcast_object_list(folder)
     return folder[0]
 
@@ -67,8 +78,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     set_seed(arguments.seed)
     texts, _ = standard_library()
     is_small = arguments.model is None
-    tokenizer = train_tokenizer(texts, VOCAB_SIZE) if is_small else AutoTokenizer.from_pretrained(arguments.model)
-    source = save_small_model(tokenizer) if is_small else arguments.model
+    is_random = is_small or arguments.random
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE) if is_random else AutoTokenizer.from_pretrained(arguments.model)
+    source = save_random_model(tokenizer, arguments) if is_random else arguments.model
 
     model = sonicmoe_hf.from_pretrained(
         source,
@@ -77,7 +89,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         distributed_config=DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="sonicmoe_hf"),
     ).train()
     dist.barrier()
-    if is_small and rank == 0:
+    if is_random and rank == 0:
         shutil.rmtree(source)
     balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
     balancing.start(model)
@@ -86,6 +98,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     own = blocks(texts, tokenizer, arguments.sequence_length)[rank::world]
     batches = DataLoader(own, batch_size=arguments.batch_size, shuffle=True, drop_last=True)
     losses: list[float] = []
+    throughput = Throughput(arguments.batch_size * arguments.sequence_length)
     for step, batch in zip(range(arguments.steps), _forever(batches)):
         loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
         loss.backward()
@@ -95,8 +108,11 @@ def main(argv: list[str] | None = None) -> list[float]:
         loss = loss.detach().clone()
         dist.all_reduce(loss)
         losses.append(loss.item() / world)
+        throughput.step()
         if rank == 0 and step % 10 == 0:
             print(f"step {step:>4}  loss {losses[-1]:.3f}")
+    if rank == 0 and throughput.timed_steps:
+        print(throughput)
     if arguments.output is not None:
         model.save_pretrained(arguments.output)  # every process takes part
         tokenizer.save_pretrained(arguments.output)

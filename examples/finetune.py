@@ -41,14 +41,14 @@ import sonicmoe_hf
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
+from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, random_model, small_config
 from sonicmoe_hf.demo.throughput import ThroughputCallback
 from sonicmoe_hf.native.adapter import import_peft
 from sonicmoe_hf.routing import TokenRounding
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
-SMALL_MODEL_LOSS = 0.05  # at 0.01 some experts of a random start are still without rows after 100 steps
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles
+DEAD_EXPERTS = "moe/dead_experts"  # as ExpertLoadCallback logs them
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
 
 
@@ -99,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     moe.add_argument("--start", type=moment, default=0.0, help="of token rounding: step, or fraction of training")
     moe.add_argument("--end", type=moment, default=1.0)
     moe.add_argument("--per-layer-loss", type=float,
-                     help=f"balancing loss; default: {SMALL_MODEL_LOSS} for the small model, else none")  # fmt: skip
+                     help=f"balancing loss; default: {PER_LAYER_LOSS} for the small model, else none")  # fmt: skip
     moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
     moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
     moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")
@@ -271,7 +271,7 @@ def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: 
         callbacks.append(rounding)
     per_layer_loss = arguments.per_layer_loss
     if per_layer_loss is None and arguments.model is None and arguments.compile is None:
-        per_layer_loss = SMALL_MODEL_LOSS  # it does not work in compiled models
+        per_layer_loss = PER_LAYER_LOSS  # it does not work in compiled models
     if per_layer_loss is not None or arguments.bias_update is not None:
         callbacks.append(sonicmoe_hf.LoadBalancing(per_layer_loss, arguments.bias_update))
     trainer = Trainer(
@@ -308,8 +308,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.save_model()
     trainer.save_state()
     metrics = {**trained.metrics, **evaluated, "perplexity": math.exp(evaluated["eval_loss"])}
+    for entry in trainer.state.log_history:
+        if DEAD_EXPERTS in entry:
+            metrics[DEAD_EXPERTS] = entry[DEAD_EXPERTS]  # of the last log
     print(
-        f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; saved to {arguments.output}"
+        f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; experts without rows at "
+        f"the end: {metrics.get(DEAD_EXPERTS, 'not logged')}; saved to {arguments.output}"
     )
     return metrics
 

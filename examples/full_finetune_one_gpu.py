@@ -67,7 +67,9 @@ def load(arguments: argparse.Namespace):
         model = random_model(arguments.model, arguments.layers, dtype=torch.bfloat16)
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=torch.bfloat16, device_map=str(torch.accelerator.current_accelerator() or "cpu")
+            arguments.model,
+            dtype=torch.bfloat16,
+            device_map=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"),
         )
     sonicmoe_hf.patch_model(model)
     return model, tokenizer, blocks(texts, tokenizer, arguments.sequence_length)

@@ -6,6 +6,7 @@ on any machine.
     python examples/qlora.py
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --output outputs/qlora
     python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
+    python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --trl ...
 
 Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
@@ -37,7 +38,8 @@ from transformers import (
 
 import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+from sonicmoe_hf.demo.model import VOCAB_SIZE, config_of, random_packed_model, small_config
+from sonicmoe_hf.demo.throughput import ThroughputCallback
 
 PACKED, MXFP4 = "sonicmoe_hf", "mxfp4"  # quantisation methods of checkpoints that are taken as they are
 
@@ -46,6 +48,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub id or folder; default: a small model with random weights")
+    parser.add_argument(
+        "--random",
+        action="store_true",
+        help="random weights at the sizes of --model; trains, saves nothing",
+    )
+    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
     parser.add_argument("--attn-implementation", help="sdpa, flex_attention (gpt-oss has no sdpa), ...")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
@@ -63,6 +71,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("outputs/qlora"))
     parser.add_argument("--seed", type=int, default=0)
     found = parser.parse_args(arguments)
+    if found.random and found.model is None:
+        parser.error("--random takes the sizes of --model")
     found.sequence_length = found.sequence_length or (128 if found.model is None else 512)
     return found
 
@@ -73,6 +83,12 @@ def make_small_model(texts, folder: Path) -> str:
     AutoModelForCausalLM.from_config(small_config(tokenizer), dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def linear_in_4_bits() -> bool:
+    """Whether bitsandbytes packs the linear layers."""
+    # on CPUs bitsandbytes 0.50 loses gradients once a model has been evaluated
+    return torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
 
 
 def load_packed(name: str, arguments: argparse.Namespace):
@@ -89,8 +105,7 @@ def load_packed(name: str, arguments: argparse.Namespace):
         )
     if method != PACKED:
         options["experts_quantization"] = MXFP4 if method == MXFP4 else "nf4"
-    # on CPUs bitsandbytes 0.50 loses gradients once a model has been evaluated
-    if method is None and torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
+    if method is None and linear_in_4_bits():
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -98,6 +113,17 @@ def load_packed(name: str, arguments: argparse.Namespace):
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     return sonicmoe_hf.from_pretrained(name, **options)
+
+
+def load_random(texts, arguments: argparse.Namespace):
+    """(a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
+    options = {} if arguments.attn_implementation is None else {"attn_implementation": arguments.attn_implementation}
+    config = config_of(arguments.model, arguments.layers)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    experts, linear = (MXFP4, None) if method == MXFP4 else ("nf4", "nf4" if linear_in_4_bits() else None)
+    model = random_packed_model(config, experts, linear, dtype=torch.bfloat16, **options)
+    sonicmoe_hf.patch_model(model)
+    return model, train_tokenizer(texts, VOCAB_SIZE)
 
 
 def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Trainer:
@@ -113,6 +139,7 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
         "bf16": True,
         "gradient_checkpointing": True,
         "use_liger_kernel": torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None,
+        "liger_kernel_config": {"swiglu": False},  # the experts are ours
         "optim": "adamw_torch_fused",
         "logging_steps": max(1, arguments.steps // 8),
         "save_strategy": "no",
@@ -130,35 +157,40 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
     if isinstance(blocks, list):
         blocks = Dataset.from_list(blocks)
     held_out = blocks.train_test_split(test_size=max(1, min(32, len(blocks) // 10)), seed=arguments.seed)
-    return trainer(
+    found = trainer(
         model=model,
         args=settings,
         train_dataset=held_out["train"],
         eval_dataset=held_out["test"],
         processing_class=tokenizer,
-        callbacks=[sonicmoe_hf.ExpertLoadCallback()],
+        callbacks=[sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)],
     )
+    sonicmoe_hf.attach(found)
+    return found
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, evaluate, save the adapter, merge; returns the metrics."""
+    """Train, evaluate, save the adapter, merge; returns the metrics. With --random, train."""
     arguments = parse_arguments(argv)
     set_seed(arguments.seed)
     texts, adapter, merged = load_texts(arguments), arguments.output / "adapter", arguments.output / "merged"
-    base = arguments.model or make_small_model(texts, arguments.output / "base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = load_packed(base, arguments)
+    if arguments.random:
+        model, tokenizer = load_random(texts, arguments)
+    else:
+        base = arguments.model or make_small_model(texts, arguments.output / "base")
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        model = load_packed(base, arguments)
     options = {"target_parameters": []} if arguments.attention_only else {}
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.rank, **options))
     model.print_trainable_parameters()
     trainer = build_trainer(model, tokenizer, cut_into_blocks(texts, tokenizer, arguments.sequence_length), arguments)
+    if arguments.random:
+        return trainer.train().metrics
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     metrics = {"loss_before": before, **trainer.evaluate()}
     trainer.save_model(str(adapter))
     print(f"held-out loss {before:.3f} -> {metrics['eval_loss']:.3f}; the adapter is in {adapter}")
-    if torch.cuda.is_available():
-        print(f"peak of the GPU's memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
     done = sonicmoe_hf.merge_adapter(base, adapter, merged, "hub")
     for notice in done.notices:

@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -19,6 +20,7 @@ from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus, run
+from sonicmoe_hf.demo.model import random_model, random_packed_model
 from sonicmoe_hf.patching.patch import patch_state
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -112,6 +114,16 @@ def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize(("dead", "passed"), [(0, True), (3, False)])
+def test_the_demo_fails_when_experts_are_without_rows_at_the_end(dead, passed, tmp_path):
+    demo = run.Demo(run.DemoSettings(output=tmp_path, rounding="top_k"), run.Console(quiet=True), None, [], [], None)
+    demo.log = [{"loss": loss, "eval_loss": loss, "step": step} for step, loss in enumerate((3.0, 2.0, 1.0))]
+    demo.load.history.append({"moe/dead_experts": dead})
+    run._check_training(demo)
+    assert {check.name: check.passed for check in demo.checks}["every expert has rows at the end"] is passed
+
+
+@pytest.mark.newest
 def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -124,11 +136,18 @@ def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     assert losses[0] == losses[1]
 
 
-def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_path):
+def log_of(folder):
+    """What a Trainer logged, from its saved state."""
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_path, capsys):
     finetune = load("finetune")
     small = str(tmp_path / "small")
     metrics = finetune.main(["--steps", "6", "--output", small, *TINY])
     assert metrics["eval_loss"] < 7.7  # ln(2048) = 7.6 is guessing
+    dead = [entry["moe/dead_experts"] for entry in log_of(tmp_path / "small") if "moe/dead_experts" in entry]
+    assert f"experts without rows at the end: {dead[-1]};" in capsys.readouterr().out
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXT * 200)
     options = ["--model", small, "--dataset", str(texts), "--lora", "4"]
@@ -138,7 +157,7 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(tmp_p
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "merged"))
     changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
-    log = json.loads((tmp_path / "lora" / "trainer_state.json").read_text())["log_history"]
+    log = log_of(tmp_path / "lora")
     assert log[0]["moe/rows_added"] + log[0]["moe/rows_dropped"] > 0  # steps 1 and 2 round, 3 and 4 do not
     assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
 
@@ -312,6 +331,41 @@ def test_the_accelerate_loop_lowers_the_held_out_loss():
     assert after < before
 
 
+def test_a_random_model_is_made_on_the_cpu_where_torch_has_cuda_and_the_machine_no_gpu(tmp_path, monkeypatch):
+    def accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    Qwen3MoeConfig(**TINY_SIZES).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    model = random_model(str(tmp_path))
+    assert model.device.type == "cpu" and model.model.rotary_emb.inv_freq.device.type == "cpu"
+
+
+@pytest.mark.parametrize("linear", [None, "nf4"])
+def test_a_random_model_in_4_bits_is_what_the_unpacked_one_is_but_for_its_weights(linear):
+    if linear is not None:
+        pytest.importorskip("bitsandbytes")
+    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
+    dense = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    packed = random_packed_model(config, "nf4", linear, dtype=torch.bfloat16)
+    assert torch.equal(packed.model.rotary_emb.inv_freq, dense.model.rotary_emb.inv_freq)
+    for (name, weight), expected in zip(packed.named_parameters(), dense.parameters(), strict=True):
+        if ".experts." in name:
+            assert isinstance(weight, PackedWeight)
+            weight = weight.dequantize()
+        is_linear = "self_attn" in name and "norm" not in name
+        assert (weight.dtype == torch.uint8) == (is_linear and linear is not None)
+        if weight.dtype != torch.uint8:
+            assert weight.shape == expected.shape and weight.dtype == expected.dtype
+            torch.testing.assert_close(weight.float().std(), expected.float().std(), rtol=0.2, atol=0.0)
+    sonicmoe_hf.patch_model(packed)
+    adapted = get_peft_model(packed, sonicmoe_hf.lora_config(packed, 2))
+    tokens = torch.randint(300, (2, 16))
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    trained = {name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * (4 + 2) and all(gradient is not None for gradient in trained.values())
+
+
 def test_the_python_of_the_document_on_token_rounding_runs():
     config = Qwen3MoeConfig(**TINY_SIZES)
     text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
@@ -372,6 +426,12 @@ def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_pa
     assert "the weights were mxfp4 and are bfloat16 now" in capsys.readouterr().out
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "merged")
     assert type(again).__name__ == "Qwen3MoeForCausalLM"
+    # at a model's sizes, before its weights are downloaded
+    trained = qlora.main(
+        [*tiny[2:], "--model", str(merged), "--random", "--steps", "3", "--output", str(tmp_path / "third")]
+    )
+    assert "train_loss" in trained and not list((tmp_path / "third").rglob("*.safetensors"))
+    assert "tokens/s a device over 1 steps of 64 tokens" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="quantised with 'fp8'; convert it first"):
         (tmp_path / "fp8").mkdir()
         config = {**json.loads((merged / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}

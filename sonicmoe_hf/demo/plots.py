@@ -48,7 +48,7 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
         axes.annotate(f"{held_out.values[end]:.2f}", (held_out.steps[end], held_out.values[end]), xytext=(4, 9),
                       textcoords="offset points", color=ORANGE, ha=side, fontweight="bold")  # fmt: skip
     axes.set_xlabel(f"optimiser step ({tokens_per_step:,} tokens each)")
-    axes.set_ylabel("loss (nats per token; 0.01 x load-balancing loss included)")
+    axes.set_ylabel("loss (nats per token)")
     axes.set_title("Qwen3-MoE architecture from scratch on Python's standard library", loc="left", fontsize=12)
     lowest, highest = (f(*train.values, *held_out.values, uniform) for f in (min, max))
     axes.set_ylim(lowest - 0.8, highest + 0.5)

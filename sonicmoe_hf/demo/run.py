@@ -41,6 +41,7 @@ BATCH_SIZE = 16  # 2048 tokens a step
 HELD_OUT_BLOCKS = 64
 LEARNING_RATE = 5e-3
 EVALUATIONS = 8
+BALANCED_AFTER = 200  # steps: the router of a random start sends most tokens to a few experts
 LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 
 
@@ -230,6 +231,9 @@ def _check_training(demo: Demo) -> None:
     last = float(np.mean(losses[-3:]))
     demo.check("the training loss falls", last < losses[0], f"{losses[0]:.2f} -> {last:.2f}")
     demo.check("the held-out loss falls", held_out[-1] < held_out[0], f"{held_out[0]:.2f} -> {held_out[-1]:.2f}")
+    if demo.settings.steps >= BALANCED_AFTER:
+        dead = demo.load.history[-1]["moe/dead_experts"]
+        demo.check("every expert has rows at the end", dead == 0, f"{dead} without")
     if demo.settings.policy is not None:
         fallbacks = sum(demo.logged("moe/top_k_fallbacks").values)
         changed = sum(demo.logged("moe/rows_added").values) + sum(demo.logged("moe/rows_dropped").values)

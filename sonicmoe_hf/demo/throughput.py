@@ -1,4 +1,4 @@
-"""Tokens per second and peak memory of a Trainer's run."""
+"""Tokens per second and peak memory of a training run."""
 
 from __future__ import annotations
 
@@ -7,50 +7,68 @@ import time
 import torch
 from transformers import TrainerCallback
 
-WARM_UP_STEPS = 2  # compile kernels and allocate the optimiser's state
+WARM_UP_STEPS = 2
+
+
+class Throughput:
+    """What a training run takes. Make it before the first step, and call `step` after each.
+
+    Args:
+        tokens: of a step, on this device. Padding would count, too.
+    """
+
+    def __init__(self, tokens: int):
+        self.tokens, self.steps = tokens, 0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.began = _seconds()
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.steps += 1
+        if self.steps == 1:
+            self.until_first_step = _seconds() - self.began
+        if self.steps == WARM_UP_STEPS:
+            self.warm = _seconds()
+
+    @property
+    def timed_steps(self) -> int:
+        """Those after the warm-up, which compiles kernels and allocates the optimiser's state."""
+        return max(0, self.steps - WARM_UP_STEPS)
+
+    def tokens_per_second(self) -> float:
+        """Of the timed steps until now; there must be one."""
+        return self.timed_steps * self.tokens / (_seconds() - self.warm)
+
+    def __str__(self) -> str:
+        line = f"{self.tokens_per_second():,.0f} tokens/s a device over {self.timed_steps} steps"
+        line += f" of {self.tokens:,} tokens; first step after {self.until_first_step:.1f} s"
+        if torch.cuda.is_available():
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            line += f"; peak {allocated / 2**30:.1f} GiB allocated, {reserved / 2**30:.1f} reserved"
+        return line
 
 
 class ThroughputCallback(TrainerCallback):
-    """Prints what a run took, on the first rank; `tokens_per_second` and `peak_GiB` keep it (None before its end).
+    """Prints a Trainer's `throughput` at the end of training, on the first rank.
 
     Args:
-        sequence_length: tokens of each sequence of a batch. Padding would count, too.
+        sequence_length: tokens of each sequence of a batch.
     """
 
     def __init__(self, sequence_length: int):
         self.sequence_length = sequence_length
-        self.tokens_per_second: float | None = None
-        self.peak_GiB: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self.began = _seconds()
-        self.first_step = state.global_step
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.throughput = Throughput(sequences * self.sequence_length)
 
     def on_step_end(self, args, state, control, **kwargs):
-        steps = state.global_step - self.first_step
-        if steps == 1:
-            self.until_first_step = _seconds() - self.began
-        if steps == WARM_UP_STEPS:
-            self.warm = _seconds()
+        self.throughput.step()
 
     def on_train_end(self, args, state, control, **kwargs):
-        timed_steps = state.global_step - self.first_step - WARM_UP_STEPS
-        if timed_steps < 1:
-            return
-        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        tokens = timed_steps * sequences * self.sequence_length
-        self.tokens_per_second = tokens / (_seconds() - self.warm)
-        line = f"{self.tokens_per_second:,.0f} tokens/s a device over {timed_steps} steps"
-        line += f" of {sequences * self.sequence_length:,} tokens; first step after {self.until_first_step:.1f} s"
-        if torch.cuda.is_available():
-            self.peak_GiB = torch.cuda.max_memory_allocated() / 2**30
-            line += (
-                f"; peak {self.peak_GiB:.1f} GiB allocated, {torch.cuda.max_memory_reserved() / 2**30:.1f} reserved"
-            )
-        if state.is_world_process_zero:
-            print(line, flush=True)
+        if self.throughput.timed_steps and state.is_world_process_zero:
+            print(self.throughput, flush=True)
 
 
 def _seconds() -> float:

@@ -132,7 +132,7 @@ class TokenCounts:
 
 
 @torch.no_grad()
-def update_bias(bias_E: torch.Tensor, counted_E: torch.Tensor, rate: float) -> None:
+def update_bias(bias_E: torch.Tensor, counted_E: torch.Tensor, rate: float | torch.Tensor) -> None:
     """Raise a router's correction bias by `rate` where experts had fewer tokens than the mean, lower it elsewhere."""
     counted_E = counted_E.float()
-    bias_E.add_((counted_E.mean() - counted_E).sign().to(bias_E), alpha=rate)
+    bias_E.add_(rate * (counted_E.mean() - counted_E).sign())

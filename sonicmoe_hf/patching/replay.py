@@ -32,7 +32,27 @@ def _layers(model: nn.Module) -> dict[str, int]:
     return {hook.layer_name: layer.router.num_experts for hook, layer in zip(router_hooks(model), find_layers(model))}
 
 
-def _calls_of(routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor], layers: dict[str, int]):
+def _device_of_routing(model: nn.Module) -> torch.device | None:
+    """Where the first router computes; None where its weight is offloaded, and only its call tells."""
+    weight = next(find_layers(model)).router.weight
+    return None if weight.is_meta else weight.device
+
+
+def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The indices on the device. From the host's memory to a GPU over pinned memory: otherwise the host waits until the
+    GPU has done all that was asked of it before."""
+    if device is not None and device.type == "cuda" and index_LTK.device.type == "cpu":
+        pinned_LTK = torch.empty(index_LTK.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+        return pinned_LTK.copy_(index_LTK).to(device, non_blocking=True)
+    return index_LTK.to(device=device)
+
+
+def _calls_of(
+    routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor],
+    layers: dict[str, int],
+    device: torch.device | None,
+):
+    """{layer: indices [T, K]} for each call, checked, and moved to the device at once."""
     if isinstance(routing, RecordedRouting):
         if routing.layers != tuple(layers):
             raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
@@ -44,10 +64,11 @@ def _calls_of(routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor], 
                 f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
                 f"experts per token], of {len(layers)} layers"
             )
-        for (name, num_experts), index_TK in zip(layers.items(), index_LTK):
-            if index_TK.numel() and index_TK.max() >= num_experts:
-                raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {index_TK.max()}")
-        calls.append(dict(zip(layers, index_LTK)))
+        highest_L = index_LTK.flatten(1).amax(1).tolist() if index_LTK.numel() else []
+        for (name, num_experts), highest in zip(layers.items(), highest_L):
+            if highest >= num_experts:
+                raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {highest}")
+        calls.append(dict(zip(layers, _moved(index_LTK, device))))
     return calls
 
 
@@ -97,7 +118,7 @@ def replay_routing(
             another number of tokens or of experts per token.
         RuntimeError, from the model: more calls than were recorded; it is compiled, or rounds tokens.
     """
-    replay = Replay(_calls_of(routing, _layers(model)))
+    replay = Replay(_calls_of(routing, _layers(model), _device_of_routing(model)))
     state = patch_state(model)
     before, state.replaying = state.replaying, replay
     try:

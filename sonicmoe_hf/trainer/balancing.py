@@ -15,7 +15,7 @@ from ..patching.support import Layer, find_layers
 from ..private.torch import forward_hooks
 from .callbacks import _ExpertsInCheckpoints
 
-DEFAULTS = {"per_layer_loss": 0.01, "bias_update": 1e-3}
+DEFAULTS = {"per_layer_loss": 0.05, "bias_update": 1e-3}
 
 
 def _check_rate(name: str, value: float | None) -> None:
@@ -42,9 +42,9 @@ class LoadBalancing(_ExpertsInCheckpoints):
         ValueError: neither is given, or not a number above 0.
         Later, from `start` or the Trainer: UnsupportedModelError, where a layer's router is not known or has no bias.
     Example:
-        Trainer(..., callbacks=[sonicmoe_hf.LoadBalancing(per_layer_loss=0.01)])
+        Trainer(..., callbacks=[sonicmoe_hf.LoadBalancing(per_layer_loss=0.05)])
 
-        balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=0.01, bias_update=1e-3)
+        balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=0.05, bias_update=1e-3)
         balancing.start(model)
         for batch in batches:
             (model(**batch).loss / accumulation).backward()
@@ -55,7 +55,7 @@ class LoadBalancing(_ExpertsInCheckpoints):
 
     def __init__(self, per_layer_loss: float | None = None, bias_update: float | None = None):
         if per_layer_loss is None and bias_update is None:
-            raise ValueError("LoadBalancing does nothing: give it per_layer_loss=0.01, bias_update=1e-3, or both")
+            raise ValueError("LoadBalancing does nothing: give it per_layer_loss=0.05, bias_update=1e-3, or both")
         _check_rate("per_layer_loss", per_layer_loss)
         _check_rate("bias_update", bias_update)
         self.per_layer_loss = per_layer_loss

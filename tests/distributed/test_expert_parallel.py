@@ -14,7 +14,7 @@ from helpers.native import in_native_names, save_both
 from helpers.parallel import OWN_BATCH, gathered, gradients, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch
-from transformers import AutoModelForCausalLM, TrainerState
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
@@ -336,13 +336,20 @@ def trained(rank, output):
     spec.loader.exec_module(example)
     texts = standard_library()[0][:4]
     example.standard_library = lambda: (texts, [])
-    return example.main(["--steps", "4", "--batch-size", "4", "--tile", "16", "--output", output])
+    options = ["--batch-size", "4", "--tile", "16", "--output", output]
+    losses = example.main(["--steps", "4", *options])
+    config = AutoConfig.from_pretrained(output)
+    example.main(["--steps", "3", *options, "--model", output, "--random", "--layers", "1"])
+    return losses, config.num_hidden_layers
 
 
 def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
-    losses, same_losses = ranks.run(trained, str(tmp_path))
+    (losses, layers), (same_losses, _) = ranks.run(trained, str(tmp_path))
     assert losses == same_losses and losses[-1] < losses[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16 and (layers, len(model.model.layers)) == (4, 1), (
+        "the second: --random --layers 1"
+    )
     assert model.model.layers[0].mlp.experts.down_proj.shape == (32, 128, 64)
 
 

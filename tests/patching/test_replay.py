@@ -5,6 +5,7 @@ import torch
 from helpers.architectures import HIDDEN, TOKENS, architectures, family_of, layers_of
 from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error, twin
 from helpers.training import CHECKPOINTING, POLICY
+from torch.overrides import TorchFunctionMode
 
 import sonicmoe_hf
 from sonicmoe_hf import UnsupportedModelError, record_routing, replay_routing
@@ -101,6 +102,30 @@ def test_calls_are_replayed_in_order_and_tensors_do_too():
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "ids below 0 keep the router's choice"
     with torch.no_grad():
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "nothing is left behind"
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what makes the host wait for a GPU: values of tensors that Python asks for."""
+
+    READS = (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist)
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in self.READS
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_given_tensor_is_read_once_and_a_recorded_routing_never():
+    model, inputs = patched("qwen3_moe", num_hidden_layers=3), batch()
+    with torch.no_grad(), record_routing(model) as routing:
+        model(**inputs)
+    for source, reads in ((routing, 0), (routing.tensors()[0].long(), 1)):
+        with HostReads() as watch, replay_routing(model, source):
+            pass
+        assert watch.count == reads, "not once a layer"
 
 
 def test_what_it_cannot_do_is_refused_by_name():

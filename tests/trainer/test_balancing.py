@@ -179,9 +179,9 @@ def test_training_with_it_balances_a_router_that_starts_out_of_balance():
 
 
 def test_what_it_cannot_do_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"LoadBalancing does nothing: give it per_layer_loss=0.01"):
+    with pytest.raises(ValueError, match=r"LoadBalancing does nothing: give it per_layer_loss=0.05"):
         LoadBalancing()
-    with pytest.raises(ValueError, match=r"per_layer_loss is -1; give a number above 0, such as 0.01"):
+    with pytest.raises(ValueError, match=r"per_layer_loss is -1; give a number above 0, such as 0.05"):
         LoadBalancing(per_layer_loss=-1)
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not patched"):
         LoadBalancing(per_layer_loss=1.0).start(build("qwen3_moe"))

@@ -195,12 +195,27 @@ def test_names_decide_over_all_base_classes_and_ordinary_ones_are_let_through(tm
     sonicmoe_hf.attach(trainer_for(build("qwen3_moe"), tmp_path, [rounding()]))
 
 
-def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(tmp_path):
+@pytest.fixture(scope="module")
+def grpo_replay():
+    """The example as a module."""
     path = Path(__file__).parents[2] / "examples" / "grpo_replay.py"
     spec = importlib.util.spec_from_file_location("grpo_replay", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    model = model_of(tokenizer(), tmp_path)
+    return example
+
+
+def test_the_grpo_example_runs_offline_without_arguments(grpo_replay, tmp_path, monkeypatch):
+    texts = ["def fox(jumps):\n    return jumps\n", "def dog(mind):\n    return None\n"] * 4
+    monkeypatch.setattr(grpo_replay, "standard_library", lambda: (texts, []))
+    log = grpo_replay.main(["--steps", "2", "--max-completion-length", "4", "--output", str(tmp_path)])
+    assert 0 < log[-1]["reward"] <= 1 and (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    with pytest.raises(SystemExit):
+        grpo_replay.main(["--model", "a model without a dataset"])
+
+
+def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(grpo_replay, tmp_path):
+    example, model = grpo_replay, model_of(tokenizer(), tmp_path)
     sonicmoe_hf.patch_model(model)
     options = {"config": {**GRPO["config"], "max_steps": 2, "learning_rate": 1e-1}, "reward_funcs": reward}
     trainer = make(example.ReplayingGRPOTrainer, GRPOConfig, PREFERENCES, tmp_path, [], model, **options)
