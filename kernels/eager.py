@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .factors import a_by_expert, b_by_expert
 from .interface import Activation, Extra, Rounded, Rows, accumulation_dtype
 from .quantized import Quantized
 from .quantized import dequantize as _dequantize
@@ -21,7 +22,7 @@ def tile_table_length(num_pairs, num_experts):
     return 0
 
 
-def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=False):
     num_pairs, device = expert_P.numel(), expert_P.device
     expert_P = expert_P.reshape(-1).long()
     missing_P = (expert_P < 0) | (expert_P >= num_experts)
@@ -245,39 +246,45 @@ def _source_rows(source, rows, span, gathered):
     return source[rows.token[span]] if gathered else source[span]
 
 
-def reorder(*tensors):
-    for source_ENj, out_ENJ in zip(tensors[::2], tensors[1::2], strict=True):
+def reorder(*tensors, jobs):
+    viewed = [tensor.as_strided(shape, strides) for tensor, (_, shape, strides) in zip(tensors, jobs, strict=True)]
+    for source_ENj, out_ENJ in zip(viewed[::2], viewed[1::2], strict=True):
         rank = source_ENj.shape[2]
         out_ENJ[:, :, rank:] = 0
         out_ENJ[:, :, :rank] = source_ENj
 
 
-def rank_rows(source, a_EJK, rows, scale, gathered):
-    out_PJ = source.new_empty(rows.token.numel(), a_EJK.shape[1])
+def rank_rows(source, factor_EKJ, rows, scale, gathered):
+    out_PJ = source.new_empty(rows.token.numel(), factor_EKJ.shape[2])
     for e, span in _spans(rows):
-        product = _source_rows(source, rows, span, gathered) @ a_EJK[e].T
+        product = _source_rows(source, rows, span, gathered) @ factor_EKJ[e]
         out_PJ[span] = (product.to(accumulation_dtype(source.dtype)) * scale).to(source.dtype)
     return out_PJ
 
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
-    drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+    drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered) if want_rank else None
     if like_ENj is None:
         return drank_PJ, None
     if weight_P is not None:
         # rows past R name no pair
         weight_R1 = F.pad(weight_P, (0, 1))[rows.pair][:, None]
         rank_PJ = (weight_R1 * rank_PJ).to(rank_PJ.dtype)
-    return drank_PJ, _factor_gradient(source, rank_PJ, rows, gathered, like_ENj)
+    gradient = torch.zeros_like(like_ENj)
+    view = gradient.as_strided(*b_by_expert(gradient.shape, gradient.stride(), len(b_ENJ)))
+    _write_factor_gradient(view, source, rank_PJ, rows, gathered)
+    return drank_PJ, gradient
 
 
 def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
-    return _factor_gradient(source, rank_PJ, rows, gathered, like_EjK.transpose(1, 2)).transpose(1, 2)
+    gradient = torch.zeros_like(like_EjK)
+    view = gradient.as_strided(*a_by_expert(gradient.shape, gradient.stride(), rows.offsets.shape[0] - 1))
+    _write_factor_gradient(view.transpose(1, 2), source, rank_PJ, rows, gathered)
+    return gradient
 
 
-def _factor_gradient(source, rank_PJ, rows, gathered, like_ENj):
-    gradient, dtype = torch.zeros_like(like_ENj), accumulation_dtype(source.dtype)
+def _write_factor_gradient(gradient_ENj, source, rank_PJ, rows, gathered):
+    dtype = accumulation_dtype(source.dtype)
     for e, span in _spans(rows):
         wide = _source_rows(source, rows, span, gathered).to(dtype)
-        gradient[e] = wide.T @ rank_PJ[span, : like_ENj.shape[2]].to(dtype)
-    return gradient
+        gradient_ENj[e] = wide.T @ rank_PJ[span, : gradient_ENj.shape[2]].to(dtype)

@@ -110,8 +110,11 @@ class Backend(Protocol):
     def tile_table_length(self, num_pairs: int, num_experts: int) -> int:
         """The length of Rows.tiles."""
 
-    def dispatch(self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool) -> Rows:
-        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
+    def dispatch(
+        self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool, together: bool = False
+    ) -> Rows:
+        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]. together: the tensors
+        may share memory."""
 
     def round_rows(
         self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, min_pairs: int,
@@ -163,12 +166,12 @@ class Backend(Protocol):
     def down_bias_gradient(self, dout_TH, weight_P, rows: Rows, like_EH) -> torch.Tensor:
         """w dout summed."""
 
-    def reorder(self, *tensors: torch.Tensor) -> None:
+    def reorder(self, *tensors: torch.Tensor, jobs) -> None:
         """Of one to four pairs source_ENj, out_ENJ, one after the other: write the source, cast, into the first columns
-        of the other, zeros into the rest; any strides."""
+        of the other, zeros into the rest. `jobs` has (dtype, shape, strides) of each tensor, as which it is read."""
 
-    def rank_rows(self, source, a_EJK, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
-        """scale * source @ A[e]^T [P, J], in source's dtype, scaled before it is rounded.
+    def rank_rows(self, source, factor_EKJ, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
+        """scale * source @ factor[e] [P, J], in source's dtype, scaled before it is rounded. factor: A^T.
 
         `gathered`: source is [T, K] and a row reads that of its token (u, of x); else it is [P, K] (v, of a).
         """
@@ -177,12 +180,13 @@ class Backend(Protocol):
         self, source, b_ENJ, rank_PJ, weight_P, rows: Rows, scale: float, gathered: bool, want_rank: bool, like_ENj
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What both read a product's gradient: scale * source @ B[e] [P, J], and dB = source^T rank in the dtype,
-        shape and strides of `like_ENj`, whose rank j <= J is not padded (None: no dB). Sums in fp32.
+        shape and strides of `like_ENj`, whose rank j <= J is not padded (None: no dB; either form of factors.py). Sums
+        in fp32.
 
         (dv, dB2): source dout_TH, gathered; rank v, times weight_P. (du, dB1): source dh_R2I; rank u; weight_P is None.
         rank_PJ may be None where no dB is wanted.
         """
 
     def factor_gradient(self, rank_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
-        """dA = rank^T source, summed in fp32, in the dtype, shape and strides of `like_EjK`: of du and gathered x_TH, or
-        of dv and a'_RI."""
+        """dA = rank^T source, summed in fp32, in the dtype, shape and strides of `like_EjK` (either form of factors.py):
+        of du and gathered x_TH, or of dv and a'_RI."""

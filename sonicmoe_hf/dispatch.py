@@ -19,6 +19,11 @@ def _dispatch(
     return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
 
 
+def _dispatch_together(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+    """The same, whose results may share memory, as those of an op must not."""
+    return backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=True)
+
+
 def fake_rows(expert_P, num_tokens, num_experts, backend):
     """The shapes of the Rows of these pairs, as empty tensors."""
     num_pairs = expert_P.numel()
@@ -72,5 +77,5 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    run = custom_op.choose(_functional, _DISPATCH, _dispatch, expert_index, token_index)
+    run = custom_op.choose(_functional, _DISPATCH, _dispatch_together, expert_index, token_index)
     return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

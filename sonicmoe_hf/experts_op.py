@@ -20,8 +20,11 @@ from .low_rank import pack_all, padded_rank
 _NOTHING = contextlib.nullcontext()
 
 
-def _without_autocast(device: torch.device):
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
+def _without_autocast(device: torch.device, backend: str):
+    """For the eager backend, whose products are PyTorch's; kernels know no autocast, and the switch takes time."""
+    if backend == "eager" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
 
 
 class Inputs(NamedTuple):
@@ -86,19 +89,16 @@ class _Layer:
         self.inputs, self.rows, self.options, self.dtype = inputs, rows, options, dtype
         self.interleaved = options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
-        gate_up = self._in_order_of(inputs.gate_up, options.gate_up_format)
-        down = self._in_order_of(inputs.down, options.down_format)
         self.gate_up_adapter, self.down_adapter = pack_all(
-            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale, gate_up),
-             (inputs.down_a, inputs.down_b, options.down_scale, down)],
-            self.kernels,
+            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
+              self._is_in_last(inputs.gate_up, options.gate_up_format)),
+             (inputs.down_a, inputs.down_b, options.down_scale, self._is_in_last(inputs.down, options.down_format))],
+            rows.offsets.shape[0] - 1, dtype, self.kernels,
         )  # fmt: skip
 
-    def _in_order_of(self, weight, format) -> torch.Tensor:
-        """A tensor of the dtype and order of the logical view, which for a packed weight is not there yet."""
-        if format:
-            return weight.new_empty(0, 0, 0, dtype=self.dtype)
-        return weight.transpose(1, 2) if self.options.transposed else weight
+    def _is_in_last(self, weight, format) -> bool:
+        """Whether in the logical view [E, out, in], which for a packed weight is not there yet, `in` is contiguous."""
+        return bool(format) or weight.stride(1 if self.options.transposed else 2) == 1
 
     def _logical_view(self, weight, scales, state, format):
         """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
@@ -140,7 +140,7 @@ class _Layer:
         x, bias, adapter, extra = self.inputs.x, self.inputs.gate_up_bias, self.gate_up_adapter, None
         if adapter is not None:
             if u_PJ is None:
-                u_PJ = self.kernels.rank_rows(x, adapter.a_EJK, self.rows, adapter.scale, gathered=True)
+                u_PJ = self.kernels.rank_rows(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
             extra = adapter.extra_forward(u_PJ)
         h_R2I, a_RI = self.kernels.up(
             x, self._operand(*self._gate_up), bias, self.rows, self.activation, self.interleaved,
@@ -153,12 +153,12 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -
     """[out_TH], and after it what `keep` says."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
-    with _without_autocast(x_TH.device):
+    with _without_autocast(x_TH.device, options.backend):
         layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
         if adapter is not None:
-            v_PJ = kernels.rank_rows(a_RI, adapter.a_EJK, rows, adapter.scale, gathered=False)
+            v_PJ = kernels.rank_rows(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
             extra = adapter.extra_forward(v_PJ)
         y_RH = kernels.down(a_RI, layer.down_operand, inputs.down_bias, rows, extra=extra)
         out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
@@ -169,7 +169,7 @@ def _fake_forward(inputs, rows, options, keep):
     num_rows, x = rows.token.shape[0], inputs.x
     widths = (
         inputs.gate_up.shape[2 if options.transposed and not options.gate_up_format else 1],
-        *(None if a is None else padded_rank(a) for a in (inputs.gate_up_a, inputs.down_a)),
+        *(None if a is None else padded_rank(a, rows.offsets.shape[0] - 1) for a in (inputs.gate_up_a, inputs.down_a)),
     )
     return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, keep) if wanted)]
 
@@ -188,7 +188,7 @@ def _run_backward(dout, held: list[Kept], inputs: Inputs, rows: Rows, options: O
     comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
     need, dout = Inputs._make(needs), dout.contiguous()
-    with _without_autocast(dout.device):
+    with _without_autocast(dout.device, options.backend):
         layer = _Layer(inputs, rows, options, dout.dtype)
         gradients, dh, a, u = _down_backward(layer, need, dout, held)
         gradients |= _up_backward(layer, need, dh, u, dout.shape[0])

@@ -11,14 +11,13 @@ from .config import LAYOUTS, SAVE_POLICIES, check_choice
 from .dispatch import dispatch
 from .experts_op import Inputs, Keep, Options
 from .kernels.interface import ACTIVATIONS, Activation, accumulation_dtype
-from .low_rank import LowRank, check_low_rank, side_by_side
+from .low_rank import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
 from .quantization.packed_weight import PackedWeight
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
 
 NO_ADAPTER = (None, None, 1.0)
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
@@ -79,7 +78,7 @@ def _factors(name, adapter, weight, transposed):
     """a, b and scale of one adapter, or of several as one."""
     if not adapter:
         return NO_ADAPTER
-    adapter = side_by_side(adapter)
+    adapter = side_by_side(adapter, weight.shape[0])
     check_low_rank(
         name, adapter, weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape, weight.device
     )
@@ -111,8 +110,8 @@ def moe_experts(
         routing: a `Routing`, or (expert_index [T, K], weights [T, K]). Weights are computed with in fp32.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
         gate_up_adapter, down_adapter: `LowRank` adapters a [E, r, H], b [E, 2I, r] and a [E, r, I], b [E, H, r] of the
-            weights, several of one weight summed, or None. Whatever the layout, b's rows stand in the order of the 2I
-            (or H) rows of the weight. No tensor of a weight's size is formed.
+            weights (or as PEFT stores them), several of one weight summed, or None. Whatever the layout, b's rows stand
+            in the order of the 2I (or H) rows of the weight. No tensor of a weight's size is formed.
         activation: a name of kernels.interface.ACTIVATIONS, or an `Activation` with its alpha and limit.
         layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
             native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).

@@ -6,21 +6,25 @@ engine asks for).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .kernels import eager
+from .kernels.factors import a_by_expert, b_by_expert, swapped
 from .kernels.interface import Extra
 
 RANK_MULTIPLE = 8
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowRank(NamedTuple):
     """An adapter of a weight: expert e computes with W_e + scale * B_e A_e, which is never formed.
 
     a: [E, r, in], b: [E, out, r], of any float dtype and any strides, with `out` in the order of the weight's own rows.
+    Or both as PEFT stores them: a [r*E, in] with the expert slowest, b [out, r*E] with the expert fastest.
     Gradients are summed in fp32 and arrive in a's and b's dtype.
     """
 
@@ -29,45 +33,64 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
 
-def side_by_side(adapter: LowRank | Sequence[LowRank]) -> LowRank:
+def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowRank:
     """Several adapters as one of all their ranks, in fp32 (fp64, if one is); their scales become factors of b."""
     if isinstance(adapter, LowRank):
         return adapter
     if len(adapter) == 1:
         return adapter[0]
     dtype = torch.promote_types(torch.float32, adapter[0].a.dtype)
-    a = torch.cat([one.a.to(dtype) for one in adapter], dim=1)
-    return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in adapter], dim=2))
+    a = torch.cat([_a_by_expert(one.a, num_experts).to(dtype) for one in adapter], dim=1)
+    b = torch.cat([_b_by_expert(one.b, num_experts).to(dtype) * one.scale for one in adapter], dim=2)
+    return LowRank(a, b)
+
+
+def _a_by_expert(a, num_experts: int):
+    return a if a.dim() == 3 else a.view(num_experts, -1, a.shape[1])
+
+
+def _b_by_expert(b, num_experts: int):
+    return b if b.dim() == 3 else b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
 
 
 def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: torch.device) -> None:
     """Raise ValueError where `adapter` does not fit the weight, whose logical view [E, out, in] has this shape."""
     num_experts, size_out, size_in = shape_EON
-    for part, factor in (("a", adapter.a), ("b", adapter.b)):
-        if not factor.dtype.is_floating_point or factor.dtype.itemsize < 2:
+    a, b = adapter.a, adapter.b
+    for part, factor in (("a", a), ("b", b)):
+        if factor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name}.{part} has dtype {factor.dtype}; use fp64, fp32, bf16 or fp16")
         if factor.device != device:
             raise ValueError(
                 f"{name}.{part} is on {factor.device} but its weight is on {device}; move them to one device"
             )
-    rank = adapter.a.shape[1] if adapter.a.dim() == 3 else 0
-    shapes = (num_experts, rank, size_in), (num_experts, size_out, rank)
-    if not rank or (adapter.a.shape, adapter.b.shape) != shapes:
+    if a.dim() == 2 and b.dim() == 2:
+        columns = a.shape[0]
+        fits = columns and columns % num_experts == 0 and (a.shape[1], *b.shape) == (size_in, size_out, columns)
+    else:
+        rank = a.shape[1] if a.dim() == 3 else 0
+        fits = rank and (a.shape, b.shape) == ((num_experts, rank, size_in), (num_experts, size_out, rank))
+    if not fits:
         raise ValueError(
-            f"{name} has a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)}; they must be [E, r, in] and "
-            f"[E, out, r] with E = {num_experts}, in = {size_in}, out = {size_out} and r at least 1"
+            f"{name} has a {tuple(a.shape)} and b {tuple(b.shape)}; they must be [E, r, in] and [E, out, r], or "
+            f"[r*E, in] and [out, r*E], with E = {num_experts}, in = {size_in}, out = {size_out} and r at least 1"
         )
 
 
-def padded_rank(a: torch.Tensor) -> int:
-    """J of a factor A [E, r, in]."""
-    return -(-a.shape[1] // RANK_MULTIPLE) * RANK_MULTIPLE
+def padded_rank(a: torch.Tensor, num_experts: int) -> int:
+    """J of a factor A."""
+    rank = a.shape[1] if a.dim() == 3 else a.shape[0] // num_experts
+    return _padded(rank)
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
 class Packed(NamedTuple):
-    """An adapter as kernels take it: A [E, J, in] and B [E, out, J] in the weight's dtype, order, and without gaps."""
+    """An adapter as kernels take it: A [E, in, J] and B [E, out, J] in the weight's dtype, order, and without gaps."""
 
-    a_EJK: torch.Tensor
+    a_EKJ: torch.Tensor
     b_ENJ: torch.Tensor
     scale: float
 
@@ -77,42 +100,69 @@ class Packed(NamedTuple):
 
     def extra_backward(self, drank_PJ) -> Extra:
         """What the adapter adds to the product with W^T."""
-        return Extra(drank_PJ, self.a_EJK.transpose(1, 2))
+        return Extra(drank_PJ, self.a_EKJ)
 
 
-Given = tuple[torch.Tensor | None, torch.Tensor | None, float, torch.Tensor]
+def pack(a: torch.Tensor, b: torch.Tensor, scale: float, weight_EON: torch.Tensor, kernels: Any = eager) -> Packed:
+    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order. kernels: the backend."""
+    (packed,) = pack_all([(a, b, scale, weight_EON.stride(2) == 1)], len(weight_EON), weight_EON.dtype, kernels)
+    assert packed is not None
+    return packed
 
 
-def pack(
-    a: torch.Tensor | None, b: torch.Tensor | None, scale: float, weight_EON: torch.Tensor, kernels: Any = eager
-) -> Packed | None:
-    """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order; None where `a` is.
-    kernels: the backend."""
-    return pack_all([(a, b, scale, weight_EON)], kernels)[0]
+Given = tuple[torch.Tensor | None, torch.Tensor | None, float, bool]
 
 
-def pack_all(adapters: Sequence[Given], kernels: Any) -> list[Packed | None]:
-    """`pack` of each (a, b, scale, weight_EON) of up to two, with all copies in one launch."""
+def pack_all(adapters: Sequence[Given], num_experts: int, dtype: torch.dtype, kernels: Any) -> list[Packed | None]:
+    """`pack` of each (a, b, scale, whether `in` is what lies contiguous in the weight) of up to two, all copies in one
+    launch and one buffer; None where a is."""
+    factors: list[torch.Tensor] = []
+    described: list[tuple] = []
+    for a, b, _, in_last in adapters:
+        if a is not None and b is not None:
+            factors += a, b
+            described.append((a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), in_last))
+    if not factors:
+        return [None] * len(adapters)
+    plan = _plan(num_experts, dtype, tuple(described))
+    if plan.elements:
+        buffer = torch.empty(plan.elements, dtype=dtype, device=factors[0].device)
     copies: list[torch.Tensor] = []
-    packed: list[Packed | None] = []
-    for a, b, scale, weight_EON in adapters:
-        if a is None or b is None:
-            packed.append(None)
-            continue
-        rank, in_last, dtype = padded_rank(a), weight_EON.stride(2) == 1, weight_EON.dtype
-        a_EKJ = _packed(a.transpose(1, 2), rank, dtype, not in_last, copies)
-        packed.append(Packed(a_EKJ.transpose(1, 2), _packed(b, rank, dtype, in_last, copies), scale))
+    packed: list[torch.Tensor] = []
+    for factor, (is_copied, *view) in zip(factors, plan.views):
+        packed.append((buffer if is_copied else factor).as_strided(*view))
+        if is_copied:
+            copies += factor, packed[-1]
     if copies:
-        kernels.reorder(*copies)
-    return packed
+        kernels.reorder(*copies, jobs=plan.jobs)
+    pairs = iter(packed)
+    return [None if a is None else Packed(next(pairs), next(pairs), scale) for a, _, scale, _ in adapters]
 
 
-def _packed(factor_ENr, padded, dtype, rank_last, copies):
-    """[E, N, J] of a factor [E, N, r], with J or N contiguous; to be written, if it is not the factor, by `copies`."""
-    num_experts, size, rank = factor_ENr.shape
-    strides = (size * padded, padded, 1) if rank_last else (size * padded, 1, size)
-    if rank == padded and factor_ENr.dtype == dtype and factor_ENr.stride() == strides:
-        return factor_ENr
-    packed = torch.empty_strided((num_experts, size, padded), strides, dtype=dtype, device=factor_ENr.device)
-    copies += factor_ENr, packed
-    return packed
+class _Plan(NamedTuple):
+    """How factors are packed: the elements of the copies' buffer; of each factor, whether it is copied, and as_strided's
+    arguments for the buffer or itself; the jobs of the copies, for the backend's `reorder`."""
+
+    elements: int
+    views: list
+    jobs: tuple
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(num_experts: int, dtype: torch.dtype, described: tuple) -> _Plan:
+    elements, views = 0, []
+    jobs: list[tuple] = []
+    for a_dtype, a_shape, a_strides, b_dtype, b_shape, b_strides, in_last in described:
+        a_EKr = swapped(a_by_expert(a_shape, a_strides, num_experts))
+        b_ENr = b_by_expert(b_shape, b_strides, num_experts)
+        of_a, of_b = (a_dtype, *a_EKr, not in_last), (b_dtype, *b_ENr, in_last)
+        for source_dtype, shape, source_strides, rank_last in (of_a, of_b):
+            _, size, rank = shape
+            padded = _padded(rank)
+            packed, strides = (num_experts, size, padded), (size * padded, *((padded, 1) if rank_last else (1, size)))
+            is_copied = (rank, source_dtype, source_strides) != (padded, dtype, strides)
+            views.append((is_copied, packed, strides, *((elements,) if is_copied else ())))
+            if is_copied:
+                elements += num_experts * size * padded
+                jobs += (source_dtype, shape, source_strides), (dtype, packed, strides)
+    return _Plan(elements, views, tuple(jobs))

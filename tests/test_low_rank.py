@@ -44,7 +44,12 @@ def low_rank(inputs, name, scale=0.5):
     return LowRank(a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts).permute(2, 0, 1), scale)
 
 
-def run(inputs, index, **options):
+def as_stored(inputs, name, scale=0.5):
+    """The same, as PEFT stores it."""
+    return LowRank(inputs[f"{name}_a"], inputs[f"{name}_b"], scale) if f"{name}_a" in inputs else None
+
+
+def run(inputs, index, low_rank=low_rank, **options):
     return moe_experts(
         inputs["x"], inputs["gate_up"], inputs["down"], (index, inputs["weights"]),
         gate_up_bias=inputs.get("gate_up_bias"), down_bias=inputs.get("down_bias"),
@@ -79,6 +84,21 @@ def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences
         return run(dict(zip(inputs, tensors)), index, layout=layout, save=save)
 
     assert torch.autograd.gradcheck(by_position, tuple(inputs.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
+@pytest.mark.parametrize("ranks", [(3, 2), (8, 16), (3, 0), (0, 2)], ids=str)
+def test_factors_as_peft_stores_them_give_what_their_views_do(layout, ranks):
+    inputs, index = problem(T, H, I, E, K, layout=layout)
+    inputs = with_factors(inputs, ranks)
+    of_views, found = (
+        output_and_gradients(run, inputs, index, layout=layout, low_rank=form) for form in (low_rank, as_stored)
+    )
+    assert_all_close(found, of_views, 0.0, "the same sums")
+    compiled = torch.compile(
+        lambda i: run(i, index, layout=layout, low_rank=as_stored), fullgraph=True, backend="aot_eager"
+    )
+    assert_all_close(output_and_gradients(compiled, inputs), of_views, 0.0, "the same functions")
 
 
 @pytest.mark.parametrize("ranks", [(3, 0), (0, 2)], ids=["gate_up alone", "down alone"])
@@ -197,7 +217,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
 def test_nothing_of_a_weights_size_is_formed(monkeypatch, layout, dtype, save):
     monkeypatch.setattr(custom_op, "traced", lambda *tensors: False)  # the mode is to look into the ops
-    inputs, index = problem(4, 96, 40, 8, 2, layout=layout, dtype=dtype)
+    inputs, index = problem(4, 192, 160, 8, 2, layout=layout, dtype=dtype)
     inputs = with_factors(inputs, (2, 2), dtype=torch.float32)
     for name in ("gate_up", "down"):
         inputs[name].requires_grad_(False)
@@ -205,8 +225,8 @@ def test_nothing_of_a_weights_size_is_formed(monkeypatch, layout, dtype, save):
     with LargestTensor() as largest:
         out = run(inputs, index, layout=layout, save=save)
         torch.autograd.grad(out, wanted, torch.ones_like(out))
-    factor, expert = 8 * 8 * 96, 80 * 96
-    assert 0 < largest.elements <= factor < expert < min(inputs["gate_up"].numel(), inputs["down"].numel())
+    factors, expert = 8 * 8 * (192 + 320 + 160 + 192), 320 * 192  # the four as the kernels take them, in one buffer
+    assert 0 < largest.elements <= factors < expert < min(inputs["gate_up"].numel(), inputs["down"].numel())
 
 
 def test_compiled_and_under_torch_func_it_gives_the_same():
@@ -225,7 +245,12 @@ def test_compiled_and_under_torch_func_it_gives_the_same():
     "change, words",
     [
         ({"down_adapter": lambda a: a._replace(b=a.b[:, 1:])}, r"down_adapter has a \(4, 2, 5\) and b \(4, 5, 2\)"),
-        ({"gate_up_adapter": lambda a: a._replace(a=a.a[:3])}, r"\[E, out, r\] with E = 4, in = 6, out = 10"),
+        ({"down_adapter": lambda a: a._replace(b=a.b[0])}, r"down_adapter has a \(4, 2, 5\) and b \(6, 2\)"),
+        (
+            {"down_adapter": lambda a: LowRank(a.a.reshape(8, 5)[:7], a.b.reshape(6, 8)[:, :7])},
+            r"or \[r\*E, in\] and \[out, r\*E\], with E = 4, in = 5, out = 6",
+        ),
+        ({"gate_up_adapter": lambda a: a._replace(a=a.a[:3])}, r"\[E, out, r\], or .* with E = 4, in = 6, out = 10"),
         ({"gate_up_adapter": lambda a: a._replace(b=a.b.int())}, r"gate_up_adapter.b has dtype torch.int32; use fp64"),
         (
             {"down_adapter": lambda a: a._replace(a=a.a.to("meta"))},

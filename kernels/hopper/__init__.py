@@ -25,6 +25,7 @@ from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.config import TILE, num_sms, tile_rows
+from ..triton.launch import SIZES
 from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, takes, tile
 from .variants import of_step
 
@@ -43,12 +44,14 @@ def _compiled():
 def _fits(rows, sizes, gathered, *others) -> bool:
     """Whether the Hopper kernels take these operands, of these sizes H, I or 2I; `gathered`, whose rows an index names,
     may be None."""
-    if not rows.token.numel() or not takes(*sizes):
+    if not rows.token.shape[0] or not takes(*sizes):
         return False
     if gathered is not None and gathered.numel() >= MAX_ELEMENTS:
         return False
-    operands = others if gathered is None else (gathered, *others)
-    return all(tensor.dtype in DTYPES and tensor.data_ptr() % 16 == 0 for tensor in operands)
+    for tensor in others if gathered is None else (gathered, *others):  # all(...) takes twice the time
+        if tensor.dtype not in DTYPES or tensor.data_ptr() % 16:
+            return False
+    return True
 
 
 def _has_few(rows) -> bool:
@@ -58,9 +61,14 @@ def _has_few(rows) -> bool:
 
 def _dense(weight) -> bool:
     """Whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
-    _, height, width = weight.shape
-    strides = (height * width, width, 1), (height * width, 1, height)
-    return weight.stride() in strides or weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
+    return _has_no_gaps(weight.shape, weight.stride())
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _has_no_gaps(shape, strides) -> bool:
+    _, height, width = shape
+    forms = (height * width, width, 1), (height * width, 1, height)
+    return any(all(n == 1 or s == form for n, s, form in zip(shape, strides, one)) for one in forms)
 
 
 def _extra_fits(extra, weight) -> bool:
@@ -69,7 +77,7 @@ def _extra_fits(extra, weight) -> bool:
         return True
     rows, factor = extra
     same_order = (factor.stride(2) == 1) == (weight.stride(2) == 1)
-    aligned = rows.shape[1] % ALIGNMENT == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in extra)
+    aligned = rows.shape[1] % ALIGNMENT == 0 and (rows.data_ptr() | factor.data_ptr()) % 16 == 0
     same_dtype = rows.dtype == factor.dtype == weight.dtype
     return same_dtype and aligned and rows.is_contiguous() and same_order and _dense(factor)
 

@@ -12,29 +12,30 @@ import torch
 
 from .bias_gradient import down_bias_gradient as _down_bias_gradient
 from .bias_gradient import gate_up_bias_gradient as _gate_up_bias_gradient
-from .combine import combine as _combine
+from .combine import combine as combine
 from .config import reads_packed as reads_packed
 from .dequantize import dequantize as _dequantize
-from .dispatch import dispatch as _dispatch
+from .dispatch import dispatch as dispatch
 from .dispatch import tile_table_length as tile_table_length
 from .gemm_dgated import down_backward as _down_backward
-from .gemm_dgated import routing_gradient as _routing_gradient
+from .gemm_dgated import routing_gradient as routing_gradient
 from .gemm_down import down as _down
 from .gemm_down import input_rows as _input_rows
-from .gemm_rank import factor_gradient as _factor_gradient
-from .gemm_rank import rank_backward as _rank_backward
-from .gemm_rank import rank_rows as _rank_rows
+from .gemm_rank import factor_gradient as factor_gradient
+from .gemm_rank import rank_backward as rank_backward
+from .gemm_rank import rank_rows as rank_rows
 from .gemm_up import up as _up
 from .gemm_wgrad import down_gradient as _down_gradient
 from .gemm_wgrad import gate_up_gradient as _gate_up_gradient
-from .reorder import reorder as _reorder
+from .reorder import reorder as reorder
 from .rounding import round_rows as _round_rows
 from .rounding_backward import round_rows_backward as _round_rows_backward
 from .topk import top_k as _top_k
 
 
 def _on_its_device(function):
-    """Triton launches on the current device; a model spread over several GPUs runs layers on others."""
+    """Triton launches on the current device; a model spread over several GPUs runs layers on others. Functions that
+    launch with a KernelLauncher alone need none of this."""
 
     @functools.wraps(function)
     def on_its_device(tensor, *args, **kwargs):
@@ -47,22 +48,15 @@ def _on_its_device(function):
     return on_its_device
 
 
-dispatch = _on_its_device(_dispatch)
 top_k = _on_its_device(_top_k)
 dequantize = _on_its_device(_dequantize)
 round_rows = _on_its_device(_round_rows)
 round_rows_backward = _on_its_device(_round_rows_backward)
 up = _on_its_device(_up)
 down = _on_its_device(_down)
-combine = _on_its_device(_combine)
 down_backward = _on_its_device(_down_backward)
 input_rows = _on_its_device(_input_rows)
-routing_gradient = _on_its_device(_routing_gradient)
 gate_up_gradient = _on_its_device(_gate_up_gradient)
 down_gradient = _on_its_device(_down_gradient)
 gate_up_bias_gradient = _on_its_device(_gate_up_bias_gradient)
 down_bias_gradient = _on_its_device(_down_bias_gradient)
-reorder = _on_its_device(_reorder)
-rank_rows = _on_its_device(_rank_rows)
-rank_backward = _on_its_device(_rank_backward)
-factor_gradient = _on_its_device(_factor_gradient)

@@ -69,6 +69,18 @@ class PackedBlocks(NamedTuple):
     registers: int | None = None
 
 
+class Operands(NamedTuple):
+    """What blocks depend on, of a kernel's operands."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def index(self) -> int:
+        """The device's number, -1 of a CPU."""
+        return -1 if self.device.index is None else self.device.index
+
+
 def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, packed_mxfp4=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
@@ -110,9 +122,9 @@ TABLE = {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
         },
-        "rank_rows": {"many": Blocks(64, 64, 4, 3)},
-        "rank_gradient": {"many": GradientBlocks(128, 64, 64, 4, 4)},
-        "rank_backward": {"many": GradientBlocks(512, 64, 64, 8, 3)},
+        "rank_rows": {"many": Blocks(64, 64, 4, 4)},
+        "rank_gradient": {"many": GradientBlocks(128, 64, 64, 4, 2)},
+        "rank_backward": {"some": GradientBlocks(256, 64, 32, 4, 4), "many": GradientBlocks(512, 64, 64, 8, 3)},
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(
@@ -190,9 +202,9 @@ def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
     return next(entries[name] for name in buckets[buckets.index(rows_per_expert) :] if name in entries)
 
 
-def blocks_for(kernel: str, tensor: torch.Tensor, num_pairs: int, num_experts: int):
-    """The table's entry for a kernel whose operands are like `tensor`."""
-    return _entry(kernel, tensor.device, tensor.element_size(), bucket(num_pairs, num_experts))
+def blocks_for(kernel: str, like: torch.Tensor | Operands, num_pairs: int, num_experts: int):
+    """The table's entry for a kernel whose operands are like that."""
+    return _entry(kernel, like.device, like.dtype.itemsize, bucket(num_pairs, num_experts))
 
 
 def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> PackedBlocks:

@@ -250,7 +250,22 @@ def unwritten_rows(like, num_pairs, num_tokens, num_experts):
                 new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
 
 
-def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
+@functools.lru_cache(maxsize=SIZES)
+def _sizes_in_one_buffer(num_pairs, num_tokens, num_experts):
+    """Elements of each tensor of Rows, and after each those up to the next multiple of 16 bytes."""
+    tiles = 3 * tile_table_length(num_pairs, num_experts)
+    sizes = num_experts + 1, num_pairs, num_pairs, num_tokens + 1, num_pairs, tiles
+    return [length for size in sizes for length in (size, -size % 4)]
+
+
+def _rows_in_one_buffer(like, num_pairs, num_tokens, num_experts):
+    """As `unwritten_rows`, in a fourth of the host's time."""
+    sizes = _sizes_in_one_buffer(num_pairs, num_tokens, num_experts)
+    *parts, tiles = like.new_empty(sum(sizes)).split_with_sizes(sizes)[::2]
+    return Rows(*parts, tiles.view(-1, 3))
+
+
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=False):
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
     if not num_pairs:
@@ -261,7 +276,8 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     )  # fmt: skip
 
     scratch = torch.empty(steps.scratch, dtype=torch.int32, device=device)
-    new, rows = scratch.new_empty, unwritten_rows(scratch, num_pairs, num_tokens, num_experts)
+    new, unwritten = scratch.new_empty, _rows_in_one_buffer if together else unwritten_rows
+    rows = unwritten(scratch, num_pairs, num_tokens, num_experts)
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()

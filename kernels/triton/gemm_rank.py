@@ -5,15 +5,18 @@ Both read the wide side once, whatever the rank up to 64; that read is what take
 
 from __future__ import annotations
 
+import functools
 import struct
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .config import blocks_for, max_row_tiles, tile_rows
+from ..factors import a_by_expert, b_by_expert, swapped
+from .config import Operands, blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
-from .launch import cdiv, launch_kernel, next_power_of_2
+from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 from .reorder import ENTRIES, reorder_in_turn, reorder_job
 
 MIN_COLUMNS = 16  # of a tensor core's tile
@@ -196,81 +199,131 @@ def _bits(scale: float) -> int:
     return struct.unpack("<i", struct.pack("<f", scale))[0]
 
 
-def rank_rows(source, a_EJK, rows, scale, gathered):
-    num_pairs, (num_experts, rank, length) = rows.token.numel(), a_EJK.shape
-    out_PJ = source.new_empty(num_pairs, rank)
+@functools.lru_cache(maxsize=SIZES)
+def _rows_launcher(device, dtype, num_pairs, shape_EKJ, strides, scale, gathered):
+    operands, (num_experts, length, rank), (by_expert, by_depth, by_rank) = Operands(device, dtype), shape_EKJ, strides
+    blocks = blocks_for("rank_rows", operands, num_pairs, num_experts)
+    columns = _rank_columns(rank, blocks.columns)
+    row_tiles = max_row_tiles(num_pairs, num_experts)
+    return KernelLauncher(
+        gemm_rank_kernel, operands.index, (row_tiles * cdiv(rank, columns),), (row_tiles, _bits(scale)),
+        (rank, length, by_expert, by_rank, by_depth, tile_rows(num_pairs, num_experts), columns, blocks.depth,
+         precision(operands)),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+
+
+def rank_rows(source, factor_EKJ, rows, scale, gathered):
+    num_pairs, shape = rows.token.shape[0], factor_EKJ.shape
+    out_PJ = source.new_empty(num_pairs, shape[2])
     if num_pairs:
-        blocks = blocks_for("rank_rows", source, num_pairs, num_experts)
-        columns = _rank_columns(rank, blocks.columns)
-        row_tiles = max_row_tiles(num_pairs, num_experts)
-        launch_kernel(
-            gemm_rank_kernel, (row_tiles * cdiv(rank, columns),),
-            (source, a_EJK, out_PJ, rows.token if gathered else None, rows.tiles), (row_tiles, _bits(scale)),
-            (rank, length, *a_EJK.stride(), tile_rows(num_pairs, num_experts), columns, blocks.depth,
-             precision(source)),
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        launcher = _rows_launcher(source.device, source.dtype, num_pairs, shape, factor_EKJ.stride(), scale, gathered)
+        launcher(source, factor_EKJ, out_PJ, rows.token if gathered else None, rows.tiles)
     return out_PJ
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _a_gradient_launcher(device, dtype, rank_shape, gradient_dtype, shape, strides, num_experts, gathered):
+    where = swapped(a_by_expert(shape, strides, num_experts))
+    return _gradient_launcher(Operands(device, dtype), rank_shape, *where)
+
+
+def _gradient_launcher(operands, rank_shape, shape_EMr, strides):
+    num_experts, height, rank = shape_EMr
+    blocks = blocks_for("rank_gradient", operands, rank_shape[0], num_experts)
+    width = _rank_columns(rank, blocks.width)
+    return KernelLauncher(
+        gemm_rank_wgrad_kernel, operands.index, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),), (),
+        (num_experts, height, rank_shape[1], rank, *strides, blocks.height, width, blocks.depth, precision(operands)),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
 
 
 def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
-    _gradient(source, rank_PJ, gradient.transpose(1, 2), None, rows, gathered)
+    launcher = _a_gradient_launcher(
+        source.device, source.dtype, rank_PJ.shape, gradient.dtype, gradient.shape, gradient.stride(),
+        rows.offsets.shape[0] - 1, gathered,
+    )  # fmt: skip
+    launcher(source, rank_PJ, gradient, None, rows.token if gathered else None, rows.pair, rows.offsets)
     return gradient
 
 
-def _gradient(source, rank_PJ, gradient_EMr, weight_P, rows, gathered):
-    """`gradient_EMr` is written."""
-    num_experts, height, rank = gradient_EMr.shape
-    blocks = blocks_for("rank_gradient", source, rows.token.numel(), num_experts)
-    width = _rank_columns(rank, blocks.width)
-    launch_kernel(
-        gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
-        (source, rank_PJ, gradient_EMr, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
-        (num_experts, height, rank_PJ.shape[1], rank, *gradient_EMr.stride(), blocks.height, width, blocks.depth,
-         precision(source)),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+class BackwardPlan(NamedTuple):
+    """The launches of `rank_backward` for one size.
+
+    product: of dB, and if it is_one_pass of dv or du, which else take a launch of their own. is_reordered: whether dB
+    is. scratch: elements in fp32, for dB before that, and from `parts` on for what dv or du is the sum of (is_summed).
+    finish: what reorders and sums, or None.
+    """
+
+    product: KernelLauncher
+    is_one_pass: bool
+    is_reordered: bool
+    is_summed: bool
+    parts: int
+    scratch: int
+    finish: KernelLauncher | None
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _backward_plan(
+    device, dtype, rank_shape, factor_shape, factor_strides, gradient_dtype, shape, strides, scale, gathered, weighted,
+    want_rank,
+):  # fmt: skip
+    operands, (num_pairs, padded), num_experts = Operands(device, dtype), rank_shape, factor_shape[0]
+    shape_ENr, strides = b_by_expert(shape, strides, num_experts)
+    _, size, rank = shape_ENr
+    # where experts lie closest, as in PEFT's B, stores would be single elements
+    is_reordered = strides[0] == 1 and num_experts > 1
+    written = (size * rank, rank, 1) if is_reordered else strides
+    job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
+    is_one_pass, slices, bits = want_rank and num_pairs > 0 and padded <= ONE_PASS_RANK, 1, _bits(scale)
+    if is_one_pass:
+        kernel = "rank_backward_gathered" if gathered else "rank_backward"
+        blocks = blocks_for(kernel, operands, num_pairs, num_experts)
+        slices, (by_expert, by_row, by_rank) = cdiv(size, blocks.height), factor_strides
+        product = KernelLauncher(
+            gemm_rank_backward_kernel, operands.index, (slices * num_experts,), (num_pairs, bits),
+            (num_experts, size, padded, rank, by_expert, by_rank, by_row, *written, blocks.height,
+             _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(operands)),
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    else:
+        product = _gradient_launcher(operands, rank_shape, shape_ENr, written)
+    parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
+    summed = slices * num_pairs * padded if slices > 1 else 0
+    tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
+    finish = KernelLauncher(
+        finish_kernel, operands.index, (tiles,), (num_pairs, bits), (slices, padded, SUMMED, job, ENTRIES), num_warps=4
     )  # fmt: skip
+    return BackwardPlan(
+        product, is_one_pass, is_reordered, summed > 0, parts, parts + summed, finish if tiles else None
+    )
 
 
 def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
     if like_ENj is None:
-        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
+        drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered) if want_rank else None
         return drank_PJ, None
-    # where experts lie closest, as in PEFT's B, stores would be single elements
-    is_reordered = like_ENj.stride(0) == 1 and like_ENj.shape[0] > 1
-    gradient = like_ENj.new_empty(like_ENj.shape) if is_reordered else torch.empty_like(like_ENj)
-    reordered = torch.empty_like(like_ENj) if is_reordered else None
-    arguments, part, bits = (source, rank_PJ, gradient, weight_P, rows, gathered), None, _bits(scale)
-    if want_rank and rows.token.numel() and b_ENJ.shape[2] <= ONE_PASS_RANK:
-        drank_PJ, part = _one_pass(*arguments, b_ENJ, bits)
-    else:
-        drank_PJ = rank_rows(source, b_ENJ.transpose(1, 2), rows, scale, gathered) if want_rank else None
-        _gradient(*arguments)
-    job = reorder_job(gradient, reordered) if is_reordered else None
-    num_tiles = (job[-1] if job else 0) + (0 if part is None else cdiv(drank_PJ.numel(), SUMMED))
-    if num_tiles:
-        launch_kernel(
-            finish_kernel, (num_tiles,), (gradient, reordered, part, drank_PJ), (rows.token.numel(), bits),
-            (1 if part is None else len(part), b_ENJ.shape[2], SUMMED, job, ENTRIES), num_warps=4,
-        )  # fmt: skip
-    return drank_PJ, reordered if is_reordered else gradient
-
-
-def _one_pass(source, rank_PJ, gradient, weight_P, rows, gathered, b_ENJ, bits):
-    """(drank, what it is the sum of, if anything); `gradient` is written."""
-    num_pairs, (num_experts, size, padded) = rows.token.numel(), b_ENJ.shape
-    blocks = blocks_for("rank_backward_gathered" if gathered else "rank_backward", source, num_pairs, num_experts)
-    drank_PJ, slices = source.new_empty(num_pairs, padded), cdiv(size, blocks.height)
-    part = None if slices == 1 else source.new_empty(slices, num_pairs, padded, dtype=torch.float32)
-    stride_e, stride_n, stride_j = b_ENJ.stride()
-    launch_kernel(
-        gemm_rank_backward_kernel, (slices * num_experts,),
-        (source, b_ENJ, drank_PJ if part is None else part, rank_PJ, gradient, weight_P,
-         rows.token if gathered else None, rows.pair, rows.offsets),
-        (num_pairs, bits),
-        (num_experts, size, padded, gradient.shape[2], stride_e, stride_j, stride_n, *gradient.stride(),
-         blocks.height, _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source)),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+    plan = _backward_plan(
+        source.device, source.dtype, rank_PJ.shape, b_ENJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape,
+        like_ENj.stride(), scale, gathered, weight_P is not None, want_rank,
     )  # fmt: skip
-    return drank_PJ, part
+    result = gradient = torch.empty_like(like_ENj)
+    token, drank_PJ, part = rows.token if gathered else None, None, None
+    if plan.scratch:
+        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=source.device)
+        part = scratch[plan.parts :] if plan.is_summed else None
+        gradient = scratch if plan.is_reordered else result
+    if plan.is_one_pass:
+        drank_PJ = torch.empty_like(rank_PJ)
+        sums = drank_PJ if part is None else part
+        plan.product(source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
+    else:
+        if want_rank:
+            drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered)
+        plan.product(source, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
+    if plan.finish is not None:
+        plan.finish(gradient, result if plan.is_reordered else None, part, drank_PJ)
+    return drank_PJ, result

@@ -11,6 +11,7 @@ tests/kernels/test_private_apis.py names what a newer one lacks.
 
 from __future__ import annotations
 
+import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -84,7 +85,8 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
 
 
 class KernelLauncher:
-    """`launch_kernel` again and again, on one device, with tensors of the same dtypes, None in the same places."""
+    """`launch_kernel` again and again, on one device (current or not), with tensors of the same dtypes, None in the same
+    places."""
 
     def __init__(self, kernel, device: int, grid, numbers=(), constants=(), **options):
         self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
@@ -92,6 +94,12 @@ class KernelLauncher:
         self.launchable = None
 
     def __call__(self, *tensors):
+        if self.device >= 0 and torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self._launch(tensors)
+        return self._launch(tensors)
+
+    def _launch(self, tensors):
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
         for pointer in pointers:

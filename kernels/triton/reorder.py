@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch_kernel, next_power_of_2
+from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 
 ENTRIES = 64  # (n, j) of a tile; beside up to EXPERTS experts
 EXPERTS = 32
@@ -59,23 +61,24 @@ def reorder_kernel(
     reorder_in_turn(source_3, out_3, tile, JOB_3, ENTRIES)
 
 
-def reorder_job(source_ENj, out_ENJ):
+def reorder_job(source_shape, source_strides, out_shape, out_strides):
     """A job's constants: E, N, R, J, strides of the source and of the result, RANK_LAST, experts of a tile, tiles."""
-    num_experts, size, rank = source_ENj.shape
-    padded = out_ENJ.shape[2]
+    num_experts, size, rank = source_shape
+    padded = out_shape[2]
     experts = min(next_power_of_2(num_experts), EXPERTS)
-    by_experts = out_ENJ if source_ENj.stride(0) == 1 and num_experts > 1 else source_ENj
+    by_experts = out_strides if source_strides[0] == 1 and num_experts > 1 else source_strides
     tiles = cdiv(size * padded, ENTRIES) * cdiv(num_experts, experts)
-    return (
-        num_experts, size, rank, padded, *source_ENj.stride(), *out_ENJ.stride(), by_experts.stride(2) == 1, experts,
-        tiles,
-    )  # fmt: skip
+    return num_experts, size, rank, padded, *source_strides, *out_strides, by_experts[2] == 1, experts, tiles
 
 
-def reorder(*tensors):
-    jobs = [reorder_job(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-    absent = JOBS - len(jobs)
-    launch_kernel(
-        reorder_kernel, (sum(job[-1] for job in jobs),), (*tensors, *(None,) * (2 * absent)), (),
-        (*jobs, *(None,) * absent, ENTRIES), num_warps=4,
-    )  # fmt: skip
+@functools.lru_cache(maxsize=SIZES)
+def _launcher(device, jobs):
+    pairs = zip(jobs[::2], jobs[1::2], strict=True)
+    constants = [reorder_job(*source, *out) for (_, *source), (_, *out) in pairs]
+    tiles = sum(job[-1] for job in constants)
+    constants += [None] * (JOBS - len(constants))
+    return KernelLauncher(reorder_kernel, device, (tiles,), (), (*constants, ENTRIES), num_warps=4)
+
+
+def reorder(*tensors, jobs):
+    _launcher(tensors[0].get_device(), jobs)(*tensors, *(None,) * (2 * JOBS - len(tensors)))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..expert_parallel.implementation import SonicMoEExpertParallelism
 
 IMPLEMENTATION = "sonicmoe_hf"
+PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: what brings them their tokens, if we do
 _PACKAGE = __package__.partition(".")[0]
 DEFAULT_GATE = default_apply_gate()
 
@@ -184,7 +185,7 @@ def is_expert_parallel(experts: Any) -> bool:
 
 def expert_parallelism(experts: nn.Module) -> SonicMoEExpertParallelism | None:
     """Our implementation of expert parallelism, where it brings these experts their tokens."""
-    return getattr(experts, "_sonicmoe_hf_expert_parallelism", None)
+    return getattr(experts, PARALLELISM, None)
 
 
 def has_expert_parallelism() -> bool:

@@ -9,19 +9,23 @@ the experts' forward instead. Imported when PEFT is (registration.py).
 from __future__ import annotations
 
 import logging
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import other as peft_other
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank
+from ..private.transformers import experts_implementation, experts_implementation_at_once
 from .adapters import Given
 from .experts import (
     IMPLEMENTATION,
+    PARALLELISM,
     expert_parallelism,
     experts_facts,
     is_expert_parallel,
@@ -37,11 +41,60 @@ _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
 _said: set[str] = set()
 
 
-def _is_ours(experts: nn.Module) -> bool:
-    """Whether a call of these experts reaches sonicmoe_hf."""
-    if getattr(getattr(experts, "config", None), "_experts_implementation", None) != IMPLEMENTATION:
-        return False
-    return torch.compiler.is_compiling() or why_not_reached(experts) is None  # compiled calls are checked by hooks
+class _Checked(NamedTuple):
+    """What was found out about a wrapper and its experts, and what that depends on.
+
+    obstacle: why we leave the adapter to PEFT, or None; is_reached: whether a call of the experts reaches the experts
+    interface; is_swapped: whether lora_A and lora_B stand for B and A, as in PEFT 0.19.0; parallelism: ours, or None.
+    """
+
+    depends_on: tuple
+    is_reached: bool
+    obstacle: str | None
+    is_swapped: bool
+    parallelism: Any
+
+
+_checked: weakref.WeakKeyDictionary[ParamWrapper, _Checked] = weakref.WeakKeyDictionary()
+
+
+def _base_layer(wrapper: ParamWrapper) -> Any:
+    """wrapper.get_base_layer(), which takes long; modules that look into others, as FSDP1's do, have a __getattr__."""
+    module: nn.Module = wrapper
+    while (inner := module._modules.get("base_layer")) is not None:
+        module = inner
+    return module if type(module).__getattr__ is nn.Module.__getattr__ else wrapper.get_base_layer()
+
+
+def _implementation(experts: Any) -> str | None:
+    config = getattr(experts, "config", None)
+    if torch.compiler.is_compiling() or not isinstance(config, PreTrainedConfig):
+        return experts_implementation(config)
+    return experts_implementation_at_once(config)
+
+
+def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Checked:
+    # compiled calls are checked by hooks
+    is_reached = torch.compiler.is_compiling() or why_not_reached(experts) is None
+    obstacle = _obstacle(wrapper, experts) if is_reached else None
+    is_fused = is_reached and obstacle is None
+    is_transposed = is_fused and experts_facts(experts).layout.startswith("transposed")
+    is_swapped = wrapper._did_swap_in_out_features == is_transposed  # PEFT 0.19.0 takes dimensions the other way round
+    return _Checked(depends_on, is_reached, obstacle, is_swapped, expert_parallelism(experts))
+
+
+def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
+    """`_check`, which takes long, where something has changed since the last call."""
+    if torch.compiler.is_compiling():
+        return _check(wrapper, experts)
+    instance, weight = vars(experts), experts._parameters.get(wrapper.parameter_name)
+    if weight is None or "forward" in instance:
+        return _check(wrapper, experts)
+    depends_on = experts, type(experts), instance.get("_is_expert_parallel"), instance.get(PARALLELISM), weight.dtype
+    found = _checked.get(wrapper)
+    if found is None or found.depends_on != depends_on:
+        found = _checked[wrapper] = _check(wrapper, experts, depends_on)
+    return found
 
 
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
@@ -57,39 +110,49 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
     return None if dtype in FLOAT_DTYPES else f"{name} is stored as {dtype}"
 
 
-def _low_rank(wrapper: ParamWrapper, adapter: str, is_transposed: bool) -> LowRank:
-    """One adapter: views of lora_A [r*E, .], the expert slowest, and of lora_B [., r*E], the expert fastest."""
-    num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
-    linear_a: Any = wrapper.lora_A[adapter]
-    linear_b: Any = wrapper.lora_B[adapter]
-    slow, fast = linear_a.weight, linear_b.weight
-    parallelism = expert_parallelism(wrapper.get_base_layer())
+def _weight(linears: Any, adapter: str) -> torch.Tensor:
+    """Of a Linear, without Module.__getattr__, which takes ten times as long."""
+    linear = linears._modules[adapter]
+    parameters = linear._parameters
+    if "weight" not in parameters:
+        return linear.weight
+    return parameters["weight"]  # by [], where DeepSpeed's ZeRO-3 gathers it
+
+
+def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
+    """One adapter, as PEFT stores it where that is what `LowRank` takes."""
+    slow, fast = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
+    _, _, _, is_swapped, parallelism = checked
+    scale = wrapper.scaling[adapter]
+    if parallelism is None and not is_swapped:
+        return LowRank(slow, fast, scale)
     if parallelism is not None:
         # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
         # averages the other adapters
         slow, fast = parallelism.with_summed_gradient(slow), parallelism.with_summed_gradient(fast)
+    num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
     a = slow.reshape(num_experts, rank, slow.shape[1])
     b = fast.reshape(fast.shape[0], rank, num_experts).permute(2, 0, 1)
-    # PEFT 0.19.0 takes a weight's dimensions the other way round
-    if wrapper._did_swap_in_out_features == is_transposed:
+    if is_swapped:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     if parallelism is not None:
         a, b = a[parallelism.ranks.experts], b[parallelism.ranks.experts]
-    return LowRank(a, b, wrapper.scaling[adapter])
+    return LowRank(a, b, scale)
 
 
 def _activate_lora(self, active_adapters):
     """In place of ParamWrapper's: the context in which a call of the experts computes with these adapters."""
-    adapters = [name for name in active_adapters if name in self.lora_A]
-    experts = self.get_base_layer()
-    if not adapters or not _is_ours(experts):
+    adapters = [name for name in active_adapters if name in self._modules["lora_A"]._modules]
+    experts = _base_layer(self)
+    if not adapters or _implementation(experts) != IMPLEMENTATION:
         return _PEFTS_ACTIVATE(self, active_adapters)
-    obstacle = _obstacle(self, experts)
-    if obstacle is not None:
-        _say(f"{type(experts).__name__}.{self.parameter_name}", obstacle)
+    checked = _check_once(self, experts)
+    if not checked.is_reached:
         return _PEFTS_ACTIVATE(self, active_adapters)
-    is_transposed = experts_facts(experts).layout.startswith("transposed")
-    factors = [_low_rank(self, name, is_transposed) for name in adapters]
+    if checked.obstacle is not None:
+        _say(f"{type(experts).__name__}.{self.parameter_name}", checked.obstacle)
+        return _PEFTS_ACTIVATE(self, active_adapters)
+    factors = [_low_rank(self, name, checked) for name in adapters]
     return Given(experts, self.parameter_name, factors)
 
 

@@ -102,12 +102,12 @@ def products(variant: Variant):
         a1, a2 = torch.empty(2, rank, HIDDEN), torch.empty(2, rank, INNER)  # fp32, as PEFT stores them
         b1, b2 = (torch.empty(size, rank, 2).permute(2, 0, 1) for size in (2 * INNER, HIDDEN))
         first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
-        yield "reorder", lambda: kernels.reorder(b1, first.b_ENJ, a1.transpose(1, 2), first.a_EJK.transpose(1, 2))
+        yield "reorder", lambda: pack(a1, b1, 1.0, gate_up, kernels)
         extra = {
             "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
             "input_rows": first.extra_backward(u),
         }  # fmt: skip
-        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EJK, rows, 1.0, True)
+        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EKJ, rows, 1.0, True)
         yield "rank_backward", lambda: kernels.rank_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
         yield "rank_backward", lambda: kernels.rank_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
         yield "factor_gradient", lambda: kernels.factor_gradient(u, a, rows, False, a2)
@@ -244,7 +244,9 @@ def compile_calls(target, label, calls):
 
 def main(target: int, labels, with_others: bool):
     config.gpu_kind = lambda device: GPU_KINDS[target]
-    config._entry.cache_clear()
+    for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]:
+        for kept in vars(module).values():
+            getattr(kept, "cache_clear", lambda: None)()
     if with_others:
         compile_calls(target, "", others())
         for label, sizes in PACKED.items():

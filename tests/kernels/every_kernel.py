@@ -2,6 +2,7 @@
 under which test_memcheck_gpu.py starts it. python every_kernel.py hopper|triton"""
 
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import torch
@@ -16,6 +17,23 @@ from sonicmoe_hf.routing import Routing, rounded_routing
 
 H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as input_rows does
 FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 rows per expert
+
+
+def keep_tensors_apart():
+    """Give each tensor an allocation of its own also where moe_experts has several in one."""
+    dispatching, op = import_module("sonicmoe_hf.dispatch"), import_module("sonicmoe_hf.experts_op")
+    dispatching._dispatch_together, pack_all = dispatching._dispatch, op.pack_all
+
+    def own(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+
+    def pack_apart(*arguments):
+        packed = pack_all(*arguments)
+        return [one and one._replace(a_EKJ=own(one.a_EKJ), b_ENJ=own(one.b_ENJ)) for one in packed]
+
+    op.pack_all = pack_apart
 
 
 def step_with_adapters(tokens, layout, rank, backend):
@@ -61,4 +79,5 @@ def main(backend):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    keep_tensors_apart()
     main(sys.argv[1])

@@ -76,7 +76,7 @@ class Problem:
 
         self.h, self.a, self.dh = of_rows(2 * I), of_rows(I), of_rows(2 * I)
         first, second = adapter(self.gate_up), adapter(self.down)
-        padded = first.a_EJK.shape[1]
+        padded = first.a_EKJ.shape[2]
         self.extras = {
             "up": first.extra_forward(of_rows(padded)), "down": second.extra_forward(of_rows(padded)),
             "down_backward": second.extra_backward(of_rows(padded)), "input_rows": first.extra_backward(of_rows(padded)),

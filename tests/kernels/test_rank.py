@@ -54,10 +54,10 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
             found[name] = tensor
             return tensor if at is None else at[name]
 
-        u = result("u", kernels.rank_rows(x, first.a_EJK, rows, SCALE, True))
+        u = result("u", kernels.rank_rows(x, first.a_EKJ, rows, SCALE, True))
         h, a = kernels.up(x, gate_up, bias, rows, act, interleaved, True, True, extra=first.extra_forward(u))
         h, a = result("h", h), result("a", a)
-        v = result("v", kernels.rank_rows(a, second.a_EJK, rows, SCALE, False))
+        v = result("v", kernels.rank_rows(a, second.a_EKJ, rows, SCALE, False))
         result("y", kernels.down(a, down, down_bias, rows, extra=second.extra_forward(v)))
         dv, db2 = kernels.rank_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
         dv, _ = result("dv", dv), result("db2", db2)
@@ -93,7 +93,7 @@ def test_no_rows_give_zero_gradients_of_factors(device):
     a, b = adapter(3, 5, 16, 24, device)
     packed = pack(a, b, SCALE, torch.empty(3, 24, 16, device=device))
     empty = torch.empty(0, 16, device=device)
-    u = kernels.rank_rows(empty, packed.a_EJK, rows, SCALE, True)
+    u = kernels.rank_rows(empty, packed.a_EKJ, rows, SCALE, True)
     with poisoned():
         da = kernels.factor_gradient(u, empty, rows, True, a)
         du, db = kernels.rank_backward(empty.new_empty(0, 24), packed.b_ENJ, u, None, rows, SCALE, False, True, b)

@@ -29,13 +29,16 @@ def logical_view(tensor, layout):
     return stored(tensor, layout).transpose(1, 2) if LAYOUTS[layout][0] else tensor
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind):
+def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind, together):
     T, _, _, E, K = SHAPES[shape]
     expert, token = routing_ids(T, E, K, kind, device)
     with poisoned():
-        found = kernels.dispatch(expert.int(), token, T, E, True)
+        found = kernels.dispatch(expert.int(), token, T, E, True, together)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == (1 if together else len(found))
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in found)
     expected = eager.dispatch(expert, token, T, E, True)
     for name in expected._fields[:5]:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -186,6 +186,34 @@ def test_an_adapter_is_saved_and_loaded_in_pefts_files(tmp_path):
             assert torch.equal(again.train()(**inputs).logits, expected)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_factors_enter_the_function_as_they_are_stored(family):
+    """Views of them would be six more nodes of autograd in every layer, and ZeRO-3 could not gather them for backward."""
+    model = with_lora(patched(small(family)))
+    nodes, waiting = set(), [model(**batch()).logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    taken = {
+        before.variable for node in nodes if type(node).__name__ == "PlainBackward"
+        for before, _ in node.next_functions if hasattr(before, "variable")
+    }  # fmt: skip
+    assert taken == {parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+
+def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_change():
+    model = with_lora(patched(small("qwen3_moe")))
+    expected = fused_gradients(model)
+    experts = next(find_layers(model)).experts
+    experts._is_expert_parallel = True
+    with pytest.raises(AssertionError, match="W \\+ BA"):
+        fused_gradients(model)
+    del experts._is_expert_parallel
+    assert_all_close(fused_gradients(model), expected, 0.0, "the same model")
+
+
 # what surrounds the experts
 
 

@@ -1,0 +1,29 @@
+"""How the factors of low-rank adapters lie in memory: by expert, or as PEFT stores them.
+
+A is [E, r, in], or [r*E, in] with the expert slowest; B is [E, out, r], or [out, r*E] with the expert fastest.
+"""
+
+from __future__ import annotations
+
+
+def a_by_expert(shape, strides, num_experts: int):
+    """Shape [E, r, in] and strides of an A of either form."""
+    if len(shape) == 3:
+        return tuple(shape), tuple(strides)
+    (rows, length), (by_row, by_column) = shape, strides
+    rank = rows // num_experts
+    return (num_experts, rank, length), (rank * by_row, by_row, by_column)
+
+
+def b_by_expert(shape, strides, num_experts: int):
+    """Shape [E, out, r] and strides of a B of either form."""
+    if len(shape) == 3:
+        return tuple(shape), tuple(strides)
+    (size, columns), (by_row, by_column) = shape, strides
+    return (num_experts, size, columns // num_experts), (by_column, by_row, num_experts * by_column)
+
+
+def swapped(shape_and_strides):
+    """The same with the last two dimensions in the other order."""
+    (experts, height, width), (by_expert, by_row, by_column) = shape_and_strides
+    return (experts, width, height), (by_expert, by_column, by_row)
