@@ -171,7 +171,8 @@ def packed_products(name, hidden, inner, rank):
     if rank:
         u = torch.empty(num_pairs, rank, dtype=torch.bfloat16)
         adapters = ((torch.empty(num_experts, rank, k), torch.empty(num_experts, n, rank)) for n, k in sizes)
-        extra = [pack(*adapter, 1.0, u.view(1, num_pairs, rank)).extra_forward(u) for adapter in adapters]
+        like = torch.empty(num_experts, 1, 1, dtype=torch.bfloat16)  # of the weight: its experts, dtype and order
+        extra = [pack(*adapter, 1.0, like).extra_forward(u) for adapter in adapters]
     yield "up", lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True, extra[0])
     yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 
