@@ -19,7 +19,7 @@ OLDEST_TRANSFORMERS := 5.17.0
 # not on the oldest Transformers: kernels and functions on tensors, which call nothing of it; packaging; benchmarks; and,
 # by the marker `newest`, what shows torch, DeepSpeed or an example at work where another test has shown Transformers
 ONLY_NEWEST := tests/kernels tests/quantization/test_packed_layer.py tests/quantization/test_packed_weight.py \
-	tests/test_bad_input.py tests/test_dispatch.py tests/test_functional.py tests/test_low_rank.py \
+	tests/test_bad_input.py tests/test_balance_benchmark.py tests/test_dispatch.py tests/test_functional.py tests/test_low_rank.py \
 	tests/test_packaging.py tests/test_quality_benchmark.py tests/test_routing.py tests/test_training_benchmark.py
 OLDEST_TESTS ?= tests $(ONLY_NEWEST:%=--ignore=%)
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

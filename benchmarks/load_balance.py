@@ -22,24 +22,17 @@ dead, dead_held_out: experts without a row there, of all layers. rows_ratio: row
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
-import os
-import platform
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import provenance
 import quality_corpus
 import torch
+from quality_runs import do_missing, parser_of, read_rows
 from quality_training import (
     COUNTED_STEPS,
     PRESETS,
     Preset,
-    at_once,
     count_rows,
     counted,
     evaluate,
@@ -47,7 +40,6 @@ from quality_training import (
     random_model,
     train,
 )
-from token_rounding_quality import read_rows
 from transformers import Dots1Config
 
 import sonicmoe_hf
@@ -177,32 +169,6 @@ def keys_of(preset: Preset, run: Run) -> dict[str, str]:
     return dict(zip(KEYS, map(str, (preset.name, *case, seed, preset.steps))))
 
 
-def unfinished(preset: Preset, seeds: list[int], rows: list[dict]) -> list[Run]:
-    """The plan's runs that have no row yet."""
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    runs = [(case, seed) for group in PLAN for seed in seeds for case in group]
-    return [run for run in runs if tuple(keys_of(preset, run).values()) not in done]
-
-
-def append_row(path: Path, preset: Preset, run: Run, figures: dict, description: str, device: torch.device) -> None:
-    """Write one run's row, so that a run cut off later loses nothing."""
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
-    row = {
-        **keys_of(preset, run),
-        "tokens_per_step": preset.tokens,
-        **{name: f"{value:.6g}" for name, value in figures.items()},
-        "corpus": description,
-        "device": gpu,
-        **provenance.columns(),
-    }
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 def loss_over_none(case: Case, rows: dict[tuple[Case, str], dict]) -> list[float]:
     """Held-out loss minus that of the same router without balancing, of each seed that has both."""
     plain = Case(case.router)
@@ -241,44 +207,12 @@ def show(rows: list[dict]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Do the runs that are missing, print the table."""
-    began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=list(PRESETS), default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="two processes: half of them each")
-    parser.add_argument("--steps", type=int, help="optimiser steps, in place of the preset's")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, on streams of their own")
-    parser.add_argument("--no-graph", action="store_true", help="train without CUDA graphs")
-    parser.add_argument("--corpus", type=Path, default=quality_corpus.FILE)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, seeds=[0, 1]).parse_args(arguments)
     preset = PRESETS[options.preset]
     preset = dataclasses.replace(preset, steps=options.steps or preset.steps)
     path = options.out / "load_balance.csv"
-    missing = unfinished(preset, options.seeds, read_rows(path))
-    if missing:
-        options.out.mkdir(parents=True, exist_ok=True)
-        corpus = quality_corpus.load(options.corpus)
-        print(f"{len(missing)} runs to do; {corpus.description}; {len(corpus.train):,} tokens", flush=True)
-        graph = options.device.type == "cuda" and not options.no_graph
-        took = {}
-
-        def in_time() -> Iterator[Run]:
-            for run in missing:
-                if time.monotonic() - began + took.get("last", 0.0) > options.seconds:
-                    return
-                yield run
-
-        def steps_of(run: Run):
-            return measure(preset, run, corpus, options.device, graph)
-
-        for done, (run, figures) in enumerate(at_once(options.at_once, in_time(), steps_of)):
-            append_row(path, preset, run, figures, corpus.description, options.device)
-            if done >= options.at_once:  # the first ones compile kernels
-                took["last"] = figures["training_seconds"]
-            said = ", ".join(f"{name} {figures[name]:.4g}" for name in FIGURES)
-            print(f"{run}: {said}; ended at {time.monotonic() - began:.0f} s", flush=True)
+    runs = [(case, seed) for group in PLAN for seed in options.seeds for case in group]
+    do_missing(runs, preset, options, path, FIELDS, keys_of, measure)
     rows = [row for row in read_rows(path) if (row["preset"], row["steps"]) == (preset.name, str(preset.steps))]
     if rows:
         show(rows)

@@ -27,7 +27,7 @@ from pathlib import Path
 import models
 import provenance
 import torch
-from training import WARMUP, one_step, optimizer_of, sequences
+from training import WARMUP, Clock, one_step, optimizer_of, sequences
 
 import sonicmoe_hf
 from sonicmoe_hf.patching.support import find_layers
@@ -75,30 +75,11 @@ def check(model, tokens: torch.Tensor) -> None:
     print("replay: the same bits from the same model, and all experts as given", flush=True)
 
 
-class Stopwatch:
-    """GPU milliseconds between the points noted; on a CPU, the host's."""
-
-    def __init__(self, on_gpu: bool):
-        self.on_gpu, self.points = on_gpu, []
-
-    def note(self) -> None:
-        if self.on_gpu:
-            self.points.append(torch.cuda.Event(enable_timing=True))
-            self.points[-1].record()
-        else:
-            self.points.append(time.perf_counter())
-
-    def milliseconds(self) -> list[float]:
-        if self.on_gpu:
-            return [before.elapsed_time(after) for before, after in zip(self.points, self.points[1:])]
-        return [1e3 * (after - before) for before, after in zip(self.points, self.points[1:])]
-
-
 def timed(model, optimizer, tokens: torch.Tensor, context, steps: int) -> tuple[float, float]:
     """Median GPU milliseconds of a step, and the mean by the host's clock, of steps inside `context()`."""
     wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
     wait()
-    watch, began = Stopwatch(tokens.is_cuda), time.perf_counter()
+    watch, began = Clock(tokens.is_cuda), time.perf_counter()
     watch.note()
     for _ in range(steps):
         with context():

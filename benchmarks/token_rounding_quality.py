@@ -26,22 +26,14 @@ per expert there over the mean; training_seconds, beside the other runs of --at-
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
 import importlib.util
-import os
-import platform
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy
-import provenance
-import quality_corpus
-import torch
-from quality_training import METHODS, PRESETS, Preset, Run, at_once, measure
+from quality_runs import do_missing, parser_of, read_rows
+from quality_training import METHODS, PRESETS, Preset, Run, measure
 
 from sonicmoe_hf.config import ROUNDINGS
 
@@ -120,43 +112,10 @@ def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
     ]
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The CSV's rows; none where it does not exist."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def keys_of(preset: Preset, run: Run) -> dict:
-    """KEYS' columns, which tell runs apart."""
-    return dict(zip(KEYS, (preset.name, *run, preset.steps, preset.learning_rate, preset.final_rate)))
-
-
-def unfinished(runs: list[Run], preset: Preset, rows: list[dict]) -> list[Run]:
-    """The runs that have no row yet, with these steps and learning rates."""
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    return [run for run in runs if tuple(map(str, keys_of(preset, run).values())) not in done]
-
-
-def append_row(path: Path, preset: Preset, run: Run, figures: dict, description: str, device: torch.device) -> None:
-    """Write one run's row, so that a run cut off later loses nothing."""
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
-    row = {
-        **keys_of(preset, run),
-        "tiles_per_expert": preset.mean_rows / run.tile if run.tile else "",
-        "tokens_per_step": preset.tokens,
-        **{name: f"{value:.6g}" if isinstance(value, float) else value for name, value in figures.items()},
-        "corpus": description,
-        "device": gpu,
-        **provenance.columns(),
-    }
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+def columns_of(preset: Preset, run: Run) -> dict:
+    """KEYS' columns, which tell runs apart, and the tiles of an expert with the mean number of rows."""
+    keys = preset.name, *run, preset.steps, preset.learning_rate, preset.final_rate
+    return {**dict(zip(KEYS, keys)), "tiles_per_expert": preset.mean_rows / run.tile if run.tile else ""}
 
 
 class Comparison(NamedTuple):
@@ -300,52 +259,17 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Do the runs that are missing, print the table, draw the plot."""
-    began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=list(PRESETS), default="gpu" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, seeds=[0, 1, 2])
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="two processes: half of them each")
-    parser.add_argument("--steps", type=int, help="optimiser steps, in place of the preset's")
     parser.add_argument("--learning-rate", type=float, help="at its peak, in place of the preset's")
     parser.add_argument("--final-rate", type=float, help="share of it at the end, in place of the preset's")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run that would end later")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, on streams of their own")
-    parser.add_argument("--no-graph", action="store_true", help="train without CUDA graphs")
-    parser.add_argument("--corpus", type=Path, default=quality_corpus.FILE)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(arguments)
     asked = {name: getattr(options, name) for name in ("steps", "learning_rate", "final_rate")}
     asked = {name: value for name, value in asked.items() if value is not None}
     preset = dataclasses.replace(PRESETS[options.preset], **asked)
     path = options.out / "token_rounding_quality.csv"
-    missing = unfinished(planned_runs(preset, options.methods, options.seeds), preset, read_rows(path))
-    if missing:
-        options.out.mkdir(parents=True, exist_ok=True)
-        corpus = quality_corpus.load(options.corpus)
-        print(f"{len(missing)} runs to do; {corpus.description}; {len(corpus.train):,} tokens", flush=True)
-        graph = options.device.type == "cuda" and not options.no_graph
-        took = {}
-
-        def in_time() -> Iterator[Run]:
-            for run in missing:
-                if time.monotonic() - began + took.get("last", 0.0) > options.seconds:
-                    return
-                yield run
-
-        def steps_of(run: Run):
-            return measure(preset, run, corpus, options.device, graph)
-
-        for done, (run, figures) in enumerate(at_once(options.at_once, in_time(), steps_of)):
-            append_row(path, preset, run, figures, corpus.description, options.device)
-            if done >= options.at_once:  # the first ones compile kernels
-                took["last"] = figures["training_seconds"]
-            print(
-                f"{run.method} tile={run.tile} {run.balancing} seed={run.seed}.{run.replica}: loss "
-                f"{figures['held_out_loss']:.4f}, trained {figures['training_seconds']:.1f} s, ended at "
-                f"{time.monotonic() - began:.0f} s",
-                flush=True,
-            )
+    runs = planned_runs(preset, options.methods, options.seeds)
+    do_missing(runs, preset, options, path, FIELDS, columns_of, measure)
     settings = ("preset", "steps", "learning_rate", "final_rate")
     this = tuple(map(str, (preset.name, preset.steps, preset.learning_rate, preset.final_rate)))
     rows = [row for row in read_rows(path) if tuple(row[name] for name in settings) == this]

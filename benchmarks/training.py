@@ -70,7 +70,7 @@ def one_step(model, optimizer, tokens, autocast: bool = True):
     return loss.detach()
 
 
-class _Clock:
+class Clock:
     """The times at which the device reached certain points; the host waits for it only when asked for them."""
 
     def __init__(self, on_gpu: bool):
@@ -95,7 +95,7 @@ class _Clock:
 def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
     """One step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the others."""
     on_gpu = batches[0].device.type == "cuda"
-    optimizer, clock, began = optimizer_of(model), _Clock(on_gpu), time.perf_counter()
+    optimizer, clock, began = optimizer_of(model), Clock(on_gpu), time.perf_counter()
     first_step_s = float("nan")
     for number, tokens in enumerate(batches):
         if number == WARMUP:

@@ -22,6 +22,11 @@ def quality():
 
 
 @pytest.fixture(scope="module")
+def texts():
+    return imported("quality_corpus")[0]
+
+
+@pytest.fixture(scope="module")
 def tiny(quality):
     training, _ = quality
     return dataclasses.replace(
@@ -31,7 +36,7 @@ def tiny(quality):
 
 
 @pytest.fixture(scope="module")
-def corpus_file(quality, tmp_path_factory):
+def corpus_file(texts, tmp_path_factory):
     """Of our own tests, as if they were two packages."""
     folder = tmp_path_factory.mktemp("corpus")
     paths = sorted(Path(__file__).parent.rglob("*.py"))
@@ -39,16 +44,15 @@ def corpus_file(quality, tmp_path_factory):
         (name, "1.0", "MIT", [(path.name, path.read_text()) for path in paths[start::2]])
         for start, name in enumerate(("one", "two"))
     ]
-    module = quality[1].quality_corpus
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "HELD_OUT_SHARE", 1 / 4)
-        module.build(packages, folder / "corpus.npz", folder / "corpus.csv")
+        patch.setattr(texts, "HELD_OUT_SHARE", 1 / 4)
+        texts.build(packages, folder / "corpus.npz", folder / "corpus.csv")
     return folder / "corpus.npz"
 
 
 @pytest.fixture(scope="module")
-def corpus(quality, corpus_file):
-    return quality[1].quality_corpus.load(corpus_file)
+def corpus(texts, corpus_file):
+    return texts.load(corpus_file)
 
 
 def measured(training, preset, corpus, *run):
@@ -70,40 +74,39 @@ def measured(training, preset, corpus, *run):
         ({}, None),
     ],
 )
-def test_text_is_taken_under_permissive_licences_alone(quality, fields, expected):
+def test_text_is_taken_under_permissive_licences_alone(texts, fields, expected):
     metadata = Message()
     for name, value in fields.items():
         metadata[name] = value
-    assert quality[1].quality_corpus.permissive_licence(metadata) == expected
+    assert texts.permissive_licence(metadata) == expected
 
 
-def test_the_sources_of_an_installed_package_are_read(quality):
+def test_the_sources_of_an_installed_package_are_read(texts):
     distributions = map(importlib.metadata.distribution, ("pluggy", "sonicmoe-hf"))
-    [(name, version, licence, files)] = quality[1].quality_corpus.package_files(distributions)
+    [(name, version, licence, files)] = texts.package_files(distributions)
     assert (name, version, licence) == ("pluggy", importlib.metadata.version("pluggy"), "MIT License")
     assert "import" in dict(files)["pluggy/__init__.py"]
 
 
-def test_copies_and_near_copies_of_a_file_are_left_out(quality):
+def test_copies_and_near_copies_of_a_file_are_left_out(texts):
     text = "\n".join(f"    first_variable_{i} = some_function({i})" for i in range(20))
     changed, other = text.replace("variable_2", "value_2"), text.replace("some_function", "another_function")
-    kept = quality[1].quality_corpus.without_near_duplicates([("a", text), ("b", text), ("c", changed), ("d", other)])
+    kept = texts.without_near_duplicates([("a", text), ("b", text), ("c", changed), ("d", other)])
     assert [name for name, _ in kept] == ["a", "d"]
 
 
-def test_the_same_packages_give_the_same_text(quality, tmp_path):
-    module = quality[1].quality_corpus
+def test_the_same_packages_give_the_same_text(texts, tmp_path):
     names = [f"part_{i}.py" for i in range(200)]
     packages = [("one", "1.0", "MIT", [(name, f"print('this is the whole of {name}')") for name in names])]
-    module.build(packages, tmp_path / "first.npz", tmp_path / "first.csv")
+    texts.build(packages, tmp_path / "first.npz", tmp_path / "first.csv")
     packages[0][3].reverse()
-    module.build(packages, tmp_path / "second.npz", tmp_path / "second.csv")
-    first, second = (module.load(tmp_path / f"{name}.npz") for name in ("first", "second"))
+    texts.build(packages, tmp_path / "second.npz", tmp_path / "second.csv")
+    first, second = (texts.load(tmp_path / f"{name}.npz") for name in ("first", "second"))
     assert torch.equal(first.train, second.train) and torch.equal(first.held_out, second.held_out)
     assert first.description == second.description
     assert (tmp_path / "first.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
     with pytest.raises(FileNotFoundError, match="build it: python"):
-        module.load(tmp_path / "third.npz")
+        texts.load(tmp_path / "third.npz")
 
 
 def test_every_method_starts_from_the_same_loss_and_trains(quality, tiny, corpus):
