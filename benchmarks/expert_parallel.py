@@ -29,7 +29,7 @@ from unittest import mock
 import provenance
 import torch
 import torch.distributed as dist
-from models import MODELS, TINY, apply_liger, spread_load
+from models import MODELS, TINY, add_settings, apply_liger, settings_of, spread_load
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -273,7 +273,7 @@ def write(path: Path, results, options) -> None:
     origin = provenance.columns() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu"}
     parts = [
         f"{options.layers} layers", f"vocabulary {options.sizes['vocab_size']}", f"{options.tokens} tokens a rank",
-        f"{dist.get_world_size()} ranks", *["Liger"] * options.liger, *["spread load"] * options.spread_load,
+        f"{dist.get_world_size()} ranks", *settings_of(options),
     ]  # fmt: skip
     shape = ", ".join(parts)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,10 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--vocabulary", type=int, help="default: the model's; a small one leaves the head out of the times"
     )
-    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
-    parser.add_argument(
-        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
-    )
+    add_settings(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
     parser.add_argument("--profile", action="store_true", help="the kernels of one step that take longest")

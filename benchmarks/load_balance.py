@@ -28,16 +28,16 @@ from typing import NamedTuple
 
 import quality_corpus
 import torch
+from quality_counting import count_rows, counted
 from quality_runs import do_missing, parser_of, read_rows
 from quality_training import (
     COUNTED_STEPS,
     PRESETS,
     Preset,
-    count_rows,
-    counted,
     evaluate,
     qwen3_config,
     random_model,
+    sizes_of,
     train,
 )
 from transformers import Dots1Config
@@ -87,22 +87,7 @@ Run = tuple[Case, int]  # with its seed
 
 def sigmoid_config(preset: Preset) -> Dots1Config:
     """The sizes of `qwen3_config`, with DeepSeek-V3's router and one shared expert."""
-    return Dots1Config(
-        vocab_size=preset.vocab_size,
-        hidden_size=preset.hidden_size,
-        moe_intermediate_size=preset.expert_size,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.heads,
-        head_dim=preset.hidden_size // preset.heads,
-        n_routed_experts=preset.experts,
-        n_shared_experts=1,
-        num_experts_per_tok=preset.top_k,
-        norm_topk_prob=True,
-        initializer_range=preset.initializer_range,
-        max_position_embeddings=preset.length,
-        tie_word_embeddings=True,
-    )
+    return Dots1Config(**sizes_of(preset), n_routed_experts=preset.experts, n_shared_experts=1)
 
 
 def build(preset: Preset, case: Case, seed: int, device: torch.device):
@@ -128,7 +113,7 @@ def build(preset: Preset, case: Case, seed: int, device: torch.device):
                 balancing.bias_update = case.rate * steps_left / preset.steps
             balancing.step(model)
 
-    return model, count_rows(model, preset, device), after
+    return model, count_rows(model, preset.experts, device), after
 
 
 def over_mean(rows: torch.Tensor) -> torch.Tensor:
@@ -152,7 +137,7 @@ def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: tor
         loss,
         load.mean().item(),
         load.max().item(),
-        (busiest.double() / steps / (rows.double().mean(1) / steps)).mean().item(),
+        (busiest / rows.double().mean(1)).mean().item(),
         load_held_out.mean().item(),
         load_held_out.max().item(),
         (rows == 0).sum().item(),

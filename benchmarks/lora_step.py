@@ -65,10 +65,7 @@ FULL_LAYERS = 8  # 12 GB a layer
 def build(layers: int, options):
     """The model with random weights on the device, in bf16; Transformers' grouped_mm computes its experts."""
     model = models.build(MODEL, layers, device=options.device, tiny=options.tiny)
-    if options.liger:
-        models.apply_liger(MODEL, model)
-    if options.spread_load:
-        models.spread_load(model)
+    models.apply_settings(MODEL, model, options)
     return model
 
 
@@ -77,9 +74,7 @@ def measure(table, base, row: Row, name: str, options):
     case = CASES[name]
 
     def add(metric, values):
-        chosen = {"Liger": options.liger, "spread load": options.spread_load}
-        mode = ", ".join(word for word, is_chosen in chosen.items() if is_chosen)
-        table.add(MODEL, row, name, mode, "eager", metric, values)
+        table.add(MODEL, row, name, ", ".join(models.settings_of(options)), "eager", metric, values)
 
     if case.ours:
         sonicmoe_hf.patch_model(base)
@@ -122,10 +117,7 @@ def main():
     parser.add_argument("--row", action="append", type=Row.parse, help=f"default: {'; '.join(map(str, ROWS))}")
     parser.add_argument("--layers", type=int, help="in place of every row's own")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
-    parser.add_argument("--liger", action="store_true", help="Liger's kernels for the rest of the model")
-    parser.add_argument(
-        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
-    )
+    models.add_settings(parser)
     parser.add_argument("--steps", type=int, default=5, help="timed, after the warm-up")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")

@@ -5,6 +5,7 @@ Weights are random and made on the device, in the order of the modules from one 
 
 from __future__ import annotations
 
+import argparse
 from typing import NamedTuple
 
 import torch
@@ -184,6 +185,27 @@ def apply_liger(name: str, model) -> None:
     if apply is None:
         raise Unavailable(f"Liger has no kernels for {name}")
     apply(swiglu=False, model=model)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options that change a model before it is measured: see `apply_settings`."""
+    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
+    parser.add_argument(
+        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
+    )
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """Those of `add_settings` that were chosen, as the CSVs name them."""
+    return ["Liger"] * options.liger + ["spread load"] * options.spread_load
+
+
+def apply_settings(name: str, model, options: argparse.Namespace) -> None:
+    """Change this model as the options say."""
+    if options.liger:
+        apply_liger(name, model)
+    if options.spread_load:
+        spread_load(model)
 
 
 def shard(model, weights: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from quality_corpus import VOCAB_SIZE, Corpus
+from quality_counting import count_rows, counted
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -140,72 +141,20 @@ class CapacityRouting:
         return logits_TE, routing.weights, routing
 
 
-class RowCounter:
-    """Forward pre-hook of an experts module: rows of every expert, and calls that gave it none, since `reset`.
-
-    It adds in place, so that a CUDA graph's replays count too. rows_E, starved_E: int64 [E]. busiest: int64, the rows of
-    each call's busiest expert, summed over the calls.
-    """
-
-    def __init__(self, num_experts: int, device: torch.device):
-        self.rows_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.starved_E = torch.zeros_like(self.rows_E)
-        self.busiest = self.rows_E.new_zeros(())
-
-    def reset(self) -> None:
-        for tensor in (self.rows_E, self.starved_E, self.busiest):
-            tensor.zero_()
-
-    def __call__(self, experts, args):
-        index_P = (args[1].expert_index if isinstance(args[1], Routing) else args[1]).reshape(-1).long()
-        rows_E = index_P.new_zeros(len(self.rows_E) + 1)  # + 1: the sentinel
-        rows_E = rows_E.scatter_add_(0, index_P, torch.ones_like(index_P))[:-1]
-        self.rows_E += rows_E
-        self.starved_E += rows_E == 0
-        self.busiest += rows_E.max()
-
-
-class Counts(NamedTuple):
-    """What counters counted, on the CPU: rows and calls without rows [layers, E]; the busiest experts' rows [layers]."""
-
-    rows: torch.Tensor
-    starved: torch.Tensor
-    busiest: torch.Tensor
-
-
-def counted(counters: list[RowCounter]) -> Counts:
-    """The counters' counts."""
-    names = ("rows_E", "starved_E", "busiest")
-    return Counts(*(torch.stack([getattr(counter, name) for counter in counters]).cpu() for name in names))
-
-
-def count_rows(model, preset: Preset, device: torch.device) -> list[RowCounter]:
-    """Counters of the model's layers with experts."""
-    counters = []
-    for layer in find_layers(model):
-        counters.append(RowCounter(preset.experts, device))
-        layer.experts.register_forward_pre_hook(counters[-1])
-    return counters
+def sizes_of(preset: Preset) -> dict:
+    """What the configs of all models here have in common."""
+    return {
+        "vocab_size": preset.vocab_size, "hidden_size": preset.hidden_size, "num_hidden_layers": preset.layers,
+        "moe_intermediate_size": preset.expert_size, "num_experts_per_tok": preset.top_k, "norm_topk_prob": True,
+        "num_attention_heads": preset.heads, "num_key_value_heads": preset.heads,
+        "head_dim": preset.hidden_size // preset.heads, "initializer_range": preset.initializer_range,
+        "max_position_embeddings": preset.length, "tie_word_embeddings": True,
+    }  # fmt: skip
 
 
 def qwen3_config(preset: Preset, **changes) -> Qwen3MoeConfig:
     """The model's config."""
-    return Qwen3MoeConfig(
-        vocab_size=preset.vocab_size,
-        hidden_size=preset.hidden_size,
-        moe_intermediate_size=preset.expert_size,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.heads,
-        head_dim=preset.hidden_size // preset.heads,
-        num_experts=preset.experts,
-        num_experts_per_tok=preset.top_k,
-        norm_topk_prob=True,
-        initializer_range=preset.initializer_range,
-        max_position_embeddings=preset.length,
-        tie_word_embeddings=True,
-        **changes,
-    )
+    return Qwen3MoeConfig(**sizes_of(preset), num_experts=preset.experts, **changes)
 
 
 def random_model(config, seed: int, device: torch.device):
@@ -226,7 +175,7 @@ def build_model(preset: Preset, run: Run, device: torch.device):
             change = 1 + DISTURBANCE * torch.randn(parameter.shape, generator=generator)
             parameter.data.mul_(change.to(device))
     rounds = run.method in ROUNDINGS
-    # min_tiles_per_expert=0: the sweep goes below the two tiles at which rounding would give way to top-k
+    # min_tiles_per_expert=0: the sweep goes below the tiles at which rounding gives way to top-k
     policy = TokenRounding(rounding=run.method, tile=run.tile, min_tiles_per_expert=0) if rounds else None
     sonicmoe_hf.patch_model(model, routing=policy)
     if run.balancing == "layer":
@@ -236,7 +185,7 @@ def build_model(preset: Preset, run: Run, device: torch.device):
             layer.router.register_forward_hook(CapacityRouting(1.0, only_top_k=False))
         elif run.method == "token_drop":
             layer.router.register_forward_hook(CapacityRouting(DROP_CAPACITY_FACTOR, only_top_k=True))
-    counters = count_rows(model, preset, device)
+    counters = count_rows(model, preset.experts, device)
     torch.manual_seed(run.seed)  # stochastic rounding draws from here
     return model, counters
 

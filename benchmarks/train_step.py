@@ -66,15 +66,14 @@ def runs_of(options) -> list[Run]:
 def settings(options, world: int) -> str:
     """What the column `launch` says of a run: everything that is not as by default."""
     parts = {
-        "Liger": options.liger,
-        "spread load": options.spread_load,
         "checkpointing": options.checkpointing,
         f"compiled {options.compile}": options.compile,
         "varying lengths": options.varying_lengths,
         f"FSDP2, {world} GPU{'s' * (world > 1)}": options.fsdp,
         "fp32 weights": options.weights == "fp32",
     }
-    return ", ".join(part for part, chosen in parts.items() if chosen) or "plain"
+    chosen = models.settings_of(options) + [part for part, is_chosen in parts.items() if is_chosen]
+    return ", ".join(chosen) or "plain"
 
 
 def prepared(run: Run, options):
@@ -89,10 +88,7 @@ def prepared(run: Run, options):
         run.model, run.layers, device=options.device, tiny=options.tiny, dtype=dtype,
         implementation="grouped_mm" if ours else contender.implementation,
     )  # fmt: skip
-    if options.liger:
-        models.apply_liger(run.model, model)
-    if options.spread_load:
-        models.spread_load(model)
+    models.apply_settings(run.model, model, options)
     if ours:
         sonicmoe_hf.patch_model(model, contender.routing)
     model = adapted(model, run.mode)
@@ -171,11 +167,8 @@ def options_of(arguments=None):
         "--layers", type=int, help="0: all; default: as many as one H200 trains fully, all where experts are frozen"
     )
     parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
-    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
+    models.add_settings(parser)
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument(
-        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
-    )
     parser.add_argument(
         "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
     )
