@@ -40,17 +40,19 @@ def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowR
     if len(adapter) == 1:
         return adapter[0]
     dtype = torch.promote_types(torch.float32, adapter[0].a.dtype)
-    a = torch.cat([_a_by_expert(one.a, num_experts).to(dtype) for one in adapter], dim=1)
-    b = torch.cat([_b_by_expert(one.b, num_experts).to(dtype) * one.scale for one in adapter], dim=2)
-    return LowRank(a, b)
+    by_expert = [of_experts(one, num_experts) for one in adapter]
+    a = torch.cat([one.a.to(dtype) for one in by_expert], dim=1)
+    return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in by_expert], dim=2))
 
 
-def _a_by_expert(a, num_experts: int):
-    return a if a.dim() == 3 else a.view(num_experts, -1, a.shape[1])
-
-
-def _b_by_expert(b, num_experts: int):
-    return b if b.dim() == 3 else b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+def of_experts(adapter: LowRank, num_experts: int) -> LowRank:
+    """The adapter with a [E, r, in] and b [E, out, r]: views, where it is as PEFT stores it."""
+    a, b, scale = adapter
+    if a.dim() != 3:
+        a = a.reshape(num_experts, -1, a.shape[1])
+    if b.dim() != 3:
+        b = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    return LowRank(a, b, scale)
 
 
 def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: torch.device) -> None:

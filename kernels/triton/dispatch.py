@@ -243,18 +243,21 @@ def _no_rows(num_tokens, num_experts, device):
     return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts + 1, 3) - 1)
 
 
+def _sizes_of_rows(num_pairs, num_tokens, num_experts):
+    """Elements of each tensor of Rows."""
+    return num_experts + 1, num_pairs, num_pairs, num_tokens + 1, num_pairs, 3 * tile_table_length(num_pairs, num_experts)
+
+
 def unwritten_rows(like, num_pairs, num_tokens, num_experts):
     """Rows of these sizes; `like`: any int32 tensor of their device."""
-    new = like.new_empty
-    return Rows(new(num_experts + 1), new(num_pairs), new(num_pairs), new(num_tokens + 1), new(num_pairs),
-                new(tile_table_length(num_pairs, num_experts), 3))  # fmt: skip
+    *parts, tiles = map(like.new_empty, _sizes_of_rows(num_pairs, num_tokens, num_experts))
+    return Rows(*parts, tiles.view(-1, 3))
 
 
 @functools.lru_cache(maxsize=SIZES)
 def _sizes_in_one_buffer(num_pairs, num_tokens, num_experts):
-    """Elements of each tensor of Rows, and after each those up to the next multiple of 16 bytes."""
-    tiles = 3 * tile_table_length(num_pairs, num_experts)
-    sizes = num_experts + 1, num_pairs, num_pairs, num_tokens + 1, num_pairs, tiles
+    """`_sizes_of_rows`, and after each the elements up to the next multiple of 16 bytes."""
+    sizes = _sizes_of_rows(num_pairs, num_tokens, num_experts)
     return [length for size in sizes for length in (size, -size % 4)]
 
 

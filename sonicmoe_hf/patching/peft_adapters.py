@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..functional import FLOAT_DTYPES
-from ..low_rank import LowRank
+from ..low_rank import LowRank, of_experts
 from ..private.transformers import experts_implementation, experts_implementation_at_once
 from .adapters import Given
 from .experts import (
@@ -122,18 +122,15 @@ def _weight(linears: Any, adapter: str) -> torch.Tensor:
 def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
     """One adapter, as PEFT stores it where that is what `LowRank` takes."""
     slow, fast = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
-    _, _, _, is_swapped, parallelism = checked
-    scale = wrapper.scaling[adapter]
-    if parallelism is None and not is_swapped:
+    scale, parallelism = wrapper.scaling[adapter], checked.parallelism
+    if parallelism is None and not checked.is_swapped:
         return LowRank(slow, fast, scale)
     if parallelism is not None:
         # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
         # averages the other adapters
         slow, fast = parallelism.with_summed_gradient(slow), parallelism.with_summed_gradient(fast)
-    num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
-    a = slow.reshape(num_experts, rank, slow.shape[1])
-    b = fast.reshape(fast.shape[0], rank, num_experts).permute(2, 0, 1)
-    if is_swapped:
+    a, b, _ = of_experts(LowRank(slow, fast), wrapper.num_experts)
+    if checked.is_swapped:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     if parallelism is not None:
         a, b = a[parallelism.ranks.experts], b[parallelism.ranks.experts]
