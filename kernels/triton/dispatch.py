@@ -245,7 +245,8 @@ def _no_rows(num_tokens, num_experts, device):
 
 def _sizes_of_rows(num_pairs, num_tokens, num_experts):
     """Elements of each tensor of Rows."""
-    return num_experts + 1, num_pairs, num_pairs, num_tokens + 1, num_pairs, 3 * tile_table_length(num_pairs, num_experts)
+    tiles = 3 * tile_table_length(num_pairs, num_experts)
+    return num_experts + 1, num_pairs, num_pairs, num_tokens + 1, num_pairs, tiles
 
 
 def unwritten_rows(like, num_pairs, num_tokens, num_experts):
