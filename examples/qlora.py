@@ -70,11 +70,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer")
     parser.add_argument("--output", type=Path, default=Path("outputs/qlora"))
     parser.add_argument("--seed", type=int, default=0)
-    found = parser.parse_args(arguments)
-    if found.random and found.model is None:
+    options = parser.parse_args(arguments)
+    if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
-    found.sequence_length = found.sequence_length or (128 if found.model is None else 512)
-    return found
+    options.sequence_length = options.sequence_length or (128 if options.model is None else 512)
+    return options
 
 
 def make_small_model(texts, folder: Path) -> str:
@@ -91,13 +91,20 @@ def linear_in_4_bits() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None
 
 
+def options_of(arguments: argparse.Namespace) -> dict:
+    """What a model is made with, whether its weights are loaded or random."""
+    options = {"dtype": torch.bfloat16, "attn_implementation": arguments.attn_implementation}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def quantisation_of(config) -> str | None:
+    """The method by which a checkpoint with this config is quantised, if it is."""
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method")
+
+
 def load_packed(name: str, arguments: argparse.Namespace):
     """The model with its experts in 4 bits, and the linear layers too where bitsandbytes is installed."""
-    options = {"dtype": "bfloat16"}
-    if arguments.attn_implementation is not None:
-        options["attn_implementation"] = arguments.attn_implementation
-    declared = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
-    method = None if declared is None else declared.get("quant_method")
+    options, method = options_of(arguments), quantisation_of(AutoConfig.from_pretrained(name))
     if method not in (None, PACKED, MXFP4):
         raise SystemExit(
             f"{name} is quantised with {method!r}; convert it first: sonicmoe-hf convert {name} FOLDER --layout native "
@@ -117,11 +124,10 @@ def load_packed(name: str, arguments: argparse.Namespace):
 
 def load_random(texts, arguments: argparse.Namespace):
     """(a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
-    options = {} if arguments.attn_implementation is None else {"attn_implementation": arguments.attn_implementation}
     config = config_of(arguments.model, arguments.layers)
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    experts, linear = (MXFP4, None) if method == MXFP4 else ("nf4", "nf4" if linear_in_4_bits() else None)
-    model = random_packed_model(config, experts, linear, dtype=torch.bfloat16, **options)
+    is_mxfp4 = quantisation_of(config) == MXFP4
+    experts, linear = (MXFP4, None) if is_mxfp4 else ("nf4", "nf4" if linear_in_4_bits() else None)
+    model = random_packed_model(config, experts, linear, **options_of(arguments))
     sonicmoe_hf.patch_model(model)
     return model, train_tokenizer(texts, VOCAB_SIZE)
 
@@ -157,7 +163,7 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
     if isinstance(blocks, list):
         blocks = Dataset.from_list(blocks)
     held_out = blocks.train_test_split(test_size=max(1, min(32, len(blocks) // 10)), seed=arguments.seed)
-    found = trainer(
+    prepared = trainer(
         model=model,
         args=settings,
         train_dataset=held_out["train"],
@@ -165,8 +171,8 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
         processing_class=tokenizer,
         callbacks=[sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)],
     )
-    sonicmoe_hf.attach(found)
-    return found
+    sonicmoe_hf.attach(prepared)
+    return prepared
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
