@@ -1,15 +1,13 @@
 """The demo and the examples run end to end, offline, with few steps."""
 
-import importlib.util
 import json
 import re
-import shlex
 import shutil
-from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
 from peft import get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.eval_frame import OptimizedModule
@@ -21,14 +19,7 @@ from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus, run
 from sonicmoe_hf.demo.model import random_model, random_packed_model
-from sonicmoe_hf.patching.patch import patch_state
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-TINY_SIZES = {
-    "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 16,
-}  # fmt: skip
-TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n"
 TINY = [
     "--batch-size",
     "4",
@@ -41,14 +32,6 @@ TINY = [
     "--held-out-blocks",
     "8",
 ]
-
-
-def load(name):
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)
@@ -309,21 +292,6 @@ def test_full_finetuning_on_one_gpu_refuses_a_second(one_gpu, monkeypatch, tmp_p
         one_gpu.main(["--output", str(tmp_path)])
 
 
-def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)  # as `python examples/...` does: one imports another
-    pytest.importorskip("torchao")  # which one of the examples imports
-    documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
-    count = 0
-    for document in documents:
-        text = document.read_text(encoding="utf-8").replace("\\\n", " ")
-        for name, options in re.findall(r"^    .*examples/(\w+)\.py(.*)", text, flags=re.MULTILINE):
-            example = load(name)
-            if "..." not in options and hasattr(example, "parse_arguments"):
-                example.parse_arguments(shlex.split(options, comments=True))
-                count += 1
-    assert count >= 8
-
-
 def test_the_accelerate_loop_lowers_the_held_out_loss():
     before, after = load("accelerate_loop").main(
         ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
@@ -364,48 +332,6 @@ def test_a_random_model_in_4_bits_is_what_the_unpacked_one_is_but_for_its_weight
     adapted(input_ids=tokens, labels=tokens).loss.backward()
     trained = {name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * (4 + 2) and all(gradient is not None for gradient in trained.values())
-
-
-def test_the_python_of_the_document_on_token_rounding_runs():
-    config = Qwen3MoeConfig(**TINY_SIZES)
-    text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
-    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(python) == 1
-    model = AutoModelForCausalLM.from_config(config)
-    exec(python[0], {"model": model})
-    assert patch_state(model).policy.rounding == "nearest"
-
-
-def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
-    tokenizer = corpus.train_tokenizer([TEXT], 300)
-    config = Qwen3MoeConfig(
-        vocab_size=300, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, intermediate_size=16,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
-    monkeypatch.chdir(tmp_path)
-    text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
-    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("bf16=True", "max_steps=1")
-    in_bf16, in_4_bits = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(in_bf16, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
-    exec(in_4_bits, names := {})
-    assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
-    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
-
-
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    """Every block, with a tiny model in place of the hub's and two steps in place of a thousand."""
-    tokenizer = corpus.train_tokenizer([TEXT], 300)
-    config = Qwen3MoeConfig(**TINY_SIZES)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
-    dataset = corpus.blocks([TEXT] * 20, tokenizer, 16)
-    monkeypatch.chdir(tmp_path)
-    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("max_steps=1000", "max_steps=2")
-    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(python) == 4
-    for block in python:
-        exec(block, {"dataset": dataset})
 
 
 def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_path, monkeypatch, capsys):
