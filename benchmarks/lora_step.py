@@ -4,22 +4,25 @@
 
 Random weights made on the GPU in bf16 from the model's config, random tokens in sequences of 4,096, r = 16 on experts and
 on q and v ("frozen": on q and v alone), adapters and fused AdamW in fp32, bf16 autocast as the Trainer's. A step is
-forward, backward, optimiser, and zero_grad. Rows of the same number of layers share a model. --liger: Liger's RMSNorm,
-RoPE and fused linear cross entropy in every case. For two GPUs start two processes, each with its CUDA_VISIBLE_DEVICES,
---row or --case, and --csv. --device cpu --tiny checks the script.
+forward, backward, optimiser, and zero_grad. Rows of the same number of layers share a model. Ours with LoRA and with
+frozen experts take a step in turn, on two models that share the base: at 4,096 tokens the host sets the pace, and its
+pace changes. --liger: Liger's RMSNorm, RoPE and fused linear cross entropy in every case. For two GPUs start two
+processes, each with its CUDA_VISIBLE_DEVICES, --row or --case, and --csv. --device cpu --tiny checks the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
 import models
 import torch
 from moe_layer import Table
-from training import WARMUP, adapted, sequences, timed_steps
+from training import WARMUP, adapted, sequences, timed_in_turn
 
 import sonicmoe_hf
 
@@ -69,32 +72,51 @@ def build(layers: int, options):
     return model
 
 
-def measure(table, base, row: Row, name: str, options):
-    """One case in one row; running out of memory is a result."""
-    case = CASES[name]
+def groups(names):
+    """The cases whose steps are taken in turn."""
+    in_turn = [name for name in names if CASES[name].ours and CASES[name].trained != "full"]
+    return [group for group in (in_turn, *([name] for name in names if name not in in_turn)) if group]
 
-    def add(metric, values):
+
+def sharing_weights(base):
+    """A copy of the modules, with the same parameters and buffers."""
+    return copy.deepcopy(base, {id(tensor): tensor for tensor in itertools.chain(base.parameters(), base.buffers())})
+
+
+def measure(table, base, row: Row, names: list[str], options):
+    """Cases in turn in one row; running out of memory is a result."""
+
+    def add(name, metric, values):
         table.add(MODEL, row, name, ", ".join(models.settings_of(options)), "eager", metric, values)
 
-    if case.ours:
+    cases = [CASES[name] for name in names]
+    if cases[0].ours:
         sonicmoe_hf.patch_model(base)
-    model = adapted(base, case.trained)
+    bases = [base, *(sharing_weights(base) for _ in cases[1:])]
+    trained = [adapted(each, case.trained) for each, case in zip(bases, cases)]
     if row.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for model in trained:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
         tokens = sequences(row.tokens, base.config.vocab_size, options.device)
-        times, _, peak, loss = timed_steps(model, [tokens] * (WARMUP + options.steps))
+        found = timed_in_turn(trained, [tokens] * (WARMUP + options.steps))
     except torch.OutOfMemoryError:
-        add("out_of_memory", [1])
-        print(f"{row!s:24s} {name:30s} out of memory", flush=True)
+        for name in names:
+            add(name, "out_of_memory", [1])
+            print(f"{row!s:24s} {name:30s} out of memory", flush=True)
     else:
-        add("ms", times)
-        add("peak_GiB", [peak])
-        print(
-            f"{row!s:24s} {name:30s} {torch.tensor(times).median():9.1f} ms  {peak:6.1f} GiB  loss {loss:.3f}",
-            flush=True,
-        )
-    restore(base, model, case, row)
+        for name, (times, _, peak, loss) in zip(names, found):
+            add(name, "ms", times)
+            add(name, "peak_GiB", [peak])
+            print(
+                f"{row!s:24s} {name:30s} {torch.tensor(times).median():9.1f} ms  {peak:6.1f} GiB  loss {loss:.3f}",
+                flush=True,
+            )
+        if len(found) > 1:
+            ratios = [first / second for first, second in zip(found[0].milliseconds, found[1].milliseconds)]
+            add(names[0], "ratio_to_frozen", ratios)
+            print(f"{'':24s} {names[0]} / frozen: {torch.tensor(ratios).median():.3f}", flush=True)
+    restore(base, trained[0], cases[0], row)
 
 
 def restore(base, model, case: Case, row: Row):
@@ -131,10 +153,9 @@ def main():
     for layers in dict.fromkeys(row.layers for row in rows):
         model = build(layers, options)
         for row in (row for row in rows if row.layers == layers):
-            for name in options.case or CASES:
-                if CASES[name].trained == "full" and layers > FULL_LAYERS:
-                    continue
-                measure(table, model, row, name, options)
+            names = [name for name in options.case or CASES if CASES[name].trained != "full" or layers <= FULL_LAYERS]
+            for group in groups(names):
+                measure(table, model, row, group, options)
                 table.write(options.csv)
         del model
         gc.collect()

@@ -94,21 +94,47 @@ class Clock:
 
 def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
     """One step a batch, the first WARMUP of them not timed. As in training, the host does not wait between the others."""
+    return timed_in_turn([model], batches, autocast)[0]
+
+
+def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: bool = True) -> list[Measured]:
+    """`timed_steps` of several models, a step of each in turn, so that what slows the host down slows all of them. The
+    others' adapters and optimisers are no part of a model's peak."""
     on_gpu = batches[0].device.type == "cuda"
-    optimizer, clock, began = optimizer_of(model), Clock(on_gpu), time.perf_counter()
-    first_step_s = float("nan")
+    optimizers, clock = [optimizer_of(model) for model in models], Clock(on_gpu)
+    losses, first_step_s, peaks = (
+        [start] * len(models) for start in (None, float("nan"), 0 if on_gpu else float("nan"))
+    )
     for number, tokens in enumerate(batches):
         if number == WARMUP:
             clock.note()
-        loss = one_step(model, optimizer, tokens, autocast)
-        if number >= WARMUP:
-            clock.note()
-        elif on_gpu:
-            torch.cuda.synchronize()
-        if number == 0:
-            first_step_s = time.perf_counter() - began
+        for which, (model, optimizer) in enumerate(zip(models, optimizers)):
+            began = time.perf_counter()
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-    milliseconds = clock.milliseconds()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-    return Measured(milliseconds, first_step_s, peak, loss.item())
+            losses[which] = one_step(model, optimizer, tokens, autocast)
+            if number >= WARMUP:
+                clock.note()
+            elif on_gpu:
+                torch.cuda.synchronize()
+            if number == 0:
+                first_step_s[which] = time.perf_counter() - began
+            elif on_gpu:  # the allocator's count, for which nobody waits
+                peaks[which] = max(torch.cuda.max_memory_allocated(), peaks[which])
+    milliseconds, held = clock.milliseconds(), [_held(optimizer) for optimizer in optimizers]
+    return [
+        Measured(
+            milliseconds[which :: len(models)],
+            first_step_s[which],
+            (peaks[which] - sum(held) + held[which]) / 2**30,
+            losses[which].item(),
+        )
+        for which in range(len(models))
+    ]
+
+
+def _held(optimizer) -> int:
+    """Bytes of what is trained and of the optimiser's state."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [tensor for parameter in trained for tensor in optimizer.state[parameter].values()]
+    return sum(tensor.nbytes for tensor in trained + states)

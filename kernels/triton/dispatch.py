@@ -1,6 +1,7 @@
 """Dispatch on the device: a stable counting sort of the pairs by expert, in three launches and without a host sync.
 
-Pairs are cut into blocks.
+A few pairs of top-k take one launch, `dispatch_few_kernel`, in which every program looks at all of them. Others are cut
+into blocks.
 
     dispatch_count_kernel   counts the pairs of each expert in each block
     dispatch_scan_kernel    turns an expert's counts into the first row of each block; its last program turns the experts'
@@ -27,6 +28,7 @@ from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
+FEW_PAIRS, FEW_BLOCK, FEW_CHUNK = 512, 32, 64  # that one launch sorts; pairs of a program; others at a time
 SCAN, WIDE = 2048, 8192  # counts scanned together, counts only added up
 T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"]
 
@@ -57,6 +59,27 @@ def write_tiles(
 
 
 @triton.jit
+def _experts_of(expert, pair, num_pairs, NUM_EXPERTS: tl.constexpr):
+    """Of pairs; E for a pair that is dropped."""
+    found = tl.load(expert + pair, mask=pair < num_pairs, other=0).to(tl.int64)
+    return tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found).to(tl.int32)
+
+
+@triton.jit
+def _write_rows(row, pair, owner, is_pair, is_row, token_of_row, pair_of_row, num_pairs, num_tokens):
+    """The pair and the token of each row."""
+    tl.store(token_of_row + row, tl.where(is_row, owner, num_tokens), mask=is_pair)
+    tl.store(pair_of_row + row, tl.where(is_row, pair, num_pairs), mask=is_pair)
+
+
+@triton.jit
+def _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k):
+    """Of top-k, where pair p is token p // top_k's."""
+    tl.store(token_rows + pair, row, mask=is_pair)
+    tl.store(token_offsets + pair // top_k, pair, mask=is_pair & (pair % top_k == 0))
+
+
+@triton.jit
 def scratch_parts(scratch, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """keys [blocks, BLOCK], counts [E + 1, blocks] and totals [E + 1] with the ticket after them, in one buffer."""
     counts = scratch + num_blocks * BLOCK
@@ -74,13 +97,11 @@ def dispatch_count_kernel(
     place = tl.arange(0, BLOCK)
     pair = block * BLOCK + place
     is_pair = pair < num_pairs
-    found = tl.load(expert + pair, mask=is_pair, other=0).to(tl.int64)
-    found = tl.where((found < 0) | (found >= NUM_EXPERTS), NUM_EXPERTS, found)
+    found = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
     if token is not None:
         owner = tl.load(token + pair, mask=is_pair, other=0).to(tl.int64)
         found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)
         tl.atomic_add(token_counts + owner, 1, mask=is_pair & (found < NUM_EXPERTS), sem="relaxed")
-    found = found.to(tl.int32)
     tl.store(keys + pair, tl.where(is_pair, found * BLOCK + place, -1))
     bins = tl.arange(0, BINS)
     tl.store(counts + bins * num_blocks + block, tl.histogram(found, BINS, mask=is_pair), mask=bins <= NUM_EXPERTS)
@@ -151,15 +172,13 @@ def dispatch_place_kernel(
         is_row = is_pair & (found < NUM_EXPERTS)
         if token is None:
             owner = pair // top_k
-            tl.store(token_rows + pair, row, mask=is_pair)
-            tl.store(token_offsets + owner, pair, mask=is_pair & (pair % top_k == 0))
+            _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k)
         else:
             owner = tl.load(token + pair, mask=is_row, other=0).to(tl.int32)
             slot = tl.atomic_add(cursors + owner, 1, mask=is_row, sem="relaxed")
             tl.store(row_of_slot + slot, (pair.to(tl.int64) << 32) | row, mask=is_row)
             tl.store(token_rows + row, row, mask=is_pair & (found == NUM_EXPERTS))
-        tl.store(token_of_row + row, tl.where(is_row, owner, num_tokens), mask=is_pair)
-        tl.store(pair_of_row + row, tl.where(is_row, pair, num_pairs), mask=is_pair)
+        _write_rows(row, pair, owner, is_pair, is_row, token_of_row, pair_of_row, num_pairs, num_tokens)
     else:
         which = block - num_blocks
         bins = tl.arange(0, BINS)
@@ -168,6 +187,45 @@ def dispatch_place_kernel(
         write_tiles(tiles, first, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
         if token is None and which == NUM_EXPERTS:
             tl.store(token_offsets + num_tokens, num_pairs)
+
+
+@triton.jit(do_not_specialize=T_DEPENDENT)
+def dispatch_few_kernel(
+    expert, offsets, token_of_row, pair_of_row, token_offsets, token_rows, tiles,
+    num_pairs, num_blocks, num_tokens, num_row_tiles, top_k,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """All of top-k's dispatch, of up to PAIRS pairs. A pair's row is the number of pairs that come before it."""
+    block = tl.program_id(0)
+    if block < num_blocks:
+        pair = block * BLOCK + tl.arange(0, BLOCK)
+        is_pair = pair < num_pairs
+        found = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
+        key = found * PAIRS + pair
+        before = tl.zeros((BLOCK, CHUNK), tl.int32)  # a thread has few of the others, and so few loads
+        for start in tl.static_range(0, PAIRS, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            other_key = _experts_of(expert, other, num_pairs, NUM_EXPERTS) * PAIRS + other
+            before += ((other < num_pairs)[None, :] & (other_key[None, :] < key[:, None])).to(tl.int32)
+        row = tl.sum(before, axis=1)
+        _write_rows_of_tokens(row, pair, is_pair, token_offsets, token_rows, top_k)
+        is_row = is_pair & (found < NUM_EXPERTS)
+        _write_rows(row, pair, pair // top_k, is_pair, is_row, token_of_row, pair_of_row, num_pairs, num_tokens)
+    else:
+        which = block - num_blocks
+        every_pair, bins = tl.arange(0, PAIRS), tl.arange(0, BINS)
+        every_expert = _experts_of(expert, every_pair, num_pairs, NUM_EXPERTS)
+        count = tl.histogram(every_expert, BINS, mask=every_pair < num_pairs)
+        count = tl.where(bins < NUM_EXPERTS, count, 0)
+        end = tl.cumsum(count)
+        write_tiles(tiles, end - count, end, which, num_row_tiles, NUM_EXPERTS, BINS, TILE_ROWS)
+        if which == NUM_EXPERTS:
+            tl.store(offsets + bins, end - count, mask=bins <= NUM_EXPERTS)
+            tl.store(token_offsets + num_tokens, num_pairs)
+            if CHECKED:
+                is_known = tl.sum(count) == num_pairs
+                tl.device_assert(is_known, "sonicmoe_hf: the routing names an expert that does not exist")
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
@@ -206,6 +264,17 @@ class Steps(NamedTuple):
     scan: KernelLauncher
     place: KernelLauncher
     order: KernelLauncher | None
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _few(device, dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> KernelLauncher:
+    num_blocks, num_row_tiles = cdiv(num_pairs, FEW_BLOCK), tile_table_length(num_pairs, num_experts) - 1
+    return KernelLauncher(
+        dispatch_few_kernel, device, (num_blocks + num_experts + 1,),
+        (num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1)),
+        (num_experts, next_power_of_2(num_experts + 1), FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels),
+        num_warps=4, debug=not sentinels, sanitize_overflow=False,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=SIZES)
@@ -274,14 +343,17 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=Fal
     num_pairs = expert_P.shape[0]
     if not num_pairs:
         return _no_rows(num_tokens, num_experts, device)
-    steps = _steps(
-        expert_P.get_device(), expert_P.dtype, token_P if token_P is None else token_P.dtype,
-        num_pairs, num_tokens, num_experts, sentinels, tile_rows(num_pairs, num_experts),
-    )  # fmt: skip
-
+    sizes = num_pairs, num_tokens, num_experts
+    options = *sizes, sentinels, tile_rows(num_pairs, num_experts)
+    unwritten = _rows_in_one_buffer if together else unwritten_rows
+    if token_P is None and num_pairs <= FEW_PAIRS:
+        rows = unwritten(torch.empty(0, dtype=torch.int32, device=device), *sizes)
+        _few(expert_P.get_device(), expert_P.dtype, *options)(expert_P, *rows)
+        return rows
+    token_dtype = None if token_P is None else token_P.dtype
+    steps = _steps(expert_P.get_device(), expert_P.dtype, token_dtype, *options)
     scratch = torch.empty(steps.scratch, dtype=torch.int32, device=device)
-    new, unwritten = scratch.new_empty, _rows_in_one_buffer if together else unwritten_rows
-    rows = unwritten(scratch, num_pairs, num_tokens, num_experts)
+    rows, new = unwritten(scratch, *sizes), scratch.new_empty
     token_counts = cursors = row_of_slot = None
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()

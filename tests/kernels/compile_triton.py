@@ -138,6 +138,7 @@ def others():
     yield "combine, unweighted", lambda: kernels.combine(y, None, rows, num_tokens)
     for sentinels in (False, True):
         yield "dispatch", lambda s=sentinels: kernels.dispatch(index, None, num_tokens, num_experts, s)
+        yield "dispatch, few", lambda s=sentinels: kernels.dispatch(index[:64], None, 64, num_experts, s)
     flat = index.view(-1)
     yield "dispatch, list", lambda: kernels.dispatch(flat, flat, num_tokens, num_experts, True)
     yield "top_k", lambda: kernels.top_k(scores, top_k)

@@ -195,22 +195,27 @@ def test_two_cuda_graphs_replayed_with_different_routing():
             assert same_bits(results, expected)
 
 
-def test_an_unknown_expert_fails_a_device_assertion():
-    code = """
+@pytest.mark.parametrize("tokens", [2, 1000], ids=["one launch", "several"])
+@pytest.mark.parametrize("expert", [4, -1])
+def test_an_unknown_expert_fails_a_device_assertion(tokens, expert):
+    code = f"""
         import torch
         from sonicmoe_hf.kernels import triton as kernels
-        kernels.dispatch(torch.tensor([[0], [4]], device="cuda"), None, 2, 4, False)
+        index = torch.zeros({tokens}, 1, dtype=torch.int64, device="cuda")
+        index[-1] = {expert}
+        kernels.dispatch(index, None, {tokens}, 4, False)
         torch.cuda.synchronize()
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
     assert result.returncode != 0 and "names an expert that does not exist" in result.stderr
 
 
-def test_dispatch_takes_a_handful_of_launches():
-    expert, _ = routing_ids(4096, 128, 8, "top_k", "cuda")
-    kernels.dispatch(expert, None, 4096, 128, False)
+@pytest.mark.parametrize(("tokens", "most"), [(64, 1), (4096, 3)])
+def test_dispatch_takes_a_handful_of_launches(tokens, most):
+    expert, _ = routing_ids(tokens, 128, 8, "top_k", "cuda")
+    kernels.dispatch(expert, None, tokens, 128, False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        kernels.dispatch(expert, None, 4096, 128, False)
+        kernels.dispatch(expert, None, tokens, 128, False)
         torch.cuda.synchronize()
     launches = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(launches) <= 3
+    assert len(launches) <= most
