@@ -133,8 +133,6 @@ def unsloth(shape: Shape, gate_up, down, rank: int) -> Experts:
     """Unsloth's separate low-rank products over grouped GEMMs, given what its ParamWrapper hook leaves on the module."""
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp())  # or it writes sources into this folder
     peer = peer_module("unsloth_zoo.temporary_patches.moe_utils")
-    # it asks torch in fp16, and loops over experts where torch has grouped products in bf16 alone
-    peer._TORCH_GROUPED_MM_SUPPORTED = True
     module = experts_module(shape, gate_up, down, "grouped_mm")
     wrappers = with_lora(module, rank)[1]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import random
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -107,12 +108,15 @@ def first_step(step):
 
 
 def interleaved_times(calls, rounds):
-    """name -> (device milliseconds, host milliseconds) of each round; every round runs every call once."""
-    times = {name: ([], []) for name in calls}
+    """name -> (device milliseconds, host milliseconds) of each round. Every round runs every call once, in an order of
+    its own, since the clock that a GPU at its power cap gives a call depends on what ran before."""
+    times, order, generator = {name: ([], []) for name in calls}, list(calls), random.Random(0)
     for call in calls.values():
         call()
     for _ in range(rounds):
-        for name, call in calls.items():
+        generator.shuffle(order)
+        for name in order:
+            call = calls[name]
             torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             began = time.perf_counter()
