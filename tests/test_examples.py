@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import weakref
 
 import datasets
 import pytest
@@ -18,6 +19,7 @@ from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus, run
+from sonicmoe_hf.demo import model as random_models
 from sonicmoe_hf.demo.model import random_model, random_packed_model
 
 TINY = [
@@ -332,6 +334,27 @@ def test_a_random_model_in_4_bits_is_what_the_unpacked_one_is_but_for_its_weight
     adapted(input_ids=tokens, labels=tokens).loss.backward()
     trained = {name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * (4 + 2) and all(gradient is not None for gradient in trained.values())
+
+
+def test_a_random_weight_is_gone_before_the_next_is_packed(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    unpacked = []
+
+    def packing_alone(pack, weight_of):
+        def packed(source, *arguments):
+            assert not any(weight() is not None for weight in unpacked)
+            unpacked.append(weakref.ref(weight_of(source)))
+            return pack(source, *arguments)
+
+        return packed
+
+    linear = packing_alone(random_models._linear_in_4_bits, lambda module: module.weight)
+    monkeypatch.setattr(random_models, "_linear_in_4_bits", linear)
+    experts = packing_alone(PackedWeight.quantize, lambda weight: weight)
+    monkeypatch.setattr(PackedWeight, "quantize", staticmethod(experts))
+    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
+    random_packed_model(config, "nf4", "nf4", dtype=torch.bfloat16)
+    assert len(unpacked) == config.num_hidden_layers * (4 + 2)
 
 
 def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_path, monkeypatch, capsys):

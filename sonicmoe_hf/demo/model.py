@@ -93,7 +93,8 @@ def random_packed_model(
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
-    for name, module in list(model.named_modules()):
+    for name in [name for name, _ in model.named_modules()]:  # names alone: what is packed must not be held
+        module = model.get_submodule(name)
         module.to_empty(device=device, recurse=False)
         model._init_weights(module)
         if experts is not None:
