@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
 import gc
 import os
 import statistics
@@ -42,6 +41,7 @@ from sonicmoe_hf.expert_parallel import collectives
 
 MODEL = "Qwen3-30B-A3B"
 INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives
+FIELDS = ("shape", "case", "metric", "median", "min", "max", "commit", "versions", "date", "gpu")
 WARMUP, SEQUENCE = 3, 4096
 TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of experts and of ranks are rounded
 
@@ -270,20 +270,18 @@ def check(results: dict[str, dict[str, list[float]]]) -> None:
 
 
 def write(path: Path, results, options) -> None:
-    origin = provenance.columns() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu"}
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
     parts = [
         f"{options.layers} layers", f"vocabulary {options.sizes['vocab_size']}", f"{options.tokens} tokens a rank",
         f"{dist.get_world_size()} ranks", *settings_of(options),
     ]  # fmt: skip
-    shape = ", ".join(parts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["shape", "case", "metric", "median", "min", "max", *origin])
-        for name, found in results.items():
-            for metric, values in found.items():
-                row = [f"{value:.6g}" for value in (statistics.median(values), min(values), max(values))]
-                writer.writerow([shape, name, metric, *row, *origin.values()])
+    common = {"shape": ", ".join(parts), **provenance.columns(), "gpu": gpu}
+    rows = []
+    for name, found in results.items():
+        for metric, values in found.items():
+            figures = zip(("median", "min", "max"), (statistics.median(values), min(values), max(values)))
+            rows.append(common | {"case": name, "metric": metric, **{key: f"{value:.6g}" for key, value in figures}})
+    provenance.write_rows(path, FIELDS, rows)
 
 
 def report(name: str, found) -> None:

@@ -183,7 +183,6 @@ def main():
     backend = backends.choose(torch.device(options.device), torch.bfloat16)
     print(f"{OURS}: {backend.name} backend", flush=True)
     table = Table()
-    options.out.mkdir(parents=True, exist_ok=True)
     for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, options)
         table.write(options.out / "lora_layer.csv")

@@ -149,7 +149,6 @@ def main():
         raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --tiny --row 2,64,plain checks the script")
     rows = [row._replace(layers=options.layers or row.layers) for row in options.row or ROWS]
     table = Table()
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
     for layers in dict.fromkeys(row.layers for row in rows):
         model = build(layers, options)
         for row in (row for row in rows if row.layers == layers):

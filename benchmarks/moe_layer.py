@@ -11,7 +11,6 @@ layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import random
 import time
@@ -177,14 +176,7 @@ class Table:
 
     def write(self, path):
         """Anew; raises SystemExit rather than put figures without a GPU in the place of a GPU's."""
-        if self.common["gpu"] == "none" and Path(path).exists():
-            with open(path, newline="") as file:
-                if any(row["gpu"] != "none" for row in csv.DictReader(file)):
-                    raise SystemExit(f"{path} has a GPU's figures, and these are none: name another file or folder")
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(self.rows)
+        provenance.write_rows(path, FIELDS, self.rows)
 
     def get(self, **wanted):
         found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]

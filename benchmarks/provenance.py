@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 COMMIT_VARIABLE = "SONICMOE_HF_COMMIT"  # for a machine that has the files and not the repository
@@ -42,6 +44,24 @@ def versions() -> str:
 def columns() -> dict[str, str]:
     """What every row of a CSV says of its origin."""
     return {"commit": commit(), "versions": versions(), "date": datetime.date.today().isoformat()}
+
+
+def write_rows(path: Path, fields: Sequence[str], rows: Sequence[dict]) -> None:
+    """A CSV of these rows, in place of the one that is there; the column "gpu" is "none" without one.
+
+    Raises:
+        SystemExit: the file has a GPU's figures, and these are none.
+    """
+    path = Path(path)
+    if path.exists() and all(row["gpu"] == "none" for row in rows):
+        with path.open(newline="") as file:
+            if any(row["gpu"] != "none" for row in csv.DictReader(file)):
+                raise SystemExit(f"{path} has a GPU's figures, and these are none: name another file or folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _digest(origin: str) -> str:

@@ -216,7 +216,8 @@ def main():
     parser.add_argument("--cap", type=float, default=CARD_GIB, help="GiB of the card that capped cases stand for")
     parser.add_argument("--backend", help="in place of Triton in capped cases, and of the one chosen in others")
     parser.add_argument(
-        "--gpt-oss-attention", default="flex_attention", help="its attn_implementation; it has no sdpa"
+        "--gpt-oss-attention",
+        help="its attn_implementation, as it has no sdpa; default: flex_attention, eager on a CPU",
     )
     parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     parser.add_argument("--steps", type=int, default=5, help="timed, after the warm-up")
@@ -226,11 +227,12 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="tiny models, to check the script")
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "qlora_step.csv")
     options = parser.parse_args()
-    options.liger = options.device == "cuda" if options.liger is None else options.liger
-    if options.device == "cuda" and not torch.cuda.is_available():
+    on_gpu = options.device == "cuda"
+    options.liger = on_gpu if options.liger is None else options.liger
+    options.gpt_oss_attention = options.gpt_oss_attention or ("flex_attention" if on_gpu else "eager")
+    if on_gpu and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --tiny checks the script")
     table = Table()
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     for name in options.case or CASES:
         lines.append(measure(table, name, options))

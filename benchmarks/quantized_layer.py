@@ -300,7 +300,6 @@ def main():
     options.trained_tokens = options.trained_tokens or [16384, 2048]
     options.backends = available_backends(options.device)
     table = Table()
-    options.out.mkdir(parents=True, exist_ok=True)
     for config, shape in (chosen_shapes(options) if options.shape else GENERAL).items():
 
         def add(contender, mode, launch, metric, values, config=config, shape=shape):

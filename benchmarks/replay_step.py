@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import statistics
 import time
 from pathlib import Path
@@ -144,11 +143,7 @@ def main(arguments=None) -> None:
     found = measure(model, tokens, options.rounds, options.steps)
     layers = len(list(find_layers(model)))
     rows = rows_of(found, f"{layers} layers, {options.tokens} tokens")
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    with options.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    provenance.write_rows(options.csv, FIELDS, rows)
     table = {(row["case"], row["metric"]): row for row in rows}
     print("| case | GPU ms | over plain | wall ms | over plain |\n|---|---|---|---|---|")
     for case in found:

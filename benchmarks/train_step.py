@@ -227,7 +227,6 @@ def main():
         torch.backends.cuda.enable_cudnn_sdp(False)
     say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
     table = Table()
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
     for run in runs_of(options):
         measure(table, run, options, world, say)
         release(options.device)
