@@ -92,6 +92,8 @@ def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, pac
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
+# "unaligned", where there is one, is for operands whose address or rows are off the multiples of 16 bytes: they come
+# through registers, which wide tiles leave too few of.
 # Of packed_nf4 and packed_mxfp4 "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
 # The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
 TABLE = {
@@ -100,21 +102,25 @@ TABLE = {
             "few": Blocks(128, 64, 8, 5),
             "some": Blocks(128, 64, 8, 4),
             "many": Blocks(128, 64, 8, 4, descriptors=True),
+            "unaligned": Blocks(64, 64, 8, 4),
         },
         "down": {
             "few": Blocks(256, 64, 8, 5),
             "some": Blocks(256, 64, 8, 4, 16),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
+            "unaligned": Blocks(128, 64, 8, 4),
         },
         "down_backward": {
             "few": Blocks(256, 64, 16, 5, piece=128),
             "some": Blocks(256, 64, 16, 4, piece=64),
             "many": Blocks(256, 64, 16, 4, piece=64, descriptors=True),
+            "unaligned": Blocks(128, 64, 16, 4, piece=64),
         },
         "input_rows": {
             "few": Blocks(256, 64, 8, 5),
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
+            "unaligned": Blocks(128, 64, 8, 4),
         },
         "packed_nf4": {"few": PackedBlocks(64, 4), "some": PackedBlocks(128, 4, 128)},
         "packed_mxfp4": {"some": PackedBlocks(16, 1)},
@@ -191,20 +197,22 @@ def max_row_tiles(num_pairs: int, num_experts: int) -> int:
 
 
 @functools.cache
-def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str):
+def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str, aligned: bool = True):
     kind = gpu_kind(device)
     if kind == "interpreter":
         size = 0
     elif size == 4:
         kind = "any"
     entries = TABLE[kind, size][kernel]
+    if not aligned and "unaligned" in entries:
+        return entries["unaligned"]
     buckets = ("few", "some", "many")
     return next(entries[name] for name in buckets[buckets.index(rows_per_expert) :] if name in entries)
 
 
-def blocks_for(kernel: str, like: torch.Tensor | Operands, num_pairs: int, num_experts: int):
-    """The table's entry for a kernel whose operands are like that."""
-    return _entry(kernel, like.device, like.dtype.itemsize, bucket(num_pairs, num_experts))
+def blocks_for(kernel: str, like: torch.Tensor | Operands, num_pairs: int, num_experts: int, aligned: bool = True):
+    """The table's entry for a kernel whose operands are like that; aligned: to 16 bytes, all of them."""
+    return _entry(kernel, like.device, like.dtype.itemsize, bucket(num_pairs, num_experts), aligned)
 
 
 def packed_blocks(format: str, tensor: torch.Tensor, num_pairs: int, num_experts: int) -> PackedBlocks:

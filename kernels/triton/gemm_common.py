@@ -117,12 +117,22 @@ def precision(like):
     return "tf32x3" if like.dtype.itemsize == 4 else "tf32"
 
 
-class GemmPlan:
-    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take."""
+def _is_aligned(tensor):
+    """Whether its address and its rows are multiples of 16 bytes."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(stride == 1 or stride * size % 16 == 0 for stride in tensor.stride())
 
-    def __init__(self, kernel, tensor, rows, num_columns):
+
+class GemmPlan:
+    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take.
+
+    tensor, weight: what it multiplies.
+    """
+
+    def __init__(self, kernel, tensor, weight, rows, num_columns):
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts)
+        aligned = _is_aligned(tensor) and _is_aligned(weight)
+        self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.column_tiles = cdiv(num_columns, blocks.columns)
         self.programs = self.row_tiles * self.column_tiles

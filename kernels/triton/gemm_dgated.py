@@ -168,7 +168,7 @@ def down_backward(
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
     parts = None
     if num_rows:
-        plan = GemmPlan("down_backward", dout_TH, rows, inner)
+        plan = GemmPlan("down_backward", dout_TH, down_EHI, rows, inner)
         parts = weight_P.new_empty(plan.column_tiles, num_rows) if want_dw else None
         weight = None
         if plan.blocks.descriptors:

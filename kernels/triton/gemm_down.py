@@ -98,7 +98,7 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra):
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     if num_rows:
-        plan = GemmPlan(kernel, source_RK, rows, columns)
+        plan = GemmPlan(kernel, source_RK, weight_ENK, rows, columns)
         operands = None, None
         if plan.blocks.descriptors:
             tile_columns, depth = plan.blocks.columns, plan.blocks.depth

@@ -135,7 +135,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
     if num_rows:
-        plan = GemmPlan("up", x_TH, rows, width // 2)
+        plan = GemmPlan("up", x_TH, gate_up_E2IH, rows, width // 2)
         weight = None
         if plan.blocks.descriptors:
             weight = gate_up_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth, interleaved)

@@ -52,6 +52,7 @@ VARIANTS = {
     "bf16": Variant(),
     "bf16, through pointers": Variant(aligned=False),
     "bf16, few rows": Variant(few_rows=True),
+    "bf16, few rows, through pointers": Variant(few_rows=True, aligned=False),
     "fp16, interleaved": Variant(torch.float16, interleaved=True),
     "bf16, transposed, interleaved, bias": Variant(interleaved=True, transposed=True, bias=True),
     "fp32": Variant(torch.float32),
@@ -69,7 +70,7 @@ PACKED = {  # hidden, inner, rank of adapters; gpt-oss's sizes are no multiples 
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
     86: ("bf16, transposed, interleaved, bias",),
-    90: ("bf16", "bf16, few rows", "fp16, interleaved", "bf16, rank 16"),
+    90: ("bf16", "bf16, through pointers", "bf16, few rows", "fp16, interleaved", "bf16, rank 16"),
     100: ("bf16",),
     120: ("bf16, through pointers",),
 }
