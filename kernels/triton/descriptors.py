@@ -10,9 +10,14 @@ from __future__ import annotations
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-def _described(tensor, shape, strides, block):
+def is_aligned(tensor, strides):
+    """Whether its address and these strides are multiples of 16 bytes."""
     size = tensor.element_size()
-    if strides[-1] != 1 or tensor.data_ptr() % 16 or any(stride * size % 16 for stride in strides[:-1]):
+    return tensor.data_ptr() % 16 == 0 and not any(stride * size % 16 for stride in strides)
+
+
+def _described(tensor, shape, strides, block):
+    if strides[-1] != 1 or not is_aligned(tensor, strides[:-1]):
         return None
     return TensorDescriptor(tensor, shape, strides, block)
 

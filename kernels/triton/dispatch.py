@@ -266,12 +266,18 @@ class Steps(NamedTuple):
     order: KernelLauncher | None
 
 
+def _numbers(num_blocks, num_pairs, num_tokens, num_experts):
+    """Of the kernels that write rows and tiles, which take as many programs as blocks and experts, and one more."""
+    top_k = max(num_pairs // max(num_tokens, 1), 1)
+    return num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k
+
+
 @functools.lru_cache(maxsize=SIZES)
 def _few(device, dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> KernelLauncher:
-    num_blocks, num_row_tiles = cdiv(num_pairs, FEW_BLOCK), tile_table_length(num_pairs, num_experts) - 1
+    num_blocks = cdiv(num_pairs, FEW_BLOCK)
     return KernelLauncher(
         dispatch_few_kernel, device, (num_blocks + num_experts + 1,),
-        (num_pairs, num_blocks, num_tokens, num_row_tiles, max(num_pairs // max(num_tokens, 1), 1)),
+        _numbers(num_blocks, num_pairs, num_tokens, num_experts),
         (num_experts, next_power_of_2(num_experts + 1), FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels),
         num_warps=4, debug=not sentinels, sanitize_overflow=False,
     )  # fmt: skip
@@ -281,7 +287,6 @@ def _few(device, dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_t
 def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> Steps:
     num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
     token_blocks = 0 if token_dtype is None else cdiv(num_tokens + 1, SCAN)
-    top_k = max(num_pairs // max(num_tokens, 1), 1)
     return Steps(
         num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
         KernelLauncher(
@@ -296,7 +301,7 @@ def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, senti
         ),
         KernelLauncher(
             dispatch_place_kernel, device, (num_blocks + num_experts + 1,),
-            (num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k),
+            _numbers(num_blocks, num_pairs, num_tokens, num_experts),
             (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
         ),
         token_dtype and KernelLauncher(

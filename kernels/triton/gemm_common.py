@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .config import blocks_for, max_row_tiles, num_sms, tile_rows
+from .descriptors import is_aligned
 from .launch import cdiv
 
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
@@ -117,12 +118,6 @@ def precision(like):
     return "tf32x3" if like.dtype.itemsize == 4 else "tf32"
 
 
-def _is_aligned(tensor):
-    """Whether its address and its rows are multiples of 16 bytes."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(stride == 1 or stride * size % 16 == 0 for stride in tensor.stride())
-
-
 class GemmPlan:
     """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take.
 
@@ -131,7 +126,7 @@ class GemmPlan:
 
     def __init__(self, kernel, tensor, weight, rows, num_columns):
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        aligned = _is_aligned(tensor) and _is_aligned(weight)
+        aligned = all(is_aligned(read, [s for s in read.stride() if s != 1]) for read in (tensor, weight))
         self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.column_tiles = cdiv(num_columns, blocks.columns)

@@ -26,7 +26,7 @@ def check_compiled(*targets):
         ):  # beside NF4's table, which is static; launches do not ask for more than 48 KiB together
             assert figures["shared"] + (33 << 10) <= 48 << 10, (target, name, label)
         # a few bytes outside the main loop are no matter; nearest_score adds up its scores in fp64; sm_100 takes Hopper's
-        # blocks, which nobody has tuned there, least of all for addresses off the multiples of 16
+        # blocks, which nobody has tuned there
         stack = 300 if target == 100 else 160 if "nearest_score" in name else 32
         assert figures["stack"] <= stack, (target, name, label)
         if name in MATRIX_KERNELS | RANK_KERNELS:
