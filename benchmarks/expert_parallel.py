@@ -270,12 +270,11 @@ def check(results: dict[str, dict[str, list[float]]]) -> None:
 
 
 def write(path: Path, results, options) -> None:
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
     parts = [
         f"{options.layers} layers", f"vocabulary {options.sizes['vocab_size']}", f"{options.tokens} tokens a rank",
         f"{dist.get_world_size()} ranks", *settings_of(options),
     ]  # fmt: skip
-    common = {"shape": ", ".join(parts), **provenance.columns(), "gpu": gpu}
+    common = {"shape": ", ".join(parts), "gpu": provenance.gpu(), **provenance.columns()}
     rows = []
     for name, found in results.items():
         for metric, values in found.items():

@@ -105,7 +105,6 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     table = Table()
-    options.out.mkdir(parents=True, exist_ok=True)
     for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, options.contender or list(PRODUCTS), options.rounds)
         table.write(options.out / "layer_kernels.csv")

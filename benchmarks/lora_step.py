@@ -152,8 +152,9 @@ def main():
     for layers in dict.fromkeys(row.layers for row in rows):
         model = build(layers, options)
         for row in (row for row in rows if row.layers == layers):
-            names = [name for name in options.case or CASES if CASES[name].trained != "full" or layers <= FULL_LAYERS]
-            for group in groups(names):
+            # in the order of CASES, whatever that of --case: the ratio is of LoRA to frozen
+            names = [name for name in CASES if name in (options.case or CASES)]
+            for group in groups([name for name in names if CASES[name].trained != "full" or layers <= FULL_LAYERS]):
                 measure(table, model, row, group, options)
                 table.write(options.csv)
         del model

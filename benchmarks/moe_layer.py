@@ -163,8 +163,7 @@ class Table:
 
     def __init__(self):
         self.rows = []
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        self.common = {"gpu": gpu, **provenance.columns()}
+        self.common = {"gpu": provenance.gpu(), **provenance.columns()}
 
     def add(self, config, shape, contender, mode, launch, metric, values):
         median, p20, p80 = quantiles(values)
@@ -283,7 +282,6 @@ def main():
         raise SystemExit("this benchmark needs a CUDA GPU")
     names = options.contender or [n for n in CONTENDERS if options.upstream or "Transformers" not in n]
     table = Table()
-    options.out.mkdir(parents=True, exist_ok=True)
     for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, names, options.rounds)
         table.write(options.out / "moe_layer.csv")

@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 COMMIT_VARIABLE = "SONICMOE_HF_COMMIT"  # for a machine that has the files and not the repository
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors", "peft", "liger-kernel", "torchao")
 PEERS = ("sonic_moe", "scattermoe", "scattermoe_lora", "unsloth_zoo")  # sources, which are no distributions
@@ -46,8 +48,13 @@ def columns() -> dict[str, str]:
     return {"commit": commit(), "versions": versions(), "date": datetime.date.today().isoformat()}
 
 
+def gpu() -> str:
+    """The GPU's name, for the column "gpu"; "none" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
 def write_rows(path: Path, fields: Sequence[str], rows: Sequence[dict]) -> None:
-    """A CSV of these rows, in place of the one that is there; the column "gpu" is "none" without one.
+    """A CSV of these rows, in place of the one that is there; with a column of `gpu`.
 
     Raises:
         SystemExit: the file has a GPU's figures, and these are none.

@@ -113,7 +113,7 @@ def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, l
 
 def rows_of(found: dict[str, list[tuple[float, float]]], shape: str) -> list[dict]:
     """The CSV's rows."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    origin = {"gpu": provenance.gpu(), **provenance.columns()}
     rows = []
     for case, rounds in found.items():
         for place, clock in enumerate(("GPU", "wall")):
@@ -122,8 +122,8 @@ def rows_of(found: dict[str, list[tuple[float, float]]], shape: str) -> list[dic
             ratios = [value / base for value, base in zip(values, plain)]
             for metric, listed in ((f"{clock} ms", values), (f"{clock}, over plain", ratios)):
                 figures = [f"{value:.6g}" for value in (statistics.median(listed), min(listed), max(listed))]
-                columns = (shape, case, metric, *figures, len(listed), gpu)
-                rows.append(dict(zip(FIELDS, columns)) | provenance.columns())
+                columns = (shape, case, metric, *figures, len(listed))
+                rows.append(dict(zip(FIELDS, columns)) | origin)
     return rows
 
 

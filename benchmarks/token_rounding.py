@@ -276,7 +276,6 @@ def main():
     backend = options.backend or backends.choose(torch.device("cuda"), torch.bfloat16).name
     texts = [*(options.shape or SHAPES), *(SWEEP if options.sweep else ())]
     table = Table()
-    options.out.mkdir(parents=True, exist_ok=True)
     if options.add:
         table.rows = rows_of_other_shapes(options.out / "token_rounding.csv", texts)
     for number, text in enumerate(texts):

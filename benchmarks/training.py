@@ -102,9 +102,8 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
     others' adapters and optimisers are no part of a model's peak."""
     on_gpu = batches[0].device.type == "cuda"
     optimizers, clock = [optimizer_of(model) for model in models], Clock(on_gpu)
-    losses, first_step_s, peaks = (
-        [start] * len(models) for start in (None, float("nan"), 0 if on_gpu else float("nan"))
-    )
+    losses, first_step_s = [torch.tensor(float("nan"))] * len(models), [float("nan")] * len(models)
+    peaks = [0 if on_gpu else float("nan")] * len(models)
     for number, tokens in enumerate(batches):
         if number == WARMUP:
             clock.note()
@@ -126,7 +125,7 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
         Measured(
             milliseconds[which :: len(models)],
             first_step_s[which],
-            (peaks[which] - sum(held) + held[which]) / 2**30,
+            (peaks[which] - (sum(held) - held[which])) / 2**30,
             losses[which].item(),
         )
         for which in range(len(models))
