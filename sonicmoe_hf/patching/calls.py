@@ -16,6 +16,8 @@ from ..config import TokenRounding
 from ..private.torch import current_graph_task_id
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from .balance import Balancing
     from .recorded import RecordedRouting, Replay
 
@@ -26,7 +28,7 @@ class PatchState:
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
     balance, or None. said_top_k: whether it was said that calls are too small for token rounding. last: the outermost
     call that ended last, while `balancing` wants its scale. recording, replaying: where calls note which experts they
-    use, and take them from, if they do.
+    use, and take them from, if they do. configs: (the config that the model was built from, its own copy of it).
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,7 @@ class PatchState:
         self.recording: RecordedRouting | None = None
         self.replaying: Replay | None = None
         self.said_top_k = False
+        self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
 
 
 class ModelCall:

@@ -1,9 +1,9 @@
 """patch_model / unpatch_model, patch / unpatch, from_pretrained: Transformers models with SonicMoE experts.
 
-The mechanism: (1) experts_implementation = "sonicmoe_hf", set on the config of every experts module; (2) a forward hook
-on every router, which under token rounding returns a Routing in place of the indices (every block hands its router's
-third output to its experts and does nothing else with it); (3) hooks on the model, which note gradients and padding. No
-forward is rewritten.
+The mechanism: (1) experts_implementation = "sonicmoe_hf" in the config of every experts module, after the model got
+configs of its own; (2) a forward hook on every router, which under token rounding returns a Routing in place of the
+indices (every block hands its router's third output to its experts and does nothing else with it); (3) hooks on the
+model, which note gradients and padding. No forward is rewritten.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .fast_topk import FastTopKEntry, FastTopKExit
 from .forwards import restore
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
+from .own_configs import use_own_configs
 from .support import (
     LayerSupport,
     every_copy,
@@ -145,7 +146,8 @@ def patch_model(
     """Make this model compute its experts with SonicMoE.
 
     Args:
-        model: a Transformers model, or one inside PEFT or DDP. Patching again changes the settings.
+        model: a Transformers model, or one inside PEFT or DDP. Patching again changes the settings. It gets a config of
+            its own, so that other models built from the same config object stay as they are.
         routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
         save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
         fast_top_k: on GPUs, take a router's top-k with a kernel of ours; False leaves it to torch.topk.
@@ -160,6 +162,7 @@ def patch_model(
     root = _root(model)
     layers = make_ready(root, policy)
     state = _state(root) or PatchState()
+    use_own_configs(model, state)
     _use_our_experts(root, save)
     _install(root, state, fast_top_k)
     state.policy = policy
@@ -167,8 +170,8 @@ def patch_model(
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Undo patch_model: hooks gone, the experts implementation and forwards as they were. Does nothing to a model not
-    patched."""
+    """Undo patch_model: hooks gone, the experts implementation and forwards as they were; the model keeps configs of its
+    own. Does nothing to a model not patched."""
     root = _root(model)
     if _state(root) is None:
         return

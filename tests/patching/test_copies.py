@@ -210,3 +210,43 @@ def test_experts_of_a_loaded_model_get_the_implementation_on_their_own_config(tm
     assert computed[-2:] == [layer.experts for layer in find_layers(model)]
     sonicmoe_hf.unpatch_model(model)
     assert (model.config._experts_implementation, copied.config._experts_implementation) == ("eager", "grouped_mm")
+
+
+def test_models_built_from_one_config_object_are_patched_and_unpatched_by_themselves(computed):
+    config = CONFIGS["qwen3_moe"]()
+    first, second, plain = (AutoModelForCausalLM.from_config(config, experts_implementation="eager") for _ in range(3))
+
+    def ours():
+        """Which of the models our experts compute."""
+        found = []
+        for model in (first, second, plain):
+            computed.clear()
+            model(**batch())
+            found.append(len(computed) == 2)
+        return found
+
+    sonicmoe_hf.patch_model(first)
+    assert ours() == [True, False, False]
+    sonicmoe_hf.patch_model(second)
+    sonicmoe_hf.unpatch_model(first)
+    assert ours() == [False, True, False]
+    sonicmoe_hf.unpatch_model(second)
+    assert ours() == [False, False, False] and config._experts_implementation == "eager"
+
+
+def test_the_modules_of_a_patched_model_share_its_config_however_often_it_is_patched():
+    def configs(model):
+        return {id(module.config) for module in model.modules() if "config" in vars(module)}
+
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model.model)
+    sonicmoe_hf.patch_model(model)
+    own = configs(model)
+    assert own == {id(model.config)}
+    sonicmoe_hf.patch_model(model)
+    assert configs(model) == own
+    sonicmoe_hf.patch("qwen3_moe")  # the inner model before the outer one, both while they are built
+    try:
+        assert len(configs(build("qwen3_moe"))) == 1
+    finally:
+        sonicmoe_hf.unpatch()
