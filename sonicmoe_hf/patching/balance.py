@@ -6,16 +6,19 @@ of each layer by itself; the bias update follows auxiliary-loss-free balancing (
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from .calls import ModelCall
 
 NO_SCALE = (
     "LoadBalancing(per_layer_loss=...): the backward of a model call began without that of a loss it knows, so it cannot "
     "scale its gradients as the training loss is. Pass labels, so that the model returns its loss, and call backward on "
-    "that loss; or, with a loss computed outside the model, call balancing.scaled_as(model, loss) before loss.backward()"
+    "that loss. With a loss computed outside the model, as TRL's trainers and label smoothing do, call "
+    "sonicmoe_hf.attach(trainer); in a loop of your own, balancing.scaled_as(model, loss) before loss.backward()"
 )
 
 
@@ -68,10 +71,9 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        outermost = ctx.call.outermost
-        if outermost.loss_gradient is None:
+        scale = ctx.call.outermost.loss_scale
+        if scale is None:
             raise RuntimeError(NO_SCALE)
-        scale = outermost.loss_gradient.float() * outermost.share
         return gradient, scale.to(ctx.device), None
 
 
@@ -84,30 +86,54 @@ def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) 
     return _WithLoss.apply(weights, loss, call)
 
 
-def share_of_batch(kwargs: dict) -> torch.Tensor | float:
+def _is_causal(model: Any) -> bool:
+    """Whether the model's loss shifts its labels: the Trainer's own test."""
+    loss_function = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss)
+    return loss_function is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def count_labels(model: nn.Module, inputs) -> torch.Tensor | None:
+    """How many labels of a batch the Trainer counts for num_items_in_batch; None where it has none."""
+    labels: Any = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs.get("labels")
+        labels = labels[..., 1:] if labels is not None and _is_causal(model) else labels
+    return None if labels is None else (labels != -100).sum()
+
+
+def share_of_batch(model: nn.Module, kwargs: dict) -> torch.Tensor | float:
     """What part of the optimiser step's tokens a model call with these arguments has, where the model divides its loss by
-    their number, num_items_in_batch (as the Trainer has it do); otherwise 1.0, and the loss is scaled as a whole."""
-    num_items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
-    if labels is None and kwargs.get("labels") is not None:
-        labels = kwargs["labels"][..., 1:]
-    return 1.0 if num_items is None or labels is None else (labels != -100).sum() / num_items
+    their number, num_items_in_batch (as the Trainer has it do); otherwise 1.0, and the loss is scaled as a whole.
+
+    Of the models with experts only causal language models divide by it: classification heads return a mean.
+    """
+    num_items: torch.Tensor | int | None = kwargs.get("num_items_in_batch")
+    if num_items is None or not _is_causal(model):
+        return 1.0
+    labels = count_labels(model, kwargs)
+    return 1.0 if labels is None else labels / num_items
 
 
 class ScaleHook:
-    """Hook of a loss: notes its gradient, which says how training scales this call."""
+    """Hook of a loss: its gradient, times `share`, says how training scales these calls. DDP hands None to the hooks of
+    outputs that training does not use."""
 
-    def __init__(self, call: ModelCall):
-        self.call = call
+    def __init__(self, calls: list[ModelCall], share: torch.Tensor | float):
+        self.calls, self.share = calls, share
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self.call.loss_gradient = gradient.detach()
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
+        share = self.share.to(gradient.device) if isinstance(self.share, torch.Tensor) else self.share
+        for call in self.calls:
+            call.loss_scale = gradient.detach().float() * share
 
 
 def hook_loss(call: ModelCall, output) -> None:
     """Learn the scale of an outermost call from the gradient of the loss that it returned, if it did."""
     loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
-        loss.register_hook(ScaleHook(call))
+        loss.register_hook(ScaleHook([call], call.share))
 
 
 class TokenCounts:

@@ -27,8 +27,9 @@ class PatchState:
 
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
     balance, or None. said_top_k: whether it was said that calls are too small for token rounding. last: the outermost
-    call that ended last, while `balancing` wants its scale. recording, replaying: where calls note which experts they
-    use, and take them from, if they do. configs: (the config that the model was built from, its own copy of it).
+    call that ended last, while `balancing` wants its scale. of_loss: those that ended since a Trainer began to compute
+    its loss, None outside. recording, replaying: where calls note which experts they use, and take them from, if they do.
+    configs: (the config that the model was built from, its own copy of it).
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class PatchState:
         self.counting = False
         self.balancing: Balancing | None = None
         self.last: ModelCall | None = None
+        self.of_loss: list[ModelCall] | None = None
         self.recording: RecordedRouting | None = None
         self.replaying: Replay | None = None
         self.said_top_k = False
@@ -48,8 +50,8 @@ class ModelCall:
     state: its model's settings; policy: theirs when it began. name: of the module called inside that model, "" for the
     whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None.
     outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
-    share: what part of the optimiser step's tokens the outermost call has, as far as its loss says; loss_gradient: the
-    gradient of that loss, once backward began. Both are for balancing. recorded, replayed: {layer: indices [T, K]} that
+    share: what part of the optimiser step's tokens the outermost call has, as far as its own loss says; loss_scale: what
+    backward multiplies its balancing loss by, once it began. recorded, replayed: {layer: indices [T, K]} that
     the outermost call notes, or takes in place of the routers' own. agreed: under expert parallelism, this
     rank's numbers of tokens and pairs, and the largest of all ranks. batch_group: the ranks that share the outermost
     call's batch, if stochastic rounding must draw the same there.
@@ -65,7 +67,7 @@ class ModelCall:
         self.gradients: bool = torch.is_grad_enabled() if part_of is None else part_of.gradients
         self.outermost: ModelCall = self if part_of is None else part_of.outermost
         self.share: torch.Tensor | float = 1.0
-        self.loss_gradient: torch.Tensor | None = None
+        self.loss_scale: torch.Tensor | None = None
         self.recorded: dict[str, torch.Tensor] | None = None
         self.replayed: dict[str, torch.Tensor] | None = None
         self.agreed: tuple[list[int], list[int]] | None = None

@@ -197,16 +197,16 @@ class ModelEntryHook:
             mask = None
         call = calls.begin(self.state, self.name, mask)
         if call is call.outermost:
-            self._prepare(call, kwargs)
+            self._prepare(model, call, kwargs)
 
-    def _prepare(self, call: ModelCall, kwargs: dict) -> None:
+    def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:
         """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
         state = self.state
         if state.policy is not None and state.policy.rounding == "stochastic":
             parallelism = [expert_parallelism(layer.experts) for layer in self.layers]
             call.batch_group = next((found.batch_group for found in parallelism if found is not None), None)
         if state.balancing is not None:
-            call.share = share_of_batch(kwargs)
+            call.share = share_of_batch(model, kwargs)
         if state.recording is None and state.replaying is None:
             return
         if torch.compiler.is_compiling() or state.policy is not None:
@@ -276,6 +276,8 @@ class ModelExitHook:
         if self.state.balancing is not None and call is call.outermost:
             hook_loss(call, output)
             self.state.last = call
+            if self.state.of_loss is not None:
+                self.state.of_loss.append(call)
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(_Announcement(call))

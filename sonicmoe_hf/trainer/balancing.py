@@ -118,8 +118,7 @@ class LoadBalancing(_ExpertsInCheckpoints):
         call = patch_state(model).last
         if call is None:
             raise RuntimeError("scaled_as comes after a training call of the model, which comes after start(model)")
-        call.share = share
-        loss.register_hook(ScaleHook(call))
+        loss.register_hook(ScaleHook([call], share))
         return loss
 
     def _check(self, layer: Layer) -> None:

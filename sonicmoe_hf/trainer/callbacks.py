@@ -15,6 +15,7 @@ from ..patching.expert_load import TOTALS
 from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.patch import check_routers_live, is_patched, patch_model, patch_state, router_hooks, start_counting
 from ..patching.support import Layer, find_layers
+from .loss_scale import LossWithScale
 from .policy_trainers import check_no_policy_trainer
 from .resume import restore_experts_on_resume
 from .weights_digest import DIGEST, check_resumed, experts_digest, restore_best
@@ -262,11 +263,12 @@ class _LogWithLoad:
 
 
 def attach(trainer) -> ExpertLoadCallback:
-    """Have a Trainer log the experts' load and restore checkpoints whole; call it before `trainer.train()`.
+    """Have a Trainer log the experts' load, restore checkpoints whole and scale balancing; call it before training.
 
     The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
     load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
-    leaves out, so that fused experts are restored too.
+    leaves out, so that fused experts are restored too. `trainer.compute_loss` gives LoadBalancing(per_layer_loss=...) its
+    scale where the loss is computed outside the model, as by TRL's trainers.
 
     Returns:
         The callback, whose `history` keeps rows per expert.
@@ -286,4 +288,5 @@ def attach(trainer) -> ExpertLoadCallback:
     if not callback.attached:
         callback.attached = True
         trainer.log = _LogWithLoad(trainer, callback)
+        trainer.compute_loss = LossWithScale(trainer)
     return callback

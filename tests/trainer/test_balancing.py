@@ -81,7 +81,7 @@ def test_a_loss_computed_outside_the_model_gives_the_scale():
         balancing.start(ours)
         balancing.scaled_as(ours, torch.zeros((), requires_grad=True))
     labels = inputs.pop("labels")
-    with pytest.raises(RuntimeError, match=r"or, with a loss computed outside the model, call balancing.scaled_as"):
+    with pytest.raises(RuntimeError, match=r"in a loop of your own, balancing.scaled_as\(model, loss\) before"):
         ours(**inputs).logits.sum().backward()
     ours.zero_grad()
     logits = ours(**inputs).logits[:, :-1].flatten(0, 1)

@@ -1,0 +1,79 @@
+"""Two gloo ranks: LoadBalancing's scale, its counts and its biases, under every kind of parallelism."""
+
+import pytest
+from accelerate import Accelerator
+from helpers.adapters import with_lora
+from helpers.models import assert_all_close, batch, build
+from helpers.parallel import OWN_BATCH, SUMMATION, gradients
+from helpers.ranks import Ranks
+from helpers.training import Examples, arguments
+from transformers import Trainer
+
+import sonicmoe_hf
+from sonicmoe_hf import LoadBalancing
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+# a loss computed outside the model, under DDP with adapters
+
+
+def adapted():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    return with_lora(model)
+
+
+def backward_of_another_loss(rank):
+    """The model returns a loss, as it is given labels; training uses its logits."""
+    model = adapted()
+    prepared = Accelerator(cpu=True).prepare(model)
+    LoadBalancing(per_layer_loss=1.0).start(model)
+    with pytest.raises(RuntimeError, match=r"call sonicmoe_hf.attach\(trainer\); in a loop of your own"):
+        prepared(**batch(**OWN_BATCH[rank])).logits.square().mean().backward()
+
+
+def test_under_ddp_a_loss_computed_outside_the_model_is_an_error_by_name(ranks):
+    ranks.run(backward_of_another_loss)
+
+
+class OfLogits(Trainer):
+    """Its loss is the mean square of the logits of labelled tokens over the whole step."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = sum_of_squares(model(**inputs).logits, inputs["labels"]) / num_items_in_batch
+        return loss * self.accelerator.num_processes
+
+
+def sum_of_squares(logits, labels):
+    return (logits[:, :-1].square().mean(-1) * (labels[:, 1:] != -100)).sum()
+
+
+def gradient_of_a_step(rank, folder):
+    model = adapted()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    settings = arguments(folder, max_steps=1, per_device_train_batch_size=2, learning_rate=1.0)
+    trainer = OfLogits(model, settings, train_dataset=Examples(4, padding=True), callbacks=[LoadBalancing(0.5)])
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    return {name: before[name] - p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_under_ddp_the_trainers_own_loss_scales_each_ranks_batch_by_its_tokens(ranks, tmp_path):
+    reference, columns = adapted(), Examples(4, padding=True).columns
+    balancing, parts = LoadBalancing(0.5), [slice(0, 2), slice(2, 4)]
+    balancing.start(reference)
+    total = (columns["labels"][:, 1:] != -100).sum()
+    for rows in parts:
+        inputs = {name: column[rows] for name, column in columns.items()}
+        share = (inputs["labels"][:, 1:] != -100).sum() / total
+        loss = sum_of_squares(reference(**inputs).logits, inputs["labels"]) / total
+        balancing.scaled_as(reference, loss, share=share).backward()
+    for actual in ranks.run(gradient_of_a_step, str(tmp_path)):
+        assert_all_close(actual, gradients(reference), 2e-4, f"{SUMMATION}; differences of weights of size 1")

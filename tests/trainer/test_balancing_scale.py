@@ -1,0 +1,183 @@
+"""LoadBalancing(per_layer_loss=...) is scaled as the training loss is, whoever computes that: the model, the Trainer or TRL."""
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.models import CONFIGS, assert_all_close, build, twin
+from helpers.training import Examples, arguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import sonicmoe_hf
+from sonicmoe_hf import LoadBalancing
+from sonicmoe_hf.demo.corpus import train_tokenizer
+
+WEIGHT, TEXT = 0.5, "the quick brown fox jumps over the lazy dog, and the dog does not mind at all"
+ONE_STEP = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1.0}
+DIFFERENCES = "fp32: the difference of two steps of weights of size 1"
+
+
+class Calls:
+    """The arguments of every training call of the model, on whose loss backward is called."""
+
+    def __init__(self, model):
+        self.kwargs = []
+        model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model, args, kwargs):
+        if model.training and torch.is_grad_enabled():
+            self.kwargs.append({name: kwargs[name] for name in ("input_ids", "attention_mask")})
+
+
+def balancing_gradients(model, calls, shares):
+    """The gradients of each call's balancing loss by Transformers' function, one layer at a time, summed by its share."""
+    config = model.config
+    for inputs, share in zip(calls, shares, strict=True):
+        router_logits = model.model(**inputs, output_router_logits=True).router_logits
+        sizes = config.num_experts, config.num_experts_per_tok, inputs["attention_mask"]
+        losses = [load_balancing_loss_func((logits,), *sizes) for logits in router_logits]
+        (share * WEIGHT * sum(losses) / len(losses)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+
+
+def what_balancing_adds(model, make, attach=True):
+    """Of one optimiser step of SGD at rate 1, with and without balancing: by how much the gradients differ; the calls."""
+    before, results = twin(model), []
+    for callbacks in ([], [LoadBalancing(per_layer_loss=WEIGHT)]):
+        trained = twin(before)
+        sonicmoe_hf.patch_model(trained)
+        torch.manual_seed(0)
+        trainer = make(trained, callbacks)
+        if attach:
+            sonicmoe_hf.attach(trainer)
+        calls = Calls(trained)
+        trainer.train()
+        results.append(dict(trained.named_parameters()))
+    plain, balanced = results
+    return {name: (plain[name] - balanced[name]).detach() for name in plain}, calls.kwargs
+
+
+def assert_balanced_by(model, make, shares, attach=True):
+    """The step has each call's balancing loss, times its share; `shares` is a list or a function of the calls."""
+    added, calls = what_balancing_adds(model, make, attach)
+    expected = balancing_gradients(twin(model), calls, shares(calls) if callable(shares) else shares)
+    assert len(expected) > 5
+    assert_all_close({name: added[name] for name in expected}, expected, 2e-4, DIFFERENCES)
+
+
+def shares_of_labels(columns, shift):
+    """Of two micro-batches of two rows, each one's part of the labels that are not -100."""
+    counts = [(columns["labels"][rows, shift:] != -100).sum() for rows in (slice(0, 2), slice(2, 4))]
+    return [count / sum(counts) for count in counts]
+
+
+def mean_of_the_labels(outputs, labels, num_items_in_batch):
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": mean_of_the_labels}])
+def test_a_loss_that_the_trainer_computes_gives_the_scale_once_attached(options, tmp_path):
+    data, options = Examples(4, padding=True), dict(options)
+    function = options.pop("compute_loss_func", None)
+
+    def make(model, callbacks):
+        settings = arguments(tmp_path, **ONE_STEP, **options)
+        return Trainer(model, settings, train_dataset=data, callbacks=callbacks, compute_loss_func=function)
+
+    assert_balanced_by(build("qwen3_moe"), make, shares_of_labels(data.columns, shift=1))
+    with pytest.raises(
+        RuntimeError, match=r"as TRL's trainers and label smoothing do, call sonicmoe_hf.attach\(trainer\)"
+    ):
+        make(build("qwen3_moe"), [LoadBalancing(per_layer_loss=WEIGHT)]).train()
+
+
+class OfHalves(Trainer):
+    """Its loss is made of two calls of the model, as GRPO's is of chunks, and is a mean."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        del inputs["labels"]
+        halves = [{name: column[row : row + 1] for name, column in inputs.items()} for row in (0, 1)]
+        return sum(model(**half).logits.square().mean() for half in halves)
+
+
+def test_the_calls_of_one_loss_are_averaged(tmp_path):
+    def make(model, callbacks):
+        return OfHalves(model, arguments(tmp_path, **ONE_STEP), train_dataset=Examples(4), callbacks=callbacks)
+
+    assert_balanced_by(build("qwen3_moe"), make, [0.25] * 4)
+
+
+class Classified(Examples):
+    """Sequences with a class each, or one for each token."""
+
+    def __init__(self, count, of_tokens):
+        super().__init__(count, padding=True)
+        kept = self.columns["labels"]
+        self.columns["labels"] = torch.where(kept == -100, kept, kept % 3) if of_tokens else torch.arange(count) % 3
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("head", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_classification_heads_loss_is_a_mean_and_counts_whole(head, rows, tmp_path):
+    model = head.from_config(CONFIGS["qwen3_moe"](num_labels=3, classifier_dropout=0.0))
+    model.model.load_state_dict(build("qwen3_moe").model.state_dict())
+    data = Classified(2 * rows, head is AutoModelForTokenClassification)
+
+    def make(model, callbacks):
+        settings = arguments(tmp_path, **{**ONE_STEP, "per_device_train_batch_size": rows})
+        return Trainer(model, settings, train_dataset=data, callbacks=callbacks)
+
+    assert_balanced_by(model, make, [1.0, 1.0], attach=False)  # the Trainer adds up the two calls' losses as they are
+
+
+# TRL
+
+
+def language_model(words):
+    return build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
+
+
+def tokenizer():
+    made = train_tokenizer([TEXT], 300)
+    made.pad_token = made.pad_token or made.eos_token
+    return made
+
+
+def trl_trainer(trainer_class, config_class, rows, folder, words, config, **options):
+    settings = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
+                "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
+                "train_sampling_strategy": "sequential", "gradient_checkpointing": False, **ONE_STEP, **config}  # fmt: skip
+    return lambda model, callbacks: trainer_class(
+        model, args=config_class(str(folder), **settings), train_dataset=Dataset.from_list(rows), processing_class=words,
+        callbacks=callbacks, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`:FutureWarning")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_supervised_fine_tuning_by_trl_counts_micro_batches_by_their_tokens(smoothing, tmp_path):
+    words, rows = tokenizer(), [{"text": TEXT[: 20 + 15 * number]} for number in range(4)]
+    make = trl_trainer(SFTTrainer, SFTConfig, rows, tmp_path, words, {"label_smoothing_factor": smoothing})
+
+    def shares(calls):
+        tokens = [call["attention_mask"][:, 1:].sum() for call in calls]
+        assert len(calls) == 2 and tokens[0] != tokens[1]
+        return [count / sum(tokens) for count in tokens]
+
+    assert_balanced_by(language_model(words), make, shares)
+
+
+def test_grpo_averages_its_micro_batches(tmp_path):
+    words = tokenizer()
+    config = {"num_generations": 2, "max_completion_length": 4}
+    options = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+    make = trl_trainer(GRPOTrainer, GRPOConfig, [{"prompt": "the dog"}] * 4, tmp_path, words, config, **options)
+    assert_balanced_by(language_model(words), make, [0.5, 0.5])
