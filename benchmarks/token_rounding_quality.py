@@ -29,9 +29,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy
+from quality_comparison import SWEPT, compare, compare_tiles, replica_sd
 from quality_runs import do_missing, parser_of, read_rows
 from quality_training import METHODS, PRESETS, Preset, Run, measure
 
@@ -39,7 +38,6 @@ from sonicmoe_hf.config import ROUNDINGS
 
 BALANCING = ("layer", "none")
 TILES_PER_EXPERT = (8, 4, 2, 1)
-SWEPT = ("nearest", "balanced")
 # groups of (method, tiles per expert, balancing loss, replica): a group is done for all seeds before the next begins
 PLAN = (
     (
@@ -118,18 +116,6 @@ def columns_of(preset: Preset, run: Run) -> dict:
     return {**dict(zip(KEYS, keys)), "tiles_per_expert": preset.mean_rows / run.tile if run.tile else ""}
 
 
-class Comparison(NamedTuple):
-    """Differences between methods, in nats per token.
-
-    over_top_k: (method, tile) -> (loss minus top-k's, its standard error). run_sd: standard deviation of a run around
-    method + seed, with `freedom` degrees of freedom; NaN where there are none.
-    """
-
-    over_top_k: dict[tuple[str, int], tuple[float, float]]
-    run_sd: float
-    freedom: int
-
-
 def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], list[dict]]:
     """(method, tile) -> its rows under this balancing loss: in METHODS' order, the smallest tile first."""
     table: dict[tuple[str, int], list[dict]] = {}
@@ -137,48 +123,6 @@ def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], list[di
         if row["balancing"] == balancing:
             table.setdefault((row["method"], int(row["tile"])), []).append(row)
     return table
-
-
-def compare(table: dict[tuple[str, int], list[dict]], column: str = "held_out_loss") -> Comparison:
-    """Least squares of loss = method + seed; replicas are further runs of their method.
-
-    One fit for all runs, so that a method lacking a seed is still compared like with like.
-    """
-    rows, names = [(name, row) for name, runs in table.items() for row in runs], list(table)
-    seeds = list(dict.fromkeys(row["seed"] for _, row in rows))
-    design = numpy.zeros((len(rows), len(names) + len(seeds)))
-    for place, (name, row) in enumerate(rows):
-        design[place, names.index(name)] = design[place, len(names) + seeds.index(row["seed"])] = 1.0
-    loss = numpy.array([float(row[column]) for _, row in rows])
-    inverse = numpy.linalg.pinv(design.T @ design)
-    effect = inverse @ design.T @ loss
-    freedom = int(len(rows) - numpy.linalg.matrix_rank(design))
-    run_sd = float((((loss - design @ effect) ** 2).sum() / freedom) ** 0.5) if freedom else float("nan")
-    over = {}
-    for place, name in enumerate(names):
-        if name != ("top_k", 0) and ("top_k", 0) in table:
-            contrast = numpy.zeros(len(effect))
-            contrast[place], contrast[names.index(("top_k", 0))] = 1.0, -1.0
-            over[name] = float(contrast @ effect), run_sd * float(contrast @ inverse @ contrast) ** 0.5
-    return Comparison(over, run_sd, freedom)
-
-
-def compare_tiles(table: dict[tuple[str, int], list[dict]]) -> Comparison:
-    """As `compare`, with nearest and balanced taken for one method: what the tile costs, by more runs."""
-    merged: dict[tuple[str, int], list[dict]] = {}
-    for (method, tile), runs in table.items():
-        merged.setdefault((" or ".join(SWEPT) if method in SWEPT else method, tile), []).extend(runs)
-    return compare(merged)
-
-
-def replica_sd(rows: list[dict], column: str = "held_out_loss") -> float:
-    """Standard deviation of runs that differ by their replica alone; NaN without any."""
-    groups: dict[tuple, list[float]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in ("method", "tile", "seed")), []).append(float(row[column]))
-    repeated = [numpy.array(losses) for losses in groups.values() if len(losses) > 1]
-    squares = sum(((losses - losses.mean()) ** 2).sum() for losses in repeated)
-    return float((squares / sum(len(losses) - 1 for losses in repeated)) ** 0.5) if repeated else float("nan")
 
 
 def mean(rows: list[dict], name: str) -> float:
