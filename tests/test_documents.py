@@ -34,6 +34,14 @@ def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatc
     assert count >= 8
 
 
+def test_the_readme_opens_with_the_two_commands_that_try_it_and_the_minutes_they_take():
+    first_screen = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()[:24]
+    targets = (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert any(re.match(rf"    make {target} +# .*\d minutes$", line) for line in first_screen)
+        assert re.search(rf"^{target}:", targets, flags=re.MULTILINE)
+
+
 def test_the_python_of_the_document_on_token_rounding_runs():
     config = Qwen3MoeConfig(**TINY_SIZES)
     text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
