@@ -1,18 +1,19 @@
-"""Train or finetune a mixture-of-experts model with the Hugging Face Trainer and token rounding.
+"""Train or finetune a mixture-of-experts model with the Hugging Face Trainer, with or without token rounding.
 
 Without arguments: a small Qwen3-MoE-architecture model with random weights, on the standard library's sources, offline.
 
     python examples/finetune.py
     python examples/finetune.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --lora \
         --sequence-length 4096 --batch-size 4 --output outputs/lora
-    python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16 --end 0.9
+    python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16
     python examples/finetune.py --model openai/gpt-oss-20b --lora --experts-quantization mxfp4 --dataset my_texts.jsonl
     accelerate launch --config_file examples/fsdp2.yaml examples/finetune.py ...
 
 --lora is the recipe of docs/lora.md: adapters on experts and attention, bf16 weights and autocast, gradient
 checkpointing; --experts-quantization makes it QLoRA. `sonicmoe-hf merge` then adds the adapters to the model's weights,
 for serving. docs/recipes.md has more commands, with what they took on an H200.
-Texts are joined into one stream and cut into blocks without padding: token rounding then counts real tokens only.
+Texts are joined into one stream and cut into blocks without padding. Routing is the model's own top-k; --rounding trains
+with token rounding, and docs/token-rounding.md says when that pays.
 `sonicmoe-hf doctor MODEL --batch-size B --sequence-length S` says beforehand what a model and batch will get.
 """
 
@@ -93,11 +94,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--sequence-length", type=int, default=512)
 
     moe = parser.add_argument_group("sonicmoe-hf")
-    moe.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="nearest", help="top_k: no token rounding")
+    moe.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="top_k",
+                     help="of tokens per expert; default: top_k, no token rounding")  # fmt: skip
     moe.add_argument("--tile", type=int, help=f"rows; default: {SMALL_MODEL_TILE} for the small model, else 128")
-    moe.add_argument("--min-tiles-per-expert", type=float, default=TokenRounding.min_tiles_per_expert)
-    moe.add_argument("--start", type=moment, default=0.0, help="of token rounding: step, or fraction of training")
-    moe.add_argument("--end", type=moment, default=1.0)
+    moe.add_argument("--min-tiles-per-expert", type=float, help=f"default: {TokenRounding.min_tiles_per_expert}")
+    moe.add_argument("--start", type=moment, help="of token rounding: step, or fraction of training; default: 0.0")
+    moe.add_argument("--end", type=moment, help="likewise; default: 1.0")
     moe.add_argument("--per-layer-loss", type=float,
                      help=f"balancing loss; default: {PER_LAYER_LOSS} for the small model, else none")  # fmt: skip
     moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
@@ -126,10 +128,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--experts-quantization freezes the experts: it needs --lora")
     if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
+    if options.rounding == "top_k" and (useless := options_of_rounding(options)):
+        names = ", ".join("--" + name.replace("_", "-") for name in useless)
+        parser.error(f"{names}: only with token rounding; add --rounding, such as --rounding balanced")
     for switch in ("bf16", "gradient_checkpointing"):
         if getattr(options, switch) is None:
             setattr(options, switch, bool(options.lora_rank))
     return options
+
+
+def options_of_rounding(arguments: argparse.Namespace) -> dict[str, int | float]:
+    """What the command line says about token rounding, beside its kind."""
+    names = ("tile", "min_tiles_per_expert", "start", "end")
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 def load_texts(arguments: argparse.Namespace):
@@ -255,20 +266,16 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
 
 
 def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: argparse.Namespace) -> Trainer:
-    """A Trainer with token rounding, balanced experts, and their load."""
+    """A Trainer that logs the load of the experts, with what is asked for: token rounding, balanced experts."""
     held_out = max(1, min(arguments.held_out_blocks, len(blocks) // 10))
     generator = torch.Generator().manual_seed(arguments.seed)
     train_blocks, held_out_blocks = random_split(blocks, [len(blocks) - held_out, held_out], generator)
     callbacks = [sonicmoe_hf.ExpertLoadCallback(), ThroughputCallback(arguments.sequence_length)]
     if arguments.rounding != "top_k":
-        rounding = sonicmoe_hf.TokenRoundingCallback(
-            rounding=arguments.rounding,
-            tile=SMALL_MODEL_TILE if arguments.tile is None and arguments.model is None else arguments.tile,
-            start=arguments.start,
-            end=arguments.end,
-            min_tiles_per_expert=arguments.min_tiles_per_expert,
-        )
-        callbacks.append(rounding)
+        options = options_of_rounding(arguments)
+        if arguments.model is None:
+            options.setdefault("tile", SMALL_MODEL_TILE)
+        callbacks.append(sonicmoe_hf.TokenRoundingCallback(rounding=arguments.rounding, **options))
     per_layer_loss = arguments.per_layer_loss
     if per_layer_loss is None and arguments.model is None and arguments.compile is None:
         per_layer_loss = PER_LAYER_LOSS  # it does not work in compiled models
