@@ -91,6 +91,10 @@ class PackedWeight(torch.Tensor):
         """Bytes that are stored."""
         return sum(part.nbytes for part in self.packed if part is not None)
 
+    def element_size(self) -> float:  # type: ignore[override]
+        """Bytes stored for each entry, less than one: what model.get_memory_footprint() multiplies by numel()."""
+        return self.nbytes / self.numel()
+
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
         return type(self)(_each(self.packed, function), self.format, self.dtype, self.is_transposed)
 

@@ -79,6 +79,14 @@ def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, 
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_the_memory_footprint_counts_the_bytes_that_are_stored(name):
+    model = quantize_experts(small("gpt_oss").bfloat16(), name)
+    tensors = [*model.state_dict().values(), *(b for n, b in model.named_buffers() if n not in model.state_dict())]
+    stored = sum(tensor.nbytes for tensor in tensors)
+    assert model.get_memory_footprint() == pytest.approx(stored, rel=1e-12), "fp64: bytes of an entry, times entries"
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_pefts_adapters_train_on_packed_experts_as_on_the_dequantised(family, name):
     model = quantize_experts(small(family), name)
