@@ -13,10 +13,13 @@ import typing
 import torch
 
 from .private.torch import (
+    add_batch_dim,
     are_functorch_transforms_active,
     disable_dynamo,
     forward_mode_level,
     is_in_torch_dispatch_mode,
+    is_legacy_batchedtensor,
+    remove_batch_dim,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -210,6 +213,40 @@ def choose(functional, op, function, *tensors):
     if not traced(*tensors):
         return function
     return functional if transformed() else op
+
+
+def to_be_refused(gradient: torch.Tensor) -> torch.Tensor:
+    """Under create_graph=True, `gradient` as one that is differentiated: whatever is derived from what an op of
+    `refuse_second_derivatives` makes of it meets the refusal."""
+    needs_graph = torch.is_grad_enabled() and not gradient.requires_grad
+    return gradient.detach().requires_grad_() if needs_graph else gradient
+
+
+def is_batch(gradient: torch.Tensor) -> bool:
+    """Whether a backward's gradient stands for many, of jacobian(vectorize=True) or autograd.grad(is_grads_batched=True).
+    They are another vmap than torch.func's, inside which autograd.Function has no rule of its own."""
+    return is_legacy_batchedtensor(gradient)
+
+
+def for_each_gradient(op: Op):
+    """`op`, whose first argument is a gradient, on each of the many that the gradient stands for; its results stand for
+    as many.
+
+    Raises:
+        RuntimeError: this vmap runs inside another of its kind.
+    """
+
+    def run(batch, *arguments):
+        gradients = remove_batch_dim(batch, 1, 1, 0)  # level 1, and the dimension becomes the first
+        if is_batch(gradients):
+            raise RuntimeError(
+                "is_grads_batched=True inside itself is not supported: leave one out, or use torch.func"
+            )
+        gradients = to_be_refused(gradients)
+        results = zip(*(op(gradient, *arguments) for gradient in gradients))
+        return [add_batch_dim(torch.stack(each), 0, 1) for each in results]
+
+    return run
 
 
 def traced(*tensors) -> bool:

@@ -287,11 +287,12 @@ def _backward(ctx, dout):
     # next_functions has one entry for each argument that is a tensor, in their order
     nodes = iter(ctx.next_functions)
     needs = custom_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
-    if torch.is_grad_enabled() or custom_op.traced(dout):
+    if custom_op.is_batch(dout):
+        run = custom_op.for_each_gradient(_BACKWARD)
+        gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
+    elif torch.is_grad_enabled() or custom_op.traced(dout):
         run = custom_op.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
-        if run is _BACKWARD and torch.is_grad_enabled() and not dout.requires_grad:
-            # create_graph=True: whatever is derived from these gradients meets the op's refusal
-            dout = dout.detach().requires_grad_()
+        dout = custom_op.to_be_refused(dout) if run is _BACKWARD else dout
         gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
     else:
         held = [Kept(h, u, v)]

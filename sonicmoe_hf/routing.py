@@ -216,6 +216,8 @@ def _backward(ctx, dweight):
     scores, expert, *rows = ctx.saved_tensors
     plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
     run = custom_op.choose(_functional_backward, _BACKWARD, plain, dweight)
+    if custom_op.is_batch(dweight):
+        run = custom_op.for_each_gradient(_BACKWARD)
     return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 

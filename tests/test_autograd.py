@@ -177,3 +177,52 @@ def test_torch_func_refuses_what_there_is_not():
     inner = grad(lambda x: out(x).sum())(x)  # of a tensor that autograd outside follows, too
     with pytest.raises(RuntimeError, match="moe_experts has no second derivatives"):
         inner.sum().backward()
+
+
+# many gradients in one backward
+
+
+def test_gradients_in_a_batch_are_those_of_grouped_mm():
+    ours, theirs, (x, index, weights) = experts_and_grouped_mm("qwen3_moe")
+    directions = torch.randn(3, *x.shape)
+    results = []
+    for experts in (ours, theirs):
+        inputs = {"x": x.clone().requires_grad_(), **dict(experts.named_parameters())}
+        found = torch.autograd.grad(
+            experts(inputs["x"], index, weights), list(inputs.values()), directions, is_grads_batched=True
+        )
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x, experts=experts: experts(x, index, weights).sum(0), x, vectorize=True
+        )
+        results.append({**dict(zip(inputs, found)), "jacobian": jacobian})
+    assert_all_close(results[0], results[1], 1e-5, ORDER_OF_SUMS)
+
+
+def test_token_rounding_takes_gradients_in_a_batch():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    out, routers = model(**batch(padding=True)).logits, [layer.router.weight for layer in find_layers(model)]
+    directions = torch.randn(2, *out.shape)
+    found = torch.autograd.grad(out, routers, directions, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(out, routers, direction, retain_graph=True) for direction in directions]
+    expected = [torch.stack(each) for each in zip(*one_by_one)]
+    assert_all_close(dict(enumerate(found)), dict(enumerate(expected)), 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize("leaves", [("x",), NAMES], ids=["frozen experts", "trained experts"])
+def test_what_gradients_in_a_batch_cannot_do_is_an_error(leaves):
+    inputs, index = problem(grad=False)
+    inputs = {name: tensor.requires_grad_(name in leaves) for name, tensor in inputs.items()}
+    directions = torch.randn(2, *inputs["x"].shape, dtype=torch.float64)
+
+    def many():
+        out = run(inputs, index)
+        (found,) = torch.autograd.grad(out, inputs["x"], directions, is_grads_batched=True, create_graph=True)
+        return found
+
+    with pytest.raises(RuntimeError, match="moe_experts has no second derivatives"):
+        many().sum().backward()
+    outer = run(inputs, index)
+    outer.register_hook(torch.enable_grad()(lambda gradient: many().sum(0)))
+    with pytest.raises(RuntimeError, match="is_grads_batched=True inside itself is not supported"):
+        torch.autograd.grad(outer, inputs["x"], directions, is_grads_batched=True)

@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 USED = {
     "torch._C._are_functorch_transforms_active": ("2.11 to 2.13", "our functions under torch.func"),
+    "torch._C._functorch.is_legacy_batchedtensor": ("2.11 to 2.13", "jacobian(vectorize=True), is_grads_batched=True"),
+    "torch._add_batch_dim": ("2.11 to 2.13", "jacobian(vectorize=True), is_grads_batched=True"),
+    "torch._remove_batch_dim": ("2.11 to 2.13", "jacobian(vectorize=True), is_grads_batched=True"),
     "torch._C._current_graph_task_id": (
         "2.11 to 2.13",
         "token rounding in layers recomputed by gradient checkpointing",
@@ -49,6 +52,9 @@ USED = {
     "torch.nn.modules.module: _is_replica": ("2.11 to 2.13", "the error for token rounding under DataParallel"),
 }
 
+add_batch_dim = torch._add_batch_dim
+remove_batch_dim = torch._remove_batch_dim
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
 disable_dynamo = torch._disable_dynamo
@@ -61,6 +67,7 @@ without_torch_function = (
 wrapper_of = torch.Tensor._make_wrapper_subclass
 
 __all__ = [
+    "add_batch_dim",
     "are_functorch_transforms_active",
     "collectives",
     "current_function_mode",
@@ -70,6 +77,8 @@ __all__ = [
     "forward_mode_level",
     "forward_pre_hooks",
     "is_in_torch_dispatch_mode",
+    "is_legacy_batchedtensor",
+    "remove_batch_dim",
     "remove_hooks",
     "to_copy",
     "tree_flatten",
