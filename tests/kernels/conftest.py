@@ -27,6 +27,22 @@ def replace_builtins(owner, builder, scope):
             interpreter._patch_attr(owner, name, member, builder, scope)
 
 
+def binary_op_of(interpreter):
+    """InterpreterBuilder.binary_op, whose comparisons are of Triton's type int1. The interpreter of Triton 3.9 gives them the
+    operands' type, so that a scalar comparison becomes a block of int32, which its loads refuse as a mask."""
+    from triton.language import int1
+
+    original = interpreter.InterpreterBuilder.binary_op
+
+    def binary_op(self, lhs, rhs, op):
+        result = original(self, lhs, rhs, op)
+        if result.data.dtype == bool:
+            result.dtype = int1
+        return result
+
+    return binary_op
+
+
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     if INTERPRETED:
@@ -36,6 +52,7 @@ def _interpreted(monkeypatch):
 
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(interpreter, "_patch_builtin", replace_builtins)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op_of(interpreter))
         # a GPU is filled by a thousand programs; here one comes after another
         monkeypatch.setattr(bias_gradient, "PROGRAMS_WANTED", 16)
 
