@@ -91,10 +91,17 @@ def fsdp_step(rank, family, precision, experts_on_their_own, checkpointing, patc
     return loss.detach(), gradients(model)
 
 
+# FSDP2 of torch 2.15 takes a gradient of a bf16 parameter as it was computed: that of gpt-oss's norms in fp32. Before, and
+# without FSDP2, autograd rounds it to bf16.
+KEEPS_COMPUTED_DTYPE = "grad_dtype" in (MixedPrecisionPolicy.__doc__ or "")
+
+
 def in_precision(model, precision):
     """What mixed precision computes with: parameters in `precision`, buffers as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision)
+        if KEEPS_COMPUTED_DTYPE:
+            parameter.grad_dtype = None
     return model
 
 
