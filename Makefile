@@ -1,6 +1,8 @@
 # Everything a contributor runs. Each target makes the environment it needs; nothing is installed outside this folder.
 #   make demo          train a small model with token rounding, on any machine, in a few minutes
-#   make test          the tests, here and (core tests) on the oldest Transformers we support
+#   make test          the tests, with the versions of constraints.txt
+#   make test-oldest   those that other packages' versions can change, with the oldest versions we support, on Python 3.10
+#   make test-newest   the same with the newest
 #   make lint          ruff, check and format; mypy
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
@@ -8,6 +10,9 @@
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= $(shell command -v python3 || command -v python)
+# Python 3.10, of the system or of pyenv, or else PYTHON
+OLDEST_PYTHON ?= $(shell for python in python3.10 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.10.*/bin/python3.10 "$(PYTHON)"; \
+	do "$$python" -c pass 2>/dev/null && { command -v "$$python"; break; }; done)
 PIP_FLAGS ?=
 WORKERS ?= 2
 GPU_WORKERS ?= 6
@@ -15,28 +20,23 @@ ARGS ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
-OLDEST_TRANSFORMERS := 5.17.0
-# not on the oldest Transformers: kernels and functions on tensors, which call nothing of it; packaging; benchmarks; and,
-# by the marker `newest`, what shows torch, DeepSpeed or an example at work where another test has shown Transformers
-ONLY_NEWEST := tests/kernels tests/quantization/test_packed_layer.py tests/quantization/test_packed_weight.py \
-	tests/test_bad_input.py tests/test_balance_benchmark.py tests/test_dispatch.py tests/test_functional.py tests/test_low_rank.py \
-	tests/test_packaging.py tests/test_quality_benchmark.py tests/test_routing.py tests/test_training_benchmark.py
-OLDEST_TESTS ?= tests $(ONLY_NEWEST:%=--ignore=%)
+NEWEST := .venv-newest
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-newest test-oldest test-gpu lint format bench wheel clean
+.PHONY: demo test test-oldest test-newest test-gpu lint format bench wheel clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
 
-test: test-newest test-oldest
-
-test-newest: $(VENV)/.installed
+test: $(VENV)/.installed
 	$(RUN) $(VENV)/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.installed
-	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not newest" $(OLDEST_TESTS) $(ARGS)
+	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not pinned" $(ARGS)
+
+test-newest: $(NEWEST)/.installed
+	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not pinned" $(ARGS)
 
 # Most of it is compiling, on the CPU, so more processes help; LOCAL_RANK=1 keeps each from beginning further ones.
 TEST_GPU := LOCAL_RANK=1 $(VENV)/bin/python -m pytest -q -rs tests/kernels $(ARGS)
@@ -60,14 +60,16 @@ wheel: $(VENV)/.installed
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An environment is up to date when its stamp is newer than what it was made from.
-%/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: CONSTRAINTS := constraints.txt
+$(OLDEST)/.installed: CONSTRAINTS := .ci/oldest.txt
+$(OLDEST)/.installed: PYTHON := $(OLDEST_PYTHON)
+$(NEWEST)/.installed: CONSTRAINTS := .ci/newest.txt
+%/.installed: pyproject.toml constraints.txt .ci/oldest.txt .ci/newest.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: none found; set PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed: this is {v}; set PYTHON=/path/to/python3")'
-	test -x $*/bin/python || $(PYTHON) -m venv $*
-	if [ $* = $(OLDEST) ]; then sed 's/^transformers==.*/transformers==$(OLDEST_TRANSFORMERS)/; /^huggingface-hub==/d' constraints.txt; \
-	  else cat constraints.txt; fi > $*/constraints.txt
-	$*/bin/python -m pip install --quiet $(PIP_FLAGS) -c $*/constraints.txt -e '.[test]'
+	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed: this is {v}; set PYTHON=/path/to/python3")'
+	test -x $*/bin/python || "$(PYTHON)" -m venv $*
+	$*/bin/python -m pip install --quiet $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[test]'
 	touch $@

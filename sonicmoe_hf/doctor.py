@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 
 from . import backends
 from .config import TokenRounding
@@ -108,6 +109,22 @@ def versions() -> dict[str, str]:
             by_package[package] = "not installed"
     by_package["torch"] = torch.__version__
     return by_package
+
+
+def untested_versions() -> list[str]:
+    """A sentence for each installed package whose version is outside the range that sonicmoe-hf was tested with."""
+    try:
+        requirements = [Requirement(line) for line in importlib.metadata.requires("sonicmoe-hf") or []]
+    except importlib.metadata.PackageNotFoundError:  # not installed: imported from a checkout, which declares nothing
+        return []
+    installed = versions()
+    return [
+        f"{requirement.name} {installed[requirement.name]} is outside the versions that sonicmoe-hf was tested with, "
+        f"{requirement.specifier}: run the tests, or install one of these"
+        for requirement in requirements
+        if installed.get(requirement.name, "not installed") != "not installed"
+        and not requirement.specifier.contains(installed[requirement.name], prereleases=True)
+    ]
 
 
 def devices() -> list[Device]:
@@ -212,6 +229,7 @@ def as_json(report: ModelReport | None) -> dict:
     """Everything doctor prints, as plain data."""
     facts: dict[str, Any] = {
         "versions": versions(),
+        "untested_versions": untested_versions(),
         "backend_override": os.environ.get(backends.VARIABLE),
         "expert_parallelism": {"token_rounding": has_expert_parallelism(), "how": expert_parallel_remedy()},
         "devices": [asdict(device) for device in devices()],

@@ -10,6 +10,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from sonicmoe_hf.patching.support import find_layers
 
+pytestmark = pytest.mark.pinned
+
 CPU = torch.device("cpu")
 
 

@@ -13,6 +13,8 @@ from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.patching.patch import patch_state
 
+pytestmark = pytest.mark.pinned
+
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):

@@ -90,7 +90,7 @@ def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.newest
+@pytest.mark.pinned
 def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -99,7 +99,7 @@ def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     assert command(["demo", "--steps", "4", "--rounding", "top_k", "--output", str(tmp_path)]) == 1
 
 
-@pytest.mark.newest
+@pytest.mark.pinned
 @pytest.mark.parametrize(("dead", "passed"), [(0, True), (3, False)])
 def test_the_demo_fails_when_experts_are_without_rows_at_the_end(dead, passed, tmp_path):
     demo = run.Demo(run.DemoSettings(output=tmp_path, rounding="top_k"), run.Console(quiet=True), None, [], [], None)
@@ -109,7 +109,7 @@ def test_the_demo_fails_when_experts_are_without_rows_at_the_end(dead, passed, t
     assert {check.name: check.passed for check in demo.checks}["every expert has rows at the end"] is passed
 
 
-@pytest.mark.newest
+@pytest.mark.pinned
 def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 2)
@@ -183,7 +183,7 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
-@pytest.mark.newest
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "options",
     [ROUNDED, ["--lora", "4", "--no-bf16", "--no-gradient-checkpointing"]],

@@ -12,6 +12,8 @@ import pytest
 import torch
 from helpers.benchmarks import imported
 
+pytestmark = pytest.mark.pinned
+
 CPU = torch.device("cpu")
 
 

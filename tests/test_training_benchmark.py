@@ -6,6 +6,8 @@ import sys
 import pytest
 from helpers.benchmarks import imported
 
+pytestmark = pytest.mark.pinned
+
 TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1")
 
 

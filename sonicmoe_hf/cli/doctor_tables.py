@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import backends
-from ..doctor import Device, ModelReport, devices, versions
+from ..doctor import Device, ModelReport, devices, untested_versions, versions
 from ..patching.experts import expert_parallel_remedy
 
 YES, NO = "[green]yes[/]", "[red]no[/]"
@@ -19,6 +19,8 @@ def print_doctor(report: ModelReport | None) -> None:
     """Versions, devices and, where a model was examined, its layers."""
     console = Console()
     console.print(_versions_table())
+    for sentence in untested_versions():
+        console.print(f"[yellow]{escape(sentence)}[/]")
     console.print(_devices_table(devices()))
     override = os.environ.get(backends.VARIABLE)
     console.print(f"{backends.VARIABLE} is {'not set' if override is None else repr(override)}")

@@ -1,5 +1,6 @@
 """sonicmoe-hf on the command line: doctor in words and as JSON, the demo end to end with few steps."""
 
+import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
@@ -49,6 +50,16 @@ def test_a_command_is_required_and_an_unknown_one_refused(capsys):
         with pytest.raises(SystemExit) as exit:
             main(arguments)
         assert exit.value.code == 2
+
+
+def test_doctor_names_versions_outside_the_tested_range(capsys, monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0" if name == "triton" else version(name))
+    main(["doctor", "--json"])
+    (sentence,) = json.loads(capsys.readouterr().out)["untested_versions"]
+    assert sentence.startswith("triton 99.0 is outside the versions that sonicmoe-hf was tested with")
+    main(["doctor"])
+    assert "triton 99.0 is outside" in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_alone_prints_versions_devices_and_backends(capsys, monkeypatch):

@@ -45,7 +45,6 @@ def ddp_step(rank, family, checkpointing):
     return loss.detach(), gradients(prepared)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "family, checkpointing",
     [
@@ -105,7 +104,6 @@ def in_precision(model, precision):
     return model
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("experts_on_their_own", [False, True])
 @pytest.mark.parametrize(
@@ -124,7 +122,6 @@ def test_under_fsdp2_token_rounding_gives_the_unsharded_models_loss_and_gradient
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
-@pytest.mark.newest
 def test_under_fsdp2_top_k_gives_the_unsharded_models_gradients(ranks):
     model = build("olmoe")
     _, expected = mean_of_ranks(model)
@@ -165,7 +162,6 @@ def adapted_step(rank, family, kind):
     return loss.detach(), gradients(model)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapted_experts_under_data_parallelism_get_the_unsharded_models_gradients(ranks, family, kind):
@@ -321,7 +317,6 @@ def packed_under_ddp(rank):
     return gradients(peft)
 
 
-@pytest.mark.newest
 def test_packed_experts_are_replicated_beside_adapters(ranks):
     first, second = ranks.run(packed_under_ddp)
     assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
@@ -387,7 +382,6 @@ def balanced_step(rank, family, sharded):
                                  if balancing.bias_update]  # fmt: skip
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
 def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
     model = build(family)

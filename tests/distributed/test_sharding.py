@@ -113,7 +113,6 @@ def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora=Fals
     return found
 
 
-@pytest.mark.newest
 @with_deepspeed
 @pytest.mark.parametrize("family", CONFIGS)
 @ROUTINGS
@@ -121,7 +120,6 @@ def test_zero_3_gives_the_unsharded_models_loss_and_gradients(ranks, family, rou
     assert_mean_of_ranks(patched(family, routing), ranks.run(zero_step, family, 3, routing, False, None))
 
 
-@pytest.mark.newest
 @with_deepspeed
 @pytest.mark.parametrize(
     "family, stage, routing, patch_last, checkpointing",
@@ -141,7 +139,6 @@ def test_zero_patched_after_the_engine_or_checkpointed_gives_the_same(
     assert_mean_of_ranks(patched(family, routing), results)
 
 
-@pytest.mark.newest
 @with_deepspeed
 @pytest.mark.parametrize(
     "family, stage, patch_last, checkpointing",
@@ -254,7 +251,6 @@ def fsdp_step(
     return loss.detach(), fsdp_gradients(prepared)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("family", CONFIGS)
 @ROUTINGS
 def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
@@ -268,7 +264,6 @@ def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, rout
                 assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("patch_last", [False, True])
 def test_fsdp1_by_pefts_wrap_policy_gathers_the_factors_of_adapted_experts(ranks, patch_last):
     model = with_lora(patched("qwen3_moe", None), target_modules=["q_proj"])
@@ -279,7 +274,6 @@ def test_fsdp1_by_pefts_wrap_policy_gathers_the_factors_of_adapted_experts(ranks
         assert_all_close({"loss": loss, **learned}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1s_mixed_precision_leaves_the_rounded_weights_as_they_are(ranks, use_orig_params):
     layers, experts = ["DeepseekV3DecoderLayer"], ["DeepseekV3DecoderLayer", "DeepseekV3Experts"]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from kernel_helpers import script_output
 
+pytestmark = pytest.mark.pinned
+
 SCRIPT = Path(__file__).with_name("compile_hopper.py")
 needs_the_dsl = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no nvidia-cutlass-dsl")
 

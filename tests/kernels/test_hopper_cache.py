@@ -27,6 +27,8 @@ from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.config import tile
 from sonicmoe_hf.kernels.hopper.variants import on_triton, variants
 
+pytestmark = pytest.mark.pinned
+
 PYTHON = sys.executable
 SMALL_KERNEL = "gemm_wgrad", (torch.bfloat16, 128, 128, True, tile("gemm_wgrad", 128))
 TWO_PROCESSES = """

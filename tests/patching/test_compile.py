@@ -27,7 +27,7 @@ WITH_TOP_K = ("deepseek_v3", "gpt_oss")  # Qwen3-MoE follows the mode below; OLM
     ("family", "routing"),
     [
         *((family, POLICY) for family in CONFIGS),
-        *(pytest.param(f, None, marks=pytest.mark.newest) for f in WITH_TOP_K),
+        *((f, None) for f in WITH_TOP_K),
     ],
 )
 def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing):
@@ -59,7 +59,6 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
     assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
 
 
-@pytest.mark.newest
 def test_a_compiled_model_follows_the_policy_and_the_mode():
     torch._dynamo.reset()
     model = build("qwen3_moe", **ONE_LAYER)
@@ -81,7 +80,6 @@ def test_a_compiled_model_follows_the_policy_and_the_mode():
         assert relative_error(logits, top_k) < 1e-5  # fp32: the same computation, compiled for another case
 
 
-@pytest.mark.newest
 def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
     torch._dynamo.reset()
     model = build(
@@ -110,7 +108,6 @@ def compile_with_graph_breaks(model):
     return torch.compile(model, backend="aot_eager")
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("compiled", [compile_blocks, compile_with_graph_breaks])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(use_reentrant, compiled):
@@ -127,7 +124,6 @@ def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forwa
         assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
 
 
-@pytest.mark.newest
 def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
     torch._dynamo.reset()
     model = build("qwen3_moe", **ONE_LAYER)

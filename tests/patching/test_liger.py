@@ -257,7 +257,6 @@ print("right")
 """
 
 
-@pytest.mark.newest
 def test_whole_models_with_ligers_rope_and_loss_and_our_experts_compute_the_same():
     tests = Path(__file__).parent.parent
     paths = os.pathsep.join(map(str, (tests.parent, tests, tests / "patching")))

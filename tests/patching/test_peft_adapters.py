@@ -243,7 +243,6 @@ def test_fp32_adapters_of_bf16_experts_get_fp32_gradients_that_err_no_more_than_
     assert sum(ours.values()) <= 1.2 * sum(theirs.values()), (ours, theirs)
 
 
-@pytest.mark.newest
 def test_compiled_whole_it_gives_the_same():
     torch._dynamo.reset()
     model = with_lora(patched(small("qwen3_moe")))

@@ -128,7 +128,6 @@ def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatc
         model(**batch())
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(fullgraph):
     torch._dynamo.reset()
