@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.benchmarks import imported
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.pinned
 ROOT = Path(__file__).parents[1]
 
 

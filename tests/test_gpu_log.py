@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from helpers.benchmarks import imported
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.pinned
 LOG = "commit {}\nan H200\n\na test\n1 passed\n"
 
 
