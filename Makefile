@@ -6,6 +6,7 @@
 #   make lint          ruff, check and format; mypy
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
+#   make docs          the documents and the reference of the public API as a site, in ./site; every link is checked
 # A machine without CUDA saves a large download with PyTorch's CPU build:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -24,7 +25,7 @@ NEWEST := .venv-newest
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-oldest test-newest test-gpu lint format bench wheel clean
+.PHONY: demo test test-oldest test-newest test-gpu lint format bench docs wheel clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
@@ -56,11 +57,15 @@ format: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/moe_layer.py $(ARGS)
 
+docs: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build $(ARGS)
+
 wheel: $(VENV)/.installed
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # An environment is up to date when its stamp is newer than what it was made from.
 $(VENV)/.installed: CONSTRAINTS := constraints.txt

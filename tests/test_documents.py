@@ -4,9 +4,11 @@ import re
 import shlex
 
 import pytest
+import yaml
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.cli.main import main as command
@@ -84,3 +86,30 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert len(python) == 4
     for block in python:
         exec(block, {"dataset": dataset})
+
+
+def test_the_reference_has_every_public_name():
+    """A name by itself, or in one of the modules that are listed whole."""
+    text = (EXAMPLES.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: sonicmoe_hf\.(\w+)$", text, flags=re.MULTILINE))
+    in_modules = {"moe_experts"} | {name for name in sonicmoe_hf.__all__ if name.endswith("Error")}
+    assert {"functional", "errors"} <= listed
+    assert listed - {"errors"} == set(sonicmoe_hf.__all__) - in_modules
+
+
+def test_the_citation_names_the_papers_authors():
+    citation = yaml.safe_load((EXAMPLES.parent / "CITATION.cff").read_text(encoding="utf-8"))
+    paper = citation["preferred-citation"]
+    authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
+    readme = " ".join((EXAMPLES.parent / "README.md").read_text(encoding="utf-8").split())
+    for words in (authors, paper["title"], paper["identifiers"][0]["value"], str(paper["year"])):
+        assert words in readme, words
+
+
+def test_templates_of_issues_are_forms():
+    for path in (EXAMPLES.parent / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.name != "config.yml":
+            assert form["name"] and form["description"]
+            identifiers = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+            assert len(set(identifiers)) == len(identifiers) > 0

@@ -1,0 +1,54 @@
+"""What `make docs` does beside MkDocs: README.md is the first page, and files that pages link to come along.
+
+A file outside docs/ lies under repository/ in the site. A folder or another document becomes a link to the repository.
+What does not exist stays as it is, and MkDocs ends the build for it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")  # a relative one
+
+
+def rewritten(text: str, folder: Path, repository: str, linked: set[str]) -> str:
+    """A page of `folder`, with its links as the site has them; adds the files outside docs/ to `linked`."""
+
+    def link(match: re.Match) -> str:
+        target, anchor = (folder / match[1]).resolve(), match[2] or ""
+        if not target.exists() or not target.is_relative_to(ROOT):
+            return match[0]
+        if target.is_relative_to(ROOT / "docs"):
+            return f"]({target.relative_to(ROOT / 'docs').as_posix()}{anchor})"
+        path = target.relative_to(ROOT).as_posix()
+        if path == "README.md":
+            return f"](index.md{anchor})"
+        if target.is_dir() or target.suffix == ".md":
+            return f"]({repository}/{'tree' if target.is_dir() else 'blob'}/main/{path}{anchor})"
+        linked.add(path)
+        return f"](repository/{path}{anchor})"
+
+    return LINK.sub(link, text)
+
+
+def on_files(files, config):
+    """Add the first page, and the files that pages link to."""
+    linked: set[str] = set()
+    readme = rewritten((ROOT / "README.md").read_text(encoding="utf-8"), ROOT, config.repo_url.rstrip("/"), linked)
+    files.append(File.generated(config, "index.md", content=readme))
+    for path in (ROOT / "docs").glob("*.md"):
+        rewritten(path.read_text(encoding="utf-8"), path.parent, "", linked)
+    for path in sorted(linked):
+        files.append(File.generated(config, f"repository/{path}", abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Rewrite the links of a page of docs/."""
+    if page.file.src_uri == "index.md":
+        return markdown
+    return rewritten(markdown, ROOT / "docs", config.repo_url.rstrip("/"), set())
