@@ -137,10 +137,11 @@ def hook_loss(call: ModelCall, output) -> None:
 
 
 class TokenCounts:
-    """Tokens per expert of one layer since the last bias update, int64 on the router's device."""
+    """Tokens per expert of one layer since the last bias update, int64 on the router's device; the bias itself, fp32."""
 
     def __init__(self) -> None:
         self.counted_E: torch.Tensor | None = None
+        self.bias_E: torch.Tensor | None = None
 
     def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
         """Count from zero; the counter."""
@@ -155,6 +156,20 @@ class TokenCounts:
         if counted_E is None or counted_E.device != now_E.device:
             counted_E = self.start(num_experts, now_E.device)
         counted_E.add_(now_E)
+
+    def keep_bias(self, bias_E: torch.Tensor) -> torch.Tensor:
+        """Make a router's correction bias fp32, in which alone 1e-3 does not vanish, and have it stay so; returns it.
+
+        FSDP1 casts buffers at its first forward: what is no more than a cast of the fp32 bias becomes that again.
+        """
+        if bias_E.dtype != torch.float32:
+            cast_E = bias_E.data.float()
+            if self.bias_E is not None:
+                kept_E = self.bias_E.to(bias_E.device)
+                cast_E = torch.where(kept_E.to(bias_E.dtype) == bias_E, kept_E, cast_E)
+            bias_E.data = cast_E
+        self.bias_E = bias_E.data
+        return bias_E
 
 
 @torch.no_grad()

@@ -79,10 +79,9 @@ class LoadBalancing(_ExpertsInCheckpoints):
         if self.bias_update is not None:
             _check_saved(model, layers)
             for *_, router in routers(model):
-                bias = router.e_score_correction_bias
-                bias.data = bias.data.float()  # 1e-3 vanishes in bf16
-                hook = find_hook(forward_hooks(router), RouterHook)
-                hook.balance.start(bias.numel(), bias.device)
+                counts = find_hook(forward_hooks(router), RouterHook).balance
+                bias = counts.keep_bias(router.e_score_correction_bias)
+                counts.start(bias.numel(), bias.device)
         weight = 0.0 if self.per_layer_loss is None else self.per_layer_loss / len(layers)
         patch_state(model).balancing = Balancing(weight, self.bias_update is not None)
 
@@ -91,13 +90,15 @@ class LoadBalancing(_ExpertsInCheckpoints):
         if self.bias_update is None:
             return
         live = [layer.router for layer in find_layers(model)]
-        counts = [find_hook(forward_hooks(router), RouterHook).balance.counted_E for router in live]
+        balance = [find_hook(forward_hooks(router), RouterHook).balance for router in live]
+        counts = [layer.counted_E for layer in balance]
         flat = torch.cat([count_E.to(counts[0].device) for count_E in counts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
-        for router, count_E, total_E in zip(live, counts, flat.split([len(count_E) for count_E in counts])):
-            update_bias(router.e_score_correction_bias, total_E.to(count_E.device), self.bias_update)
-            count_E.zero_()
+        for router, layer, total_E in zip(live, balance, flat.split([len(count_E) for count_E in counts])):
+            bias_E = layer.keep_bias(router.e_score_correction_bias)
+            update_bias(bias_E, total_E.to(bias_E.device), self.bias_update)
+            layer.counted_E.zero_()
 
     def stop(self, model: nn.Module) -> None:
         """Balance no longer; the biases stay as they are."""

@@ -1,16 +1,19 @@
 """Two gloo ranks: LoadBalancing's scale, its counts and its biases, under every kind of parallelism."""
 
 import pytest
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from helpers.adapters import with_lora
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH, SUMMATION, gradients
+from helpers.parallel import OWN_BATCH, SUMMATION, gradients, pretend_to_have_gpus
 from helpers.ranks import Ranks
 from helpers.training import Examples, arguments
 from transformers import Trainer
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing
+from sonicmoe_hf.patching.support import find_layers
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +80,51 @@ def test_under_ddp_the_trainers_own_loss_scales_each_ranks_batch_by_its_tokens(r
         balancing.scaled_as(reference, loss, share=share).backward()
     for actual in ranks.run(gradient_of_a_step, str(tmp_path)):
         assert_all_close(actual, gradients(reference), 2e-4, f"{SUMMATION}; differences of weights of size 1")
+
+
+# biases under FSDP1
+
+
+def steps_of_biases(rank):
+    """The biases after three steps, and as they are saved."""
+    AcceleratorState._reset_state(True)
+    pretend_to_have_gpus()
+    model = with_large_biases()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    prepared, balancing = accelerator.prepare(model), LoadBalancing(bias_update=RATE)
+    balancing.start(prepared)
+    for _ in range(STEPS):
+        accelerator.backward(prepared(**batch(**OWN_BATCH[rank])).loss)
+        balancing.step(prepared)
+    saved = prepared.state_dict()
+    AcceleratorState._reset_state(True)
+    return biases_of(prepared), [value for name, value in saved.items() if "e_score_correction_bias" in name]
+
+
+RATE, STEPS = 1e-3, 3
+
+
+def with_large_biases():
+    """bf16 has steps of 4e-3 and 8e-3 there."""
+    model = build("deepseek_v3")
+    for bias in biases_of(model):
+        bias.data += 1
+    sonicmoe_hf.patch_model(model)
+    return model
+
+
+def biases_of(model):
+    return [layer.router.e_score_correction_bias for layer in find_layers(model)]
+
+
+def test_under_fsdp1_in_bf16_biases_move_by_less_than_bf16_can_tell_and_are_saved_so(ranks):
+    before = biases_of(with_large_biases())
+    results = ranks.run(steps_of_biases)
+    for found, saved in results:
+        for bias, kept, other, old in zip(found, saved, results[0][0], before, strict=True):
+            steps = (bias - old) / RATE
+            assert bias.dtype == kept.dtype == torch.float32
+            assert torch.equal(bias, kept) and torch.equal(bias, other)
+            assert torch.allclose(steps, steps.round(), atol=1e-3), "fp32 near 1 tells 1e-7"
+            assert steps.abs().max().round() == STEPS, "an expert's load was above or below the mean in every step"

@@ -9,12 +9,11 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks
+from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks, pretend_to_have_gpus
 from helpers.ranks import WORLD, Ranks
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from safetensors.torch import load_file
@@ -203,12 +202,6 @@ def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_pat
 
 
 # FSDP1
-
-
-def pretend_to_have_gpus():
-    """accelerate offers FSDP on accelerators only; on ranks that it takes for them, it does so with CPU tensors."""
-    state = PartialState(cpu=True)
-    state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
 
 
 def fsdp_gradients(model):

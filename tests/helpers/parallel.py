@@ -2,6 +2,9 @@
 
 from dataclasses import fields
 
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from helpers.models import batch, loss_and_gradients
 from helpers.ranks import WORLD
 from transformers import AutoModelForCausalLM
@@ -28,6 +31,12 @@ def mean_of_ranks(model, batches=OWN_BATCH):
     for result in results:
         del result["logits"]
     return losses, {name: sum(result[name].float() for result in results) / len(batches) for name in results[0]}
+
+
+def pretend_to_have_gpus():
+    """accelerate offers FSDP on accelerators only; on ranks that it takes for them, it does so with CPU tensors."""
+    state = PartialState(cpu=True)
+    state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
 
 
 def expert_parallelism():
