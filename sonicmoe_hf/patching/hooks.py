@@ -18,7 +18,7 @@ from torch import nn
 from ..config import TokenRounding
 from ..model_patches import FAMILIES
 from ..private.torch import forward_hooks, remove_hooks, tree_leaves
-from ..private.transformers import experts_implementation
+from ..private.transformers import experts_implementation, parallel_mesh
 from ..routing import MISPLACED, rounded_routing
 from . import calls, fast_topk
 from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
@@ -203,8 +203,7 @@ class ModelEntryHook:
         """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
         state = self.state
         if state.policy is not None and state.policy.rounding == "stochastic":
-            parallelism = [expert_parallelism(layer.experts) for layer in self.layers]
-            call.batch_group = next((found.batch_group for found in parallelism if found is not None), None)
+            call.batch_group = self._batch_group(model)
         if state.balancing is not None:
             call.share = share_of_batch(model, kwargs)
         if state.recording is None and state.replaying is None:
@@ -219,6 +218,14 @@ class ModelEntryHook:
         if state.recording is not None:
             call.recorded = {}
             state.recording.calls.append(call.recorded)
+
+    def _batch_group(self, model: nn.Module) -> torch.distributed.ProcessGroup | None:
+        """The ranks that have this model's batch too, as it or, where a part of it is called, its experts know."""
+        mesh = parallel_mesh(model, "tp")
+        if mesh is not None:
+            return mesh.get_group()
+        parallelism = (expert_parallelism(layer.experts) for layer in self.layers)
+        return next((found.batch_group for found in parallelism if found is not None), None)
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy

@@ -20,7 +20,7 @@ from ..config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choi
 from ..errors import UnsupportedModelError
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, remove_hooks
-from ..private.transformers import experts_implementation, set_experts_implementation
+from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
 from ..quantization.quantize import with_packed_experts
 from .calls import PatchState
 from .experts import IMPLEMENTATION
@@ -196,6 +196,17 @@ def patch_state(model: nn.Module) -> PatchState:
     if state is None:
         raise ValueError(f"{type(_root(model)).__name__} is not patched; call sonicmoe_hf.patch_model(model) first")
     return state
+
+
+def ranks_of_batch(model: nn.Module) -> int:
+    """How many ranks have the same batch: those over which Transformers splits the model by tensor parallelism."""
+    mesh = parallel_mesh(_root(model), "tp")
+    return 1 if mesh is None else mesh.size()
+
+
+def is_pipelined(model: nn.Module) -> bool:
+    """Whether ranks have other layers of this model."""
+    return parallel_mesh(_root(model), "pp") is not None
 
 
 def is_patched(model: nn.Module) -> bool:

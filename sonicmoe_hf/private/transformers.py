@@ -8,7 +8,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 USED = {
     "transformers.integrations.moe._default_apply_gate": ("5.17 to 5.23", "telling which activation experts compute"),
@@ -33,6 +36,7 @@ USED = {
     "transformers.Trainer._load_best_model": ("5.17 to 5.23", "restoring experts with load_best_model_at_end"),
     "transformers.Trainer._issue_warnings_after_load": ("5.17 to 5.23", "warnings after restoring experts"),
     "transformers.distributed.tensor_parallel: _is_hooked": ("5.17 to 5.23", "telling parallel forwards from others"),
+    "transformers.distributed.mixin: _device_mesh": ("5.17 to 5.23", "telling which ranks share batch or layers"),
     "transformers.training_args: _n_gpu": ("5.17 to 5.23", "the demo on a machine with several GPUs"),
     "accelerate.hooks: _hf_hook": ("1.10 to 1.15", "telling accelerate's forwards from others"),
     "accelerate.hooks: _old_forward": ("1.10 to 1.15", "telling what accelerate's forwards call"),
@@ -80,6 +84,19 @@ def replace_registered_configs(configs: dict) -> None:
 def builds(auto_class, config) -> bool:
     """Whether an Auto class of models has one for this config."""
     return type(config) in auto_class._model_mapping
+
+
+def parallel_mesh(model, dimension: str) -> DeviceMesh | None:
+    """The ranks over which Transformers splits this model by tensor ("tp") or pipeline ("pp") parallelism; None where it
+    does not."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ("tp",)  # the deprecated tp_plan="auto" makes a mesh without names
+    if dimension not in names:
+        return None
+    mesh = mesh[dimension] if len(names) > 1 else mesh
+    return mesh if mesh.size() > 1 else None
 
 
 def strictly_fp32_modules(model) -> set[str]:

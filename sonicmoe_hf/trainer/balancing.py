@@ -10,7 +10,7 @@ from ..errors import UnsupportedModelError
 from ..patching.balance import Balancing, ScaleHook, update_bias
 from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.hooks import RouterHook, find_hook
-from ..patching.patch import check_routers_live, patch_state, routers
+from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
 from ..patching.support import Layer, find_layers
 from ..private.torch import forward_hooks
 from .callbacks import _ExpertsInCheckpoints
@@ -73,6 +73,10 @@ class LoadBalancing(_ExpertsInCheckpoints):
             UnsupportedModelError: a layer's router is not known, or has no bias to update.
         """
         check_routers_live(model)
+        if is_pipelined(model):
+            raise UnsupportedModelError(
+                "LoadBalancing does not work under pipeline parallelism, whose ranks have different layers"
+            )
         layers = list(find_layers(model))
         for layer in layers:
             self._check(layer)

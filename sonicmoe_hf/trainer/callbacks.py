@@ -13,8 +13,17 @@ from transformers.utils import logging
 from ..config import TokenRounding
 from ..patching.expert_load import TOTALS
 from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
-from ..patching.patch import check_routers_live, is_patched, patch_model, patch_state, router_hooks, start_counting
-from ..patching.support import Layer, find_layers
+from ..patching.patch import (
+    check_routers_live,
+    is_patched,
+    is_pipelined,
+    patch_model,
+    patch_state,
+    ranks_of_batch,
+    router_hooks,
+    start_counting,
+)
+from ..patching.support import find_layers
 from .loss_scale import LossWithScale
 from .policy_trainers import check_no_policy_trainer
 from .resume import restore_experts_on_resume
@@ -183,7 +192,15 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
         super().on_train_begin(args, state, control, model, **kwargs)
         if patch_state(model).policy is not None:  # set by patch_model or set_routing
             check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
-        if any(is_expert_parallel(layer.experts) and _ranks_of_batch(layer) is None for layer in find_layers(model)):
+        if is_pipelined(model):
+            logger.warning_once(
+                "ExpertLoadCallback: nothing is counted under pipeline parallelism, whose ranks have different layers"
+            )
+            return
+        if any(
+            is_expert_parallel(layer.experts) and expert_parallelism(layer.experts) is None
+            for layer in find_layers(model)
+        ):
             logger.warning_once(
                 "ExpertLoadCallback: nothing is counted under expert parallelism of Transformers' own, whose ranks may "
                 f"share their tokens; {expert_parallel_remedy()}"
@@ -215,7 +232,7 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
         flat = torch.cat([count.to(device) for count in counts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
-        flat //= next(map(_ranks_of_batch, find_layers(model))) or 1
+        flat //= ranks_of_batch(model)
         per_layer = [count.cpu() for count in flat.split([len(count) for count in counts])]
         rows = {hook.layer_name: count[: -len(TOTALS)] for hook, count in zip(hooks, per_layer)}
         totals = dict(zip(TOTALS, sum(count[-len(TOTALS) :] for count in per_layer).tolist()))
@@ -226,12 +243,6 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             {"step": step, "rows_per_expert": {name: row.tolist() for name, row in rows.items()}, **metrics}
         )
         return metrics
-
-
-def _ranks_of_batch(layer: Layer) -> int | None:
-    """How many ranks have the same tokens, where our expert parallelism knows."""
-    parallelism = expert_parallelism(layer.experts)
-    return None if parallelism is None else parallelism.tp_mesh.size()
 
 
 def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str, float]:

@@ -6,14 +6,15 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from helpers.adapters import with_lora
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH, SUMMATION, gradients, pretend_to_have_gpus
+from helpers.parallel import HAS_PP_SIZE, OWN_BATCH, SUMMATION, gradients, load_parallel, pretend_to_have_gpus
 from helpers.ranks import Ranks
-from helpers.training import Examples, arguments
-from transformers import Trainer
+from helpers.training import TILE, Examples, Watch, arguments
+from transformers import Trainer, TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf import LoadBalancing
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
 from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.routing import TokenRounding
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,56 @@ def test_under_fsdp1_in_bf16_biases_move_by_less_than_bf16_can_tell_and_are_save
             assert torch.equal(bias, kept) and torch.equal(bias, other)
             assert torch.allclose(steps, steps.round(), atol=1e-3), "fp32 near 1 tells 1e-7"
             assert steps.abs().max().round() == STEPS, "an expert's load was above or below the mean in every step"
+
+
+# ranks that have the same batch, or other layers
+
+
+def counted(model, **own):
+    callback = ExpertLoadCallback()
+    callback.on_train_begin(None, TrainerState(), None, model=model)
+    model(**batch(**own))
+    callback.collect(model, step=1)
+    return callback.history
+
+
+def counted_in_parallel(rank, folder, kind):
+    return counted(load_parallel(folder, kind))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_ranks_of_tensor_parallelism_count_their_common_tokens_once(ranks, family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    expected = counted(model)
+    for history in ranks.run(counted_in_parallel, str(tmp_path), "tensor"):
+        assert history == expected and len(history) == 1
+
+
+def refused_in_a_pipeline(rank, folder):
+    model = load_parallel(folder, "pipeline")
+    ExpertLoadCallback().on_train_begin(None, TrainerState(), None, model=model)
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="does not work under pipeline parallelism"):
+        LoadBalancing(per_layer_loss=1.0).start(model)
+    return sonicmoe_hf.patching.patch.patch_state(model).counting
+
+
+@pytest.mark.skipif(not HAS_PP_SIZE, reason="this Transformers has no pipeline parallelism of its own")
+def test_ranks_of_pipeline_parallelism_count_nothing_as_their_layers_differ(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    assert ranks.run(refused_in_a_pipeline, str(tmp_path)) == [False, False]
+
+
+def rounded_with_another_seed(rank, folder):
+    model = load_parallel(folder, "tensor", experts_implementation="sonicmoe_hf")
+    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, rounding="stochastic"))
+    watch = Watch(model)
+    torch.manual_seed(rank)
+    model(**batch())
+    return [routing.expert_index for _, routing in watch.calls]
+
+
+def test_ranks_of_tensor_parallelism_draw_the_same_stochastic_rounding(ranks, tmp_path):
+    build("gpt_oss").save_pretrained(tmp_path)  # Transformers' plan splits its attention alone
+    first, second = ranks.run(rounded_with_another_seed, str(tmp_path))
+    assert len(first) == 2 and all(torch.equal(a, b) for a, b in zip(first, second))

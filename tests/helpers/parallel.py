@@ -12,7 +12,9 @@ from transformers.distributed import DistributedConfig
 
 OWN_BATCH = [{"padding": True, "seed": 1}, {"seed": 2}]  # of each rank
 SUMMATION = "fp32: gradients of two ranks are added in another order"
-HAS_EP_SIZE = "ep_size" in {field.name for field in fields(DistributedConfig)}  # 5.17: enable_expert_parallel
+OPTIONS = {field.name for field in fields(DistributedConfig)}
+HAS_EP_SIZE = "ep_size" in OPTIONS  # 5.17: enable_expert_parallel
+HAS_PP_SIZE = "pp_size" in OPTIONS
 
 
 def gathered(gradient):
@@ -52,12 +54,16 @@ def expert_and_data_parallelism():
     return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
 
 
+def pipeline_parallelism():
+    return DistributedConfig(pp_size=WORLD)
+
+
 def data_parallelism():
     return DistributedConfig(fsdp_size=WORLD)
 
 
 PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
-               "both": expert_and_data_parallelism}  # fmt: skip
+               "both": expert_and_data_parallelism, "pipeline": pipeline_parallelism}  # fmt: skip
 
 
 def load_parallel(folder, kind, **options):
