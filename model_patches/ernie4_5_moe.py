@@ -2,7 +2,7 @@
 
 from sonicmoe_hf.errors import UnsupportedModelError
 
-from .family import Family, Weighting, modeling_module, softmax_family, softmax_scores
+from .family import Family, TokenTypes, Weighting, modeling_module, softmax_family, softmax_scores
 
 
 def _weighting(router):
@@ -22,6 +22,7 @@ FAMILIES = (
         block="Ernie4_5_VLMoeSparseMoeBlock",
         router="Ernie4_5_VLMoeMoeTopKRouter",
         pretrained="Ernie4_5_VLMoePreTrainedModel",
+        token_types=TokenTypes("moe_mm_token_type_ids", "vision_moe"),
         scores=softmax_scores,
         weighting=_weighting,
     ),

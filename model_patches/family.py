@@ -7,12 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from sonicmoe_hf.kernels.interface import Weighting
 from sonicmoe_hf.kernels.rounding import set_weights
+
+
+class TokenTypes(NamedTuple):
+    """Which tokens a block computes: `vision_block`, by its last name, those where the model's argument `argument`
+    [B, S] is not 0; others the rest."""
+
+    argument: str
+    vision_block: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +31,7 @@ class Family:
     name: what sonicmoe_hf calls it: its model_type, where it has only one kind of block. module: where Transformers
         defines it. block, router, pretrained: class names there; `pretrained` is the base class of its models.
     router_attribute: what the block calls its router.
+    token_types: where a module around several blocks gives each of them some of the tokens: which.
     scores(router, logits_TE) -> (scores_TE, ranking_TE): S of every expert for every token, fp32, differentiable; and
         what token rounding ranks by, -inf where an expert must never be added to the token.
     weighting(router) -> Weighting: the family's formula for the weights of a token's experts.
@@ -33,6 +43,7 @@ class Family:
     router: str
     pretrained: str
     router_attribute: str = "gate"
+    token_types: TokenTypes | None = None
     scores: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     weighting: Callable[[nn.Module], Weighting]
 

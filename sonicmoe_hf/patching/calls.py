@@ -26,9 +26,10 @@ class PatchState:
     """The settings that all hooks of one model share.
 
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
-    balance, or None. said_top_k: whether it was said that calls are too small for token rounding. last: the outermost
-    call that ended last, while `balancing` wants its scale. of_loss: those that ended since a Trainer began to compute
-    its loss, None outside. recording, replaying: where calls note which experts they use, and take them from, if they do.
+    balance, or None. said_top_k, said_mask: whether it was said that calls are too small for token rounding, and that a
+    mask does not fit. last: the outermost call that ended last, while `balancing` wants its scale. of_loss: those that
+    ended since a Trainer began to compute its loss, None outside. recording, replaying: where calls note which experts
+    they use, and take them from, if they do.
     configs: (the config that the model was built from, its own copy of it).
     """
 
@@ -41,6 +42,7 @@ class PatchState:
         self.recording: RecordedRouting | None = None
         self.replaying: Replay | None = None
         self.said_top_k = False
+        self.said_mask = False
         self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
 
 
@@ -48,7 +50,9 @@ class ModelCall:
     """What a call of a model tells its routers.
 
     state: its model's settings; policy: theirs when it began. name: of the module called inside that model, "" for the
-    whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None.
+    whole. gradients: whether the model's outermost call began with gradients on. attention_mask: [B, S] or None;
+    token_types: [B, S] or None, see `Family.token_types`; both are the outer call's of the same model where this one has
+    none.
     outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
     share: what part of the optimiser step's tokens the outermost call has, as far as its own loss says; loss_scale: what
     backward multiplies its balancing loss by, once it began. recorded, replayed: {layer: indices [T, K]} that
@@ -61,9 +65,12 @@ class ModelCall:
         self.state: PatchState = state
         self.name = name
         self.policy = state.policy
-        self.attention_mask = attention_mask
         self.outer: ModelCall | None = outer
         part_of = outer if outer is not None and outer.state is state else None
+        self.attention_mask: torch.Tensor | None = attention_mask
+        if attention_mask is None and part_of is not None:
+            self.attention_mask = part_of.attention_mask
+        self.token_types: torch.Tensor | None = part_of.token_types if part_of else None
         self.gradients: bool = torch.is_grad_enabled() if part_of is None else part_of.gradients
         self.outermost: ModelCall = self if part_of is None else part_of.outermost
         self.share: torch.Tensor | float = 1.0

@@ -26,6 +26,7 @@ from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .experts import IMPLEMENTATION, expert_parallelism, was_reached
 from .forwards import why_not_reached
+from .padding import given_mask, given_token_types, valid_tokens
 from .recorded import replayed
 from .support import Layer, find_layers, make_ready, ways_to_experts
 
@@ -35,13 +36,6 @@ logger = logging.getLogger(__name__)
 def find_hook(hooks: list, kind: type):
     """The hook of that class among a module's, or None."""
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
-
-
-def _valid_tokens(attention_mask, num_tokens: int, device) -> torch.Tensor | None:
-    """Which of the T tokens are real, where a mask of that many entries says so."""
-    if attention_mask is None or attention_mask.numel() != num_tokens:
-        return None
-    return attention_mask.reshape(-1).to(device) != 0
 
 
 class RouterHook:
@@ -80,7 +74,7 @@ class RouterHook:
         balancing = call.state.balancing
         logits_TE, weights_TK, index_TK = output
         num_tokens, num_experts = logits_TE.shape
-        valid_T = _valid_tokens(call.attention_mask, num_tokens, logits_TE.device)
+        valid_T = valid_tokens(call, FAMILIES[self.family_name], self.layer_name, num_tokens, logits_TE.device)
         policy, rounded, fell_back = call.policy, None, False
         if policy is not None:
             fell_back = not policy.applies(num_tokens, index_TK.shape[1], num_experts)
@@ -162,11 +156,11 @@ class ModelEntryHook:
     use_kernels, parallelism and Liger may have changed them since patching. Later calls look whether a forward of the
     experts was replaced again.
 
-    mask_position: where `attention_mask` stands among the positional arguments of the model's forward.
+    parameters: the names of the model's forward's parameters, in order.
     """
 
-    def __init__(self, mask_position: int | None):
-        self.mask_position = mask_position
+    def __init__(self, parameters: list[str]):
+        self.parameters = parameters
         self.checked: list[tuple[nn.Module, Callable | None]] | None = None  # experts and wrappers, their own forward
         self.layers: list[Layer] = []
         self.checked_policy: TokenRounding | None = None
@@ -190,12 +184,10 @@ class ModelEntryHook:
                 "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "
                 "(CUDA_VISIBLE_DEVICES=0)"
             )
-        mask = kwargs.get("attention_mask")
-        if mask is None and self.mask_position is not None and len(args) > self.mask_position:
-            mask = args[self.mask_position]
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            mask = None
+        arguments = {**dict(zip(self.parameters, args)), **kwargs}
+        mask = given_mask(arguments)
         call = calls.begin(self.state, self.name, mask)
+        call.token_types = given_token_types(arguments, call.token_types)
         if call is call.outermost:
             self._prepare(model, call, kwargs)
 

@@ -89,10 +89,9 @@ def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
     remove_hooks(module, lambda hook: isinstance(hook, kinds))
 
 
-def _mask_position(model: nn.Module) -> int | None:
-    """Where `attention_mask` stands among the positional arguments of the model's forward."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    return names.index("attention_mask") if "attention_mask" in names else None
+def _parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters of the model's forward."""
+    return list(inspect.signature(type(model).forward).parameters)[1:]
 
 
 def _use_our_experts(root: PreTrainedModel, save: str) -> None:
@@ -134,7 +133,7 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
             if find_hook(forward_pre_hooks(module), ModelEntryHook) is None:
-                module.register_forward_pre_hook(ModelEntryHook(_mask_position(module)), with_kwargs=True)
+                module.register_forward_pre_hook(ModelEntryHook(_parameters(module)), with_kwargs=True)
                 module.register_forward_hook(ModelExitHook(), always_call=True)
             find_hook(forward_pre_hooks(module), ModelEntryHook).join(state, name)
             find_hook(forward_hooks(module), ModelExitHook).join(state, name)

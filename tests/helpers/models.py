@@ -4,6 +4,8 @@ import copy
 
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Ernie4_5_VLMoeTextConfig
+from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
 
 from sonicmoe_hf.comparing import relative_error
 
@@ -69,6 +71,28 @@ def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.1)
     return model.train()
+
+
+def ernie_vl_text():
+    """The layers of ERNIE 4.5 VL, whose routers of text and of images each get some of the tokens."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": [16, 12], "intermediate_size": 48}
+    config = Ernie4_5_VLMoeTextConfig(**SHARED, **experts, num_key_value_heads=2, rope_parameters=rope)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = Ernie4_5_VLMoeTextModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model.train()
+
+
+def image_tokens(inputs):
+    """Token types of `batch`, whose rows have images of other lengths, the third none."""
+    types = torch.zeros_like(inputs["input_ids"])
+    for row, length in enumerate((4, 9, 0, 6)):
+        types[row, 2 : 2 + length] = 1 + row % 2
+    return types
 
 
 def twin(model):

@@ -1,0 +1,96 @@
+"""Which tokens count as padding: those of the mask's columns that are the call's own, for each router those it computes."""
+
+import logging
+
+import pytest
+import torch
+from helpers.models import batch, build, ernie_vl_text, image_tokens
+from peft import PrefixTuningConfig, get_peft_model
+from transformers import DynamicCache
+
+import sonicmoe_hf
+from sonicmoe_hf.patching import padding
+from sonicmoe_hf.patching.patch import patch_state, router_hooks, start_counting
+
+TOP_K = 2
+
+
+def counted(model, **inputs):
+    """Tokens that each router counts in one training call, by its layer."""
+    start_counting(model)
+    model(**inputs)
+    totals = {}
+    for hook in router_hooks(model):
+        rows_E = hook.load.take()[:8]  # then the totals of rounding
+        totals[hook.layer_name] = int(rows_E.sum()) // TOP_K
+    return totals
+
+
+def patched():
+    model = build("qwen3_moe", use_cache=True)
+    sonicmoe_hf.patch_model(model)
+    return model
+
+
+def test_a_masks_columns_of_a_cached_prompt_are_not_the_calls_own():
+    model, inputs = patched(), batch(padding=True)
+    prompt, cache = batch(length=5, seed=1)["input_ids"], DynamicCache(config=model.config)
+    model(input_ids=prompt, past_key_values=cache)
+    mask = torch.cat([torch.ones_like(prompt), inputs["attention_mask"]], dim=1)
+    tokens = counted(model, input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+    assert set(tokens.values()) == {int(inputs["attention_mask"].sum())}
+
+
+def test_a_masks_columns_of_a_tuned_prefix_are_not_the_calls_own():
+    model, inputs = patched(), batch(padding=True)
+    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert set(counted(tuned, **inputs).values()) == {int(inputs["attention_mask"].sum())}
+
+
+class Reshaping(torch.nn.Module):
+    """A model's stack of layers, which gets its mask as the model makes it of a 2-D one."""
+
+    def __init__(self, inner, change):
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, attention_mask=None, **kwargs):
+        return self.inner(attention_mask=self.change(attention_mask), **kwargs)
+
+
+def test_an_inner_model_without_a_2d_mask_has_that_of_the_model_around_it():
+    model, inputs = patched(), batch(padding=True)
+    model.model = Reshaping(model.model, lambda mask: mask[:, None, None, :].bool())
+    assert set(counted(model, **inputs).values()) == {int(inputs["attention_mask"].sum())}
+
+
+def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
+    model, inputs = patched(), batch(padding=True)
+    model.model = Reshaping(model.model, lambda mask: mask[:2])
+    for layer in model.model.inner.layers:  # attention would not take it
+        layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    monkeypatch.setattr("transformers.models.qwen3_moe.modeling_qwen3_moe.create_causal_mask", lambda **kwargs: None)
+    with caplog.at_level(logging.WARNING, logger=padding.__name__):
+        assert set(counted(model, **inputs).values()) == {inputs["input_ids"].numel()}
+    (said,) = caplog.messages
+    assert "has 96 tokens, which an attention mask of shape [2, 24] does not fit: padding cannot be left out" in said
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    call = padding.ModelCall(patch_state(model), "", inputs["attention_mask"], None)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        padding.valid_tokens(call, padding.FAMILIES["qwen3_moe"], "layer", 5, "cpu")
+
+
+# ERNIE 4.5 VL: tokens of images and of text have routers of their own
+
+
+def test_ernies_routers_leave_out_the_padding_of_their_own_tokens():
+    model, inputs = ernie_vl_text(), batch(padding=True)
+    sonicmoe_hf.patch_model(model)
+    mask, types = inputs["attention_mask"].bool(), image_tokens(inputs)
+    tokens = counted(model, input_ids=inputs["input_ids"], attention_mask=mask, moe_mm_token_type_ids=types)
+    assert tokens == {
+        "layers.1.mlp.text_moe": (mask & (types == 0)).sum(),
+        "layers.1.mlp.vision_moe": (mask & (types != 0)).sum(),
+    }
+    tokens = counted(model, input_ids=inputs["input_ids"], attention_mask=mask, moe_mm_token_type_ids=0 * types)
+    assert tokens == {"layers.1.mlp.text_moe": mask.sum(), "layers.1.mlp.vision_moe": 0}
