@@ -1,13 +1,14 @@
 """The hooks that patching installs: on each router, on each experts module until its first call, and one pair on each
 model that contains routers.
 
-All are module-level classes. A router's know nothing of its model but what the call in progress says (calls.py), so that
-patched models, and any part of one, copy, pickle and compile as before. On and off is an attribute of the model's state
-(torch.compile ignores hooks added or removed after compilation).
+All are module-level classes. A router's know nothing of its model but its state, and what the call in progress says
+(calls.py), so that patched models, and any part of one, copy, pickle and compile as before. On and off is an attribute of
+that state: a hook added or removed has compiled code compiled again.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from ..config import TokenRounding
 from ..model_patches import FAMILIES
-from ..private.torch import forward_hooks, remove_hooks, tree_leaves
+from ..private.torch import forward_hooks, is_compiled, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation, parallel_mesh
 from ..routing import MISPLACED, rounded_routing
 from . import calls, fast_topk
@@ -52,8 +53,20 @@ class RouterHook:
         self.load = ExpertLoad()
         self.balance = TokenCounts()
 
+    def join(self, state: PatchState) -> None:
+        """Belong to a model with these settings."""
+        self.state = state
+
+    def __deepcopy__(self, memo):
+        """In a copy of the whole model, whose own hooks are copied first, a hook of the copy; otherwise (PEFT copies
+        routers) of the same model."""
+        copied = memo[id(self)] = type(self)(self.family_name, self.layer_name)
+        copied.load, copied.balance = copy.deepcopy((self.load, self.balance), memo)
+        copied.join(memo.get(id(self.state), self.state))
+        return copied
+
     def __call__(self, router: nn.Module, args, output):
-        call, recomputing = calls.current()
+        call, recomputing = calls.current(self.state)
         if call is None:
             return None
         changed = None
@@ -66,6 +79,7 @@ class RouterHook:
             return changed
         if call.policy is None and call.state.balancing is None and not call.state.counting:
             return changed
+        call.state.reported = True
         trained = self._in_training(router, output, call, recomputing)
         return changed if trained is None else trained
 
@@ -106,7 +120,7 @@ class RouterHook:
         self, router: nn.Module, output, weights: torch.Tensor, valid_T, call: ModelCall, loss_weight: float
     ):
         """The weights, whose backward adds this layer's balancing loss; it counts top-k, before rounding."""
-        if torch.compiler.is_compiling():
+        if is_compiled():
             raise RuntimeError("LoadBalancing(per_layer_loss=...) does not work in a compiled model")
         logits_TE, _, index_TK = output
         scores_TE, _ = FAMILIES[self.family_name].scores(router, logits_TE)
@@ -186,7 +200,7 @@ class ModelEntryHook:
             )
         arguments = {**dict(zip(self.parameters, args)), **kwargs}
         mask = given_mask(arguments)
-        call = calls.begin(self.state, self.name, mask)
+        call = calls.begin(self.state, self.name, mask, model)
         call.token_types = given_token_types(arguments, call.token_types)
         if call is call.outermost:
             self._prepare(model, call, kwargs)
@@ -194,13 +208,15 @@ class ModelEntryHook:
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:
         """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
         state = self.state
+        if call.graph_task != -1 and call.gradients:
+            _check_not_recomputed(model, state)
         if state.policy is not None and state.policy.rounding == "stochastic":
             call.batch_group = self._batch_group(model)
         if state.balancing is not None:
             call.share = share_of_batch(model, kwargs)
         if state.recording is None and state.replaying is None:
             return
-        if torch.compiler.is_compiling() or state.policy is not None:
+        if is_compiled() or state.policy is not None:
             raise RuntimeError(
                 "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
                 'set_routing(model, "top_k")'
@@ -252,8 +268,20 @@ def _check_implementation(layer: Layer) -> None:
         raise RuntimeError(f'{layer.name}: experts_implementation is "{implementation}". {MISPLACED}')
 
 
+def _check_not_recomputed(model: nn.Module, state: PatchState) -> None:
+    """Raise RuntimeError where a call that begins in backward has work to do that its first forward left out."""
+    asked = (state.policy, state.balancing, state.recording, state.replaying)
+    if model.training and (state.counting or any(work is not None for work in asked)):
+        raise RuntimeError(
+            "reentrant checkpointing around a whole model runs it without gradients first, so that token rounding, "
+            "balancing, counting, recording and replaying take it for evaluation; use "
+            "model.gradient_checkpointing_enable(), or checkpoint(model, ..., use_reentrant=False)"
+        )
+
+
 class ModelExitHook:
-    """Forward hook of a model, called after errors too: its call is over. Its outputs' gradients announce its backward.
+    """Forward hook (with kwargs) of a model, called after errors too: its call is over. Its outputs' gradients announce
+    its backward.
 
     Gradient checkpointing recomputes layers during backward, outside any model call; autograd runs a later call's whole
     backward before an earlier one's, so the last output whose gradient arrived tells whose layers are recomputed.
@@ -264,7 +292,7 @@ class ModelExitHook:
         """As ModelEntryHook."""
         self.state, self.name = state, name
 
-    def __call__(self, model: nn.Module, args, output):
+    def __call__(self, model: nn.Module, args, kwargs, output):
         fast_topk.take_off()  # where an error left it on
         call = calls.end(self.state, self.name)
         if call is None or not call.gradients:
@@ -277,8 +305,10 @@ class ModelExitHook:
             self.state.last = call
             if self.state.of_loss is not None:
                 self.state.of_loss.append(call)
+        # what was given to the model may be among its outputs: its gradient comes late, and it may outlive the call
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in given:
                 tensor.register_hook(_Announcement(call))
 
 

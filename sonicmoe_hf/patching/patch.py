@@ -121,9 +121,10 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
     for family, layer_name, router in routers(root):
         hook = find_hook(forward_hooks(router), RouterHook)
         if hook is None:
-            router.register_forward_hook(RouterHook(family.name, layer_name))
-        else:
-            hook.layer_name = layer_name
+            hook = RouterHook(family.name, layer_name)
+            router.register_forward_hook(hook)
+        hook.layer_name = layer_name
+        hook.join(state)
         if not fast_top_k:
             _remove_hooks(router, FAST_TOP_K)
         elif find_hook(forward_hooks(router), FastTopKExit) is None:
@@ -134,7 +135,7 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
             if find_hook(forward_pre_hooks(module), ModelEntryHook) is None:
                 module.register_forward_pre_hook(ModelEntryHook(_parameters(module)), with_kwargs=True)
-                module.register_forward_hook(ModelExitHook(), always_call=True)
+                module.register_forward_hook(ModelExitHook(), with_kwargs=True, always_call=True)
             find_hook(forward_pre_hooks(module), ModelEntryHook).join(state, name)
             find_hook(forward_hooks(module), ModelExitHook).join(state, name)
 

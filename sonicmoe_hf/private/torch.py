@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -18,12 +21,18 @@ USED = {
         "2.11 to 2.15",
         "token rounding in layers recomputed by gradient checkpointing",
     ),
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": ("2.11 to 2.13", "errors in compiled models"),
     "torch._C._will_engine_execute_node": ("2.11 to 2.15", "leaving out gradients that nobody needs"),
     "torch._C._disabled_torch_function_impl": ("2.11 to 2.15", "packed weights"),
     "torch.Tensor._make_wrapper_subclass": ("2.11 to 2.15", "packed weights"),
     "torch.ops._c10d_functional": ("2.11 to 2.15", "gathering packed weights that FSDP2 has sharded"),
     "torch.ops.aten._to_copy": ("2.11 to 2.15", "moving packed weights"),
+    "torch._dynamo.config.skip_nnmodule_hook_guards": ("2.11 to 2.13", "compiled code that knows patched routers"),
     "torch._disable_dynamo": ("2.11 to 2.15", "our ops, whose bodies torch.compile must not trace"),
+    "torch.autograd.Variable._execution_engine.queue_callback": (
+        "2.11 to 2.13",
+        "forgetting a call after its backward",
+    ),
     "torch.autograd.forward_ad._current_level": ("2.11 to 2.15", "the error for forward-mode derivatives"),
     "torch.overrides._get_current_function_mode": ("2.11 to 2.15", "the fast top-k of routers"),
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode": ("2.11 to 2.15", "our ops under a dispatch mode"),
@@ -38,6 +47,7 @@ USED = {
     "torch.nn.Module()._forward_hooks_with_kwargs": ("2.11 to 2.15", "removing what patching installed"),
     "torch.nn.Module()._forward_pre_hooks": ("2.11 to 2.15", "finding and removing what patching installed"),
     "torch.nn.Module()._forward_pre_hooks_with_kwargs": ("2.11 to 2.15", "removing what patching installed"),
+    "torch.nn.Module._call_impl": ("2.11 to 2.13", "telling calls inside calls from interrupted ones"),
     "torch.nn.Module._get_name": ("2.11 to 2.15", "undoing what Liger bound to experts"),
     "torch.nn.Module._load_from_state_dict": ("2.11 to 2.15", "the error for hub weights in native experts"),
     # attributes that torch's wrappers set
@@ -69,6 +79,7 @@ wrapper_of = torch.Tensor._make_wrapper_subclass
 __all__ = [
     "add_batch_dim",
     "are_functorch_transforms_active",
+    "at_end_of_backward",
     "collectives",
     "current_function_mode",
     "current_graph_task_id",
@@ -76,10 +87,13 @@ __all__ = [
     "forward_hooks",
     "forward_mode_level",
     "forward_pre_hooks",
+    "guard_module_hooks",
+    "is_compiled",
     "is_in_torch_dispatch_mode",
     "is_legacy_batchedtensor",
     "remove_batch_dim",
     "remove_hooks",
+    "running_modules",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -93,6 +107,38 @@ __all__ = [
 def forward_mode_level() -> int:
     """How many levels of forward-mode derivatives are being taken, less one."""
     return forward_ad._current_level
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Inside backward: call `function` when the graph task that runs here has ended, unless an error ends it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def running_modules() -> list[int]:
+    """The ids of the modules that this thread's Python frames call, the innermost first; compiled frames show none."""
+    code, ids, frame = nn.Module._call_impl.__code__, [], inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            ids.append(id(frame.f_locals["self"]))
+        frame = frame.f_back
+    return ids
+
+
+def is_compiled() -> bool:
+    """Whether torch.compile traces this code, or left it to Python inside a compiled function."""
+    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def guard_module_hooks() -> None:
+    """Have compiled code be used only for modules with hooks where those it was compiled for had them.
+
+    By default Dynamo does not look. What was compiled without looking is compiled again.
+    """
+    import torch._dynamo as dynamo
+
+    if dynamo.config.skip_nnmodule_hook_guards:
+        dynamo.config.skip_nnmodule_hook_guards = False
+        dynamo.reset()
 
 
 def forward_hooks(module: nn.Module) -> list:

@@ -83,3 +83,16 @@ def trainer_for(model, folder, callbacks=(), padding=False, count=16, **options)
         model, arguments(folder, **options), train_dataset=Examples(count, padding), callbacks=list(callbacks),
         eval_dataset=Examples(4, padding, seed=100),
     )  # fmt: skip
+
+
+class OutOfMemory(RuntimeError):
+    """An error that a layer may raise."""
+
+
+def fail_in(module, error):
+    """Have this module's forward raise `error`; the handle of the hook that does."""
+
+    def fail(*args):
+        raise error
+
+    return module.register_forward_hook(fail)

@@ -1,0 +1,191 @@
+"""Which call a router takes part in: calls inside calls, calls that checkpointing runs again, calls that are over."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
+from torch.utils.checkpoint import checkpoint
+
+import sonicmoe_hf
+from sonicmoe_hf.patching import calls
+from sonicmoe_hf.patching.patch import router_hooks, start_counting
+
+SAME = "the same computation"
+
+
+def loop_of_ones_own(model, inputs, kind):
+    """The loss of the model's parts, each layer checkpointed, without a call of the model."""
+    hidden = model.model.embed_tokens(inputs["input_ids"])
+    positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+    embedded = model.model.rotary_emb(hidden, positions)
+    for layer in model.model.layers:
+        call = functools.partial(layer, position_embeddings=embedded, position_ids=positions)
+        hidden = call(hidden) if kind is None else checkpoint(call, hidden, **kind)
+    return model.lm_head(model.model.norm(hidden)).logsumexp(-1).mean()
+
+
+def whole(model, inputs, kind):
+    if kind is None:
+        return model(**inputs).loss
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    return checkpoint(lambda given: model(inputs_embeds=given, **rest).loss, embeds, **kind)
+
+
+@pytest.mark.parametrize("loss_of", [loop_of_ones_own, whole])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+@pytest.mark.parametrize("left", ["nothing", "outputs", "outputs of a failed backward"])
+def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind, left):
+    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
+    sonicmoe_hf.patch_model(model, POLICY)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    out = model(**inputs)
+    if left == "outputs of a failed backward":
+        fail_in(model.model.layers[0].mlp.gate, OutOfMemory())
+        with pytest.raises(OutOfMemory):
+            out.loss.backward()
+    else:
+        out.loss.backward()
+    del model
+    if left == "nothing":
+        del out
+    other = build("qwen3_moe", use_cache=False, seed=1)
+    sonicmoe_hf.patch_model(other)
+    gradients = []
+    for checkpointing in (None, CHECKPOINTING[kind]):
+        other.zero_grad()
+        loss_of(other, inputs, checkpointing).backward()
+        gradients.append({name: p.grad.clone() for name, p in other.named_parameters() if p.grad is not None})
+    assert_all_close(gradients[1], gradients[0], 1e-6, SAME)
+
+
+# calls inside calls
+
+
+def test_a_hook_may_call_the_model_that_it_is_in():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    expected = loss_and_gradients(model, batch(padding=True))
+    with torch.no_grad():
+        alone = model(**batch(seed=1)).logits
+    inside = []
+
+    def call_again(block, args):
+        if not inside:
+            inside.append(None)
+            with torch.no_grad():
+                inside[0] = model(**batch(seed=1)).logits
+
+    model.model.layers[0].mlp.register_forward_pre_hook(call_again)
+    assert_all_close(loss_and_gradients(model, batch(padding=True)), expected, 1e-6, SAME)
+    assert relative_error(inside[0], alone) < 1e-6, "evaluation inside training uses top-k"
+    assert calls.in_progress() is None
+
+
+def test_a_part_of_the_model_called_after_an_interrupted_call_is_no_part_of_that_call():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    handle = fail_in(model.model.layers[1], KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) as kept:  # and with it the frames of the interrupted call
+        model(**batch())
+    handle.remove()
+    watch = Watch(model)
+    with torch.no_grad():
+        model.model(input_ids=batch()["input_ids"])
+    assert watch.rounded() == [False, False] and calls.in_progress() is None and kept.tb
+
+
+# checkpointing around the whole model
+
+
+def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call():
+    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
+    sonicmoe_hf.patch_model(model, POLICY)
+    start_counting(model)
+    found = []
+    for kind in (None, CHECKPOINTING["non_reentrant"]):
+        model.zero_grad()
+        whole(model, inputs, kind).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append((gradients, [hook.load.take() for hook in router_hooks(model)]))
+    assert_all_close(found[1][0], found[0][0], 1e-6, SAME)
+    assert all(torch.equal(*counts) for counts in zip(found[0][1], found[1][1])), "each layer counts once"
+    assert all(count[8] == 1 for count in found[0][1])
+
+
+def test_a_whole_model_that_non_reentrant_checkpointing_runs_again_is_recorded_once_and_replayed_alike():
+    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
+    sonicmoe_hf.patch_model(model)
+    other = build("qwen3_moe", use_cache=False, seed=1)
+    sonicmoe_hf.patch_model(other)
+    with torch.no_grad(), sonicmoe_hf.record_routing(other) as others_routing:
+        other(**inputs)
+    with sonicmoe_hf.record_routing(model) as routing:
+        whole(model, inputs, CHECKPOINTING["non_reentrant"]).backward()
+    assert len(routing.calls) == 1 and set(routing.calls[0]) == set(routing.layers)
+    gradients = []
+    for kind in (None, CHECKPOINTING["non_reentrant"]):
+        model.zero_grad()
+        with sonicmoe_hf.replay_routing(model, others_routing):
+            loss = whole(model, inputs, kind)
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert_all_close(gradients[1], gradients[0], 1e-6, SAME)
+
+
+def count(model):
+    start_counting(model)
+    return contextlib.nullcontext()
+
+
+def balance(model):
+    sonicmoe_hf.LoadBalancing(per_layer_loss=0.1).start(model)
+    return contextlib.nullcontext()
+
+
+def round_tokens(model):
+    sonicmoe_hf.set_routing(model, POLICY)
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("ask", [round_tokens, count, balance, sonicmoe_hf.record_routing])
+def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would_leave_work_out(ask):
+    model, inputs = build("qwen3_moe", use_cache=False), batch()
+    sonicmoe_hf.patch_model(model)
+    with (
+        ask(model),
+        pytest.raises(RuntimeError, match=r"runs it without gradients first.*gradient_checkpointing_enable"),
+    ):
+        whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
+    assert calls.in_progress() is None
+
+
+# hooks of tensors
+
+
+def test_a_model_leaves_no_hooks_on_what_it_was_given():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model, POLICY)
+    leaf = torch.randn(4, 24, 32, requires_grad=True)
+    given = leaf * 1.0
+    for embeds in (leaf, leaf, given):
+        model(inputs_embeds=embeds, output_hidden_states=True).logits.sum().backward(retain_graph=True)
+    assert not leaf._backward_hooks and not given._backward_hooks
+
+
+def test_a_call_on_an_earlier_calls_output_leaves_it_its_own_recomputation():
+    """The second call's hidden states begin with the first one's output, whose gradient both calls would hear of."""
+    model = build("qwen3_moe", use_cache=False)
+    sonicmoe_hf.patch_model(model, POLICY)
+    again = twin(model)
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    padded, gradients = batch(padding=True), []
+    for version in (model, again):
+        first = version.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"])
+        second = version.model(inputs_embeds=first.last_hidden_state, output_hidden_states=True)
+        second.last_hidden_state.square().mean().backward()
+        gradients.append({name: p.grad for name, p in version.named_parameters() if p.grad is not None})
+    assert_all_close(gradients[1], gradients[0], 1e-5, SAME)
