@@ -18,7 +18,7 @@ from torch import nn
 
 from ..config import TokenRounding
 from ..model_patches import FAMILIES
-from ..private.torch import forward_hooks, is_compiled, remove_hooks, tree_leaves
+from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation, parallel_mesh
 from ..routing import MISPLACED, rounded_routing
 from . import calls, fast_topk
@@ -185,6 +185,10 @@ class ModelEntryHook:
 
     def __getstate__(self):
         return {**vars(self), "checked": None, "layers": []}  # a copy is checked afresh
+
+    def __setstate__(self, attributes):
+        vars(self).update(attributes)
+        guard_module_hooks()  # for a model that comes from another process
 
     def __call__(self, model: nn.Module, args, kwargs):
         outer = calls.in_progress()

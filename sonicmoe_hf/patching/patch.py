@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..errors import UnsupportedModelError
 from ..model_patches import FAMILIES, Family
-from ..private.torch import forward_hooks, forward_pre_hooks, remove_hooks
+from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
 from ..quantization.quantize import with_packed_experts
 from .calls import PatchState
@@ -118,6 +118,7 @@ def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
 
 
 def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
+    guard_module_hooks()
     for family, layer_name, router in routers(root):
         hook = find_hook(forward_hooks(router), RouterHook)
         if hook is None:

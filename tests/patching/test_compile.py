@@ -80,6 +80,41 @@ def test_a_compiled_model_follows_the_policy_and_the_mode():
         assert relative_error(logits, top_k) < 1e-5  # fp32: the same computation, compiled for another case
 
 
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def compile_model(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("order", "compiled"), [("before", compile_layers), ("between", compile_layers), ("unpatched", compile_model)]
+)
+def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_off(order, compiled):
+    """Of their code Dynamo would use what fits, and by default it does not ask whether modules have hooks. The other model
+    is compiled before ours or between two calls of it, or is ours, unpatched."""
+    torch._dynamo.reset()
+    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as a new process finds it
+    model, inputs = build("qwen3_moe", "sonicmoe_hf", use_cache=False, **ONE_LAYER), batch()
+    baseline = model if order == "unpatched" else twin(model)
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours, POLICY)
+    expected = ours(**inputs).logits
+    torch._dynamo.config.skip_nnmodule_hook_guards = True
+    if order != "between":
+        compiled(baseline)(**inputs)
+    sonicmoe_hf.patch_model(model, POLICY)
+    compiled_model = compiled(model)
+    found = [compiled_model(**inputs).logits]
+    if order == "between":
+        compiled(baseline)(**inputs)
+        found.append(compiled_model(**inputs).logits)
+    assert all(relative_error(logits, expected) < 1e-5 for logits in found), ORDER_OF_SUMS
+
+
 def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
     torch._dynamo.reset()
     model = build(
