@@ -75,7 +75,7 @@ class ModelCall:
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None,
-                 part_of: ModelCall | None):  # fmt: skip
+                 part_of: ModelCall | None = None):  # fmt: skip
         self.state: PatchState = state
         self.name = name
         self.module: int | None = None
