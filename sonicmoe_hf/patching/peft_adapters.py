@@ -19,6 +19,7 @@ from peft.utils import other as peft_other
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ..errors import UnsupportedModelError
 from ..functional import FLOAT_DTYPES
 from ..low_rank import LowRank, of_experts
 from ..private.transformers import experts_implementation, experts_implementation_at_once
@@ -26,6 +27,7 @@ from .adapters import Given
 from .experts import (
     IMPLEMENTATION,
     PARALLELISM,
+    expert_parallel_remedy,
     expert_parallelism,
     experts_facts,
     is_expert_parallel,
@@ -97,15 +99,30 @@ def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
     return found
 
 
+def _check_split(experts: nn.Module, name: str) -> None:
+    """Raise UnsupportedModelError where experts are split over ranks and nobody can adapt their parameter `name`: PEFT
+    has none for a rank's part."""
+    if expert_parallelism(experts) is not None:
+        if name not in weight_names(experts):
+            raise UnsupportedModelError(
+                f"{type(experts).__name__}.{name}: under expert parallelism adapters work on the experts' weights alone; "
+                f"leave {name} out of target_parameters"
+            )
+    elif is_expert_parallel(experts) or is_tensor_parallel(experts):
+        raise UnsupportedModelError(
+            f"{type(experts).__name__}.{name}: adapters of experts do not work under Transformers' own expert and tensor "
+            f"parallelism; {expert_parallel_remedy()}, or shard it by FSDP, or adapt no experts: target_parameters=[]"
+        )
+
+
 def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
-    """Why we leave this adapter of our experts to PEFT, or None."""
+    """Why we leave this adapter of our experts to PEFT, or None. Raises as `_check_split`."""
     name = wrapper.parameter_name
+    _check_split(experts, name)
     if name not in weight_names(experts):
         return f"{name} is not a weight of the experts' products"
     if wrapper.num_experts == 1:
         return "there is one expert"
-    if expert_parallelism(experts) is None and (is_expert_parallel(experts) or is_tensor_parallel(experts)):
-        return "the experts are split over ranks"
     dtype = getattr(experts, name).dtype
     return None if dtype in FLOAT_DTYPES else f"{name} is stored as {dtype}"
 
@@ -185,13 +202,13 @@ def _fsdp_auto_wrap_policy(model: nn.Module):
 
 def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
     """PEFT asks the tensor-parallel plan of the model how to split an adapter, but the plan's rules for experts do not
-    count where expert parallelism splits them."""
-    plan, mesh = _PEFTS_PLAN(model, current_key)
-    if plan is None:
-        return plan, mesh
-    module: Any = model.get_submodule(current_key.rpartition(".")[0])
+    count where expert parallelism splits them. Raises as `_check_split`: PEFT comes here before it makes an adapter."""
+    place, _, name = current_key.rpartition(".")
+    module: Any = model.get_submodule(place)
     module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
-    return (None, None) if getattr(module, "_is_expert_parallel", False) else (plan, mesh)
+    if name in module._parameters and _implementation(module) == IMPLEMENTATION:
+        _check_split(module, name)
+    return (None, None) if getattr(module, "_is_expert_parallel", False) else _PEFTS_PLAN(model, current_key)
 
 
 def install() -> None:

@@ -6,9 +6,18 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from helpers.adapters import with_lora
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import HAS_PP_SIZE, OWN_BATCH, SUMMATION, gradients, load_parallel, pretend_to_have_gpus
+from helpers.parallel import (
+    HAS_PP_SIZE,
+    OWN_BATCH,
+    SUMMATION,
+    gradients,
+    load_parallel,
+    mean_of_ranks,
+    pretend_to_have_gpus,
+)
 from helpers.ranks import Ranks
 from helpers.training import TILE, Examples, Watch, arguments
+from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainerState
 
 import sonicmoe_hf
@@ -22,6 +31,41 @@ def ranks(tmp_path_factory):
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
+
+
+# the loss and the biases of all ranks
+
+
+def balanced_step(rank, family, sharded):
+    model = build(family)
+    sonicmoe_hf.patch_model(model)
+    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
+    if sharded:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        prepared = model
+    else:
+        prepared = Accelerator(cpu=True).prepare(model)
+    balancing.start(model)
+    prepared(**batch(**OWN_BATCH[rank])).loss.backward()
+    balancing.step(model)
+    return gradients(prepared), [layer.router.e_score_correction_bias for layer in find_layers(model)
+                                 if balancing.bias_update]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
+def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
+    model = build(family)
+    sonicmoe_hf.patch_model(model)
+    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
+    balancing.start(model)
+    _, expected = mean_of_ranks(model)
+    balancing.step(model)
+    for actual, biases in ranks.run(balanced_step, family, sharded):
+        assert_all_close(actual, expected, 1e-5, SUMMATION)
+        for bias, layer in zip(biases, find_layers(model)):
+            assert torch.equal(bias, layer.router.e_score_correction_bias)
 
 
 # a loss computed outside the model, under DDP with adapters

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.adapters import fused, with_lora
+from helpers.adapters import EXPERTS, fused, with_lora
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
 from helpers.parallel import HAS_EP_SIZE, OWN_BATCH, SUMMATION, gathered, gradients, load_parallel, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
-from sonicmoe_hf.patching.experts import is_tensor_parallel
+from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
+from sonicmoe_hf.patching.experts import has_expert_parallelism, is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
 
 
@@ -264,6 +264,29 @@ def test_token_rounding_under_parallelism_of_the_experts_raises_and_names_the_re
         assert all(f"does not work under {kind} parallelism" in m and "use routing=None" in m for m in messages)
 
 
+def adapted_in_parallel(rank, folder, kind, targets):
+    """What a user is told who adapts experts that are split over ranks, before anything runs."""
+    model = load_parallel(folder, kind, experts_implementation="sonicmoe_hf")
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
+        with_lora(model, targets)(**batch())  # PEFT before 0.21 asks nobody when it makes adapters
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["expert", "tensor", "both"])
+def test_adapters_of_experts_that_transformers_splits_raise_and_name_the_remedy(ranks, kind, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    for message in ranks.run(adapted_in_parallel, str(tmp_path), kind, EXPERTS):
+        assert "do not work under Transformers' own expert and tensor parallelism" in message
+        assert "or shard it by FSDP, or adapt no experts: target_parameters=[]" in message
+
+
+@pytest.mark.skipif(not has_expert_parallelism(), reason="this Transformers takes no expert parallelism of ours")
+def test_adapters_of_biases_under_our_expert_parallelism_raise(ranks, tmp_path):
+    build("gpt_oss").save_pretrained(tmp_path)
+    for message in ranks.run(adapted_in_parallel, str(tmp_path), "ours", ["mlp.experts.down_proj_bias"]):
+        assert "leave down_proj_bias out of target_parameters" in message
+
+
 # metrics
 
 
@@ -359,38 +382,3 @@ def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(ra
     _, expected = mean_of_ranks(packed_with_adapters(format))
     for actual in ranks.run(packed_under_fsdp2, format, precision, format == "nf4"):
         assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
-
-
-# balancing
-
-
-def balanced_step(rank, family, sharded):
-    model = build(family)
-    sonicmoe_hf.patch_model(model)
-    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
-    if sharded:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        prepared = model
-    else:
-        prepared = Accelerator(cpu=True).prepare(model)
-    balancing.start(model)
-    prepared(**batch(**OWN_BATCH[rank])).loss.backward()
-    balancing.step(model)
-    return gradients(prepared), [layer.router.e_score_correction_bias for layer in find_layers(model)
-                                 if balancing.bias_update]  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
-def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
-    model = build(family)
-    sonicmoe_hf.patch_model(model)
-    balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
-    balancing.start(model)
-    _, expected = mean_of_ranks(model)
-    balancing.step(model)
-    for actual, biases in ranks.run(balanced_step, family, sharded):
-        assert_all_close(actual, expected, 1e-5, SUMMATION)
-        for bias, layer in zip(biases, find_layers(model)):
-            assert torch.equal(bias, layer.router.e_score_correction_bias)

@@ -54,6 +54,10 @@ def expert_and_data_parallelism():
     return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
 
 
+def our_expert_parallelism():
+    return DistributedConfig(tp_size=WORLD, ep_size=WORLD, ep_implementation="sonicmoe_hf")
+
+
 def pipeline_parallelism():
     return DistributedConfig(pp_size=WORLD)
 
@@ -63,7 +67,8 @@ def data_parallelism():
 
 
 PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
-               "both": expert_and_data_parallelism, "pipeline": pipeline_parallelism}  # fmt: skip
+               "both": expert_and_data_parallelism, "pipeline": pipeline_parallelism,
+               "ours": our_expert_parallelism}  # fmt: skip
 
 
 def load_parallel(folder, kind, **options):
