@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from ..config import check_choice
 from ..errors import CheckpointError
 from ..model_patches import NativeFamily
-from .atomic_folder import appearing_whole, copy_file, sync, write_json
+from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from .configs import family_of
-from .convert import new_folder
 from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, opened, read_json, refuse_model_beside_adapter
 from .hub import local_folder
 from .plan import TARGETS
@@ -99,6 +98,8 @@ def convert_adapter(
         for file in sorted(src.iterdir())
         if file.is_file() and file.name != ADAPTER_CONFIG and not file.name.endswith(WEIGHT_SUFFIXES)
     ]
+    for file in files:
+        refuse_link_outside(file, src)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, files, 1) as folder:
         save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

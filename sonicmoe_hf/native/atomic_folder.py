@@ -18,6 +18,20 @@ from ..errors import CheckpointError
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 
 
+def new_folder(dst: str | os.PathLike) -> Path:
+    """The absolute path of a folder to make.
+
+    Raises:
+        CheckpointError: it is a link, or exists and is not an empty folder.
+    """
+    dst = Path(dst).expanduser().absolute()
+    if dst.is_symlink():
+        raise CheckpointError(f"{dst} is a link, which no folder can replace; name the folder itself, or a new one")
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise CheckpointError(f"{dst} exists; remove it or name another folder")
+    return dst
+
+
 @contextmanager
 def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) -> Iterator[Path]:
     """A folder to write into that becomes `dst` when the block ends well, and vanishes when it does not.
@@ -43,6 +57,9 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
         raise CheckpointError(f"{dst} cannot be written: {error}") from error
     try:
         shutil.rmtree(folder, ignore_errors=True)
+        new_folder(dst)  # another run may have made it before the lock was ours
+        if dst.exists():
+            _replace_empty(dst, folder)
         need = nbytes + ALLOWANCE * (num_shards + len(files))
         free = shutil.disk_usage(dst.parent).free
         if free < need:
@@ -60,6 +77,17 @@ def appearing_whole(dst: Path, nbytes: int, files: list[Path], num_shards: int) 
         lock.release()
 
 
+def _replace_empty(dst: Path, folder: Path) -> None:
+    """Show, before any work, that a folder can be renamed to the empty folder `dst`: onto a mount point none can."""
+    folder.mkdir()
+    try:
+        folder.rename(dst)
+    except OSError as error:
+        raise CheckpointError(
+            f"{dst} is there and cannot be replaced ({error.strerror}); if it is a mount point, name a folder in it"
+        ) from error
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -67,6 +95,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def refuse_link_outside(file: Path, folder: Path) -> None:
+    """Raise CheckpointError where `file`, in `folder`, is a link to a place that is neither in the folder nor, if this
+    is a snapshot in the hub's cache, among the blobs of its repository."""
+    target, folder = file.resolve(), folder.resolve()
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(place) for place in (folder, *blobs)):
+        raise CheckpointError(
+            f"{file} is a link to {target}, outside of {folder}; put a copy in its place, or remove the link"
+        )
 
 
 def copy_file(source: Path, target: Path) -> None:

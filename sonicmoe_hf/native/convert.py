@@ -21,7 +21,7 @@ from ..errors import CheckpointError
 from ..kernels.quantized import FORMATS
 from ..quantization.quantizer import ExpertsQuantizationConfig
 from . import nvfp4
-from .atomic_folder import appearing_whole, copy_file, sync, write_json
+from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
@@ -30,6 +30,10 @@ from .plan import TARGETS, Planned, plan, target_layout
 from .source import DTYPES, Source
 
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
+DTYPE_ENTRIES = {
+    "dtype",
+    "torch_dtype",
+}  # of config.json: Transformers 5's name, and the one before, which may both be there
 
 
 class Conversion(NamedTuple):
@@ -97,18 +101,6 @@ def convert_checkpoint(
     dst = new_folder(dst)
     source = Source(local_folder(src, revision))
     return write_checkpoint(source, dst, layout, dtype, dequantize, max_shard_size, verify, on_progress, quantize)
-
-
-def new_folder(dst: str | os.PathLike) -> Path:
-    """The absolute path of a folder to make.
-
-    Raises:
-        CheckpointError: it exists and is not an empty folder.
-    """
-    dst = Path(dst).expanduser().absolute()
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise CheckpointError(f"{dst} exists; remove it or name another folder")
-    return dst
 
 
 def write_checkpoint(
@@ -179,6 +171,8 @@ def _other_files(source: Source) -> tuple[list[Path], list[str]]:
             files.append(Path(path.name))
         else:
             skipped.append(path.name)
+    for file in files:
+        refuse_link_outside(source.folder / file, source.folder)
     return files, skipped
 
 
@@ -210,7 +204,7 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
         made = {}
         for name in names:
             made[name] = by_name[name].make()
-            if verify and not bool(torch.isfinite(made[name]).all()):
+            if verify and not by_name[name].is_finite(made[name]):
                 raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
             progress.add(by_name[name].nbytes)
         save_file(made, folder / file, metadata={"format": "pt"})
@@ -229,7 +223,7 @@ def _write_config(folder: Path, source: Source, layout: str, dtype: str | None, 
     if quantize is not None:
         config["quantization_config"] = ExpertsQuantizationConfig(quantize).to_dict()
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        config.update(dict.fromkeys(DTYPE_ENTRIES.intersection(config) or ("dtype",), dtype))
     convert = native_config if layout == "native" else hub_config
     write_json(folder / CONFIG_FILE, convert(config, source.family))
 

@@ -14,7 +14,8 @@ import torch
 from ..config import check_choice
 from ..errors import CheckpointError
 from .adapter import ADAPTER_WEIGHTS
-from .convert import Conversion, new_folder, write_checkpoint
+from .atomic_folder import new_folder
+from .convert import Conversion, write_checkpoint
 from .files import ADAPTER_CONFIG
 from .hub import local_folder
 from .layouts import holder
