@@ -16,13 +16,20 @@ from .source import Source
 TARGETS = ("native", "hub")
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    return bool(torch.isfinite(tensor).all())
+
+
 class Planned(NamedTuple):
-    """A tensor to be written: its name, shape and dtype, and how it is made."""
+    """A tensor to be written: its name, shape and dtype, how it is made, and whether the values that it stands for are
+    finite."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
+    is_finite: Callable[[torch.Tensor], bool] = is_finite
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +76,25 @@ def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
     kept = source.dtype_of(name)
     cast = kept.is_floating_point and not source.expected.keep_fp32.intersection(name.split("."))
     wanted = dtype if cast and dtype is not None else kept
-    return Planned(source.model_name(name), source.shape_of(name), wanted, lambda: source.read(name).to(wanted))
+    return Planned(
+        source.model_name(name), source.shape_of(name), wanted, lambda: _cast(source.read(name), wanted, name)
+    )
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """`tensor` in `dtype`.
+
+    Raises:
+        CheckpointError: finite values are beyond its range.
+    """
+    cast = tensor.to(dtype)
+    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    if narrower and bool((cast.isinf() & tensor.isfinite()).any()):
+        largest = tensor[tensor.isfinite()].abs().max().item()
+        raise CheckpointError(
+            f"{name} has values up to {largest:.3g}, which are infinite in {dtype}; cast to bfloat16 or float32"
+        )
+    return cast
 
 
 def _experts_of(
@@ -123,8 +148,17 @@ def _moved(source: Source, block: str, named: Named, quantiser: Quantiser) -> It
                     rows.copy_(source.packed_rows(block, row_part, expert)[place])
             return tensor
 
-        yield Planned(*part, make)
+        yield Planned(*part, make, is_finite if place == 0 else lambda scales: _is_finite_dense(source, block, named))
+
+
+def _is_finite_dense(source: Source, block: str, named: Named) -> bool:
+    """Whether the values of a packed weight are finite, which its bytes do not show."""
+    experts = range(source.expected.blocks[block].num_experts)
+    return all(is_finite(source.part(block, part, expert)) for expert in experts for part in named.stored.parts)
 
 
 def _assembler(source: Source, block: str, named: Named, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    return lambda: assemble(named, dtype, lambda part, expert: source.part(block, part, expert))
+    def read(part: str, expert: int) -> torch.Tensor:
+        return _cast(source.part(block, part, expert), dtype, f"{part} of expert {expert} of {block}")
+
+    return lambda: assemble(named, dtype, read)

@@ -252,7 +252,7 @@ class Source:
     @property
     def dense_dtype(self) -> torch.dtype:
         """What quantised weights become: bf16; of experts that were packed here, the dtype that the model computes in."""
-        declared = self.config.get("dtype", self.config.get("torch_dtype")) if self.packed_here else None
+        declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.packed_here else None
         return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
 
     def dtype_of(self, name: str) -> torch.dtype:

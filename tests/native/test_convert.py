@@ -167,6 +167,34 @@ def test_a_dtype_is_cast_except_where_the_family_keeps_fp32(tmp_path):
     assert config_in(tmp_path / "native")["dtype"] == "bfloat16"
 
 
+def test_values_beyond_float16_are_named_and_never_become_infinite(tmp_path):
+    make(tmp_path / "hub", "qwen3_moe")
+    tensors = tensors_in(tmp_path / "hub")
+    for name in ("model.layers.0.mlp.experts.3.up_proj.weight", "model.norm.weight"):
+        spoiled = {**tensors, name: tensors[name].clone()}
+        spoiled[name].view(-1)[5] = 2.0**17
+        rewrite(tmp_path / "hub", spoiled)
+        for layout in ("native", "hub"):
+            with pytest.raises(CheckpointError, match=r"values up to 1.31e\+05, which are infinite in torch.float16"):
+                convert_checkpoint(tmp_path / "hub", tmp_path / "half", layout, dtype="float16")
+        assert not (tmp_path / "half").exists()
+    spoiled[name].view(-1)[5] = float("inf")
+    rewrite(tmp_path / "hub", spoiled)
+    convert_checkpoint(tmp_path / "hub", tmp_path / "half", dtype="float16")
+    assert tensors_in(tmp_path / "half")[name][5] == float("inf"), "as it was stored: --verify is what refuses it"
+
+
+def test_every_entry_that_names_a_dtype_is_rewritten(tmp_path):
+    make(tmp_path / "hub", "qwen3_moe")
+    for before in ({"dtype": "bfloat16", "torch_dtype": "bfloat16"}, {"dtype": None, "torch_dtype": "bfloat16"}):
+        edit_config(tmp_path / "hub", **before)
+        target = tmp_path / f"native {len(before)} {before['dtype']}"
+        convert_checkpoint(tmp_path / "hub", target, dtype="float32")
+        named = {key: value for key, value in config_in(target).items() if key in ("dtype", "torch_dtype")}
+        assert set(named.values()) == {"float32"} and "torch_dtype" in named
+        assert load(target).dtype == torch.float32
+
+
 def test_tokenizer_and_other_files_go_along_and_optimiser_states_do_not(tmp_path):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

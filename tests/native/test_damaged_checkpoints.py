@@ -120,6 +120,15 @@ def test_a_native_config_of_another_layout_version_or_family_is_refused(native):
     assert_refused(native, "unknown|missing|has shape")
 
 
+def test_a_native_config_restores_the_names_of_the_hubs_classes_and_nothing_else(native):
+    kept = config_in(native)["sonicmoe_hub_config"]
+    edit_config(native, sonicmoe_hub_config={**kept, "num_experts_per_tok": 1})
+    with pytest.raises(CheckpointError, match=r"sonicmoe_hub_config of config\.json has 'num_experts_per_tok'"):
+        convert_checkpoint(native, native.parent / "refused", "hub")
+    edit_config(native, sonicmoe_hub_config=["auto_map"])
+    assert_refused(native, r"sonicmoe_hub_config of config.json is \['auto_map'\]")
+
+
 def test_index_and_files_must_agree(hub):
     index_file = hub / "model.safetensors.index.json"
     index = json.loads(index_file.read_text())
@@ -215,6 +224,20 @@ def test_verify_refuses_values_that_are_not_finite(hub, value):
     convert_checkpoint(hub, hub.parent / "moved")
     convert_checkpoint(hub.parent / "moved", hub.parent / "back", "hub")
     assert same_bits(tensors_in(hub.parent / "back"), tensors)
+
+
+def test_verify_refuses_mxfp4_blocks_that_stand_for_infinite_values(tmp_path):
+    make(tmp_path / "source", "gpt_oss", "mxfp4")
+    tensors = tensors_in(tmp_path / "source")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_blocks"][3, 5, 0] = 0x77  # 6.0 in every place
+    tensors[f"{name}_scales"][3, 5, 0] = 252  # 6 * 2^125 is the largest finite bf16 of the format
+    rewrite(tmp_path / "source", tensors)
+    convert_checkpoint(tmp_path / "source", tmp_path / "kept", quantize="mxfp4", verify=True)
+    tensors[f"{name}_scales"][3, 5, 0] = 253
+    rewrite(tmp_path / "source", tensors)
+    infinite = "down_proj.* has NaN or infinite|c_proj_scales has NaN or infinite"
+    assert_refused(tmp_path / "source", infinite, quantize="mxfp4", verify=True)
 
 
 def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
