@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from .balance import Balancing
-    from .recorded import RecordedRouting, Replay
+    from .recorded import ReplayedCall
 
 
 class PatchState:
@@ -31,12 +31,12 @@ class PatchState:
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
     balance, or None. said_top_k, said_mask: whether it was said that calls are too small for token rounding, and that a
     mask does not fit. last: the outermost call that ended last, while `balancing` wants its scale. of_loss: those that
-    ended since a Trainer began to compute its loss, None outside. recording, replaying: where calls note which experts
-    they use, and take them from, if they do.
-    configs: (the config that the model was built from, its own copy of it).
+    ended since a Trainer began to compute its loss, None outside. configs: (the config that the model was built from, its
+    own copy of it).
     reported: whether any router did in training what policy, counting and balancing ask, since somebody set it False.
     recomputed: for compiled code, which cannot ask autograd: the call whose backward runs; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made.
+    num_routing_contexts: how many `with` of record_routing and replay_routing there are, in all threads.
     """
 
     def __init__(self) -> None:
@@ -45,17 +45,16 @@ class PatchState:
         self.balancing: Balancing | None = None
         self.last: ModelCall | None = None
         self.of_loss: list[ModelCall] | None = None
-        self.recording: RecordedRouting | None = None
-        self.replaying: Replay | None = None
         self.said_top_k = False
         self.said_mask = False
         self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
         self.reported = False
         self.recomputed: ModelCall | None = None
         self.made_compiled = False
+        self.num_routing_contexts = 0
 
-    def __getstate__(self):
-        return {**vars(self), "last": None, "of_loss": None, "recomputed": None}  # a copy has had no calls
+    def __getstate__(self):  # a copy has had no calls
+        return {**vars(self), "last": None, "of_loss": None, "recomputed": None, "num_routing_contexts": 0}
 
 
 class ModelCall:
@@ -68,10 +67,10 @@ class ModelCall:
     none; recomputing: whether checkpointing runs the module's forward again, as part of the call that did so first.
     outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
     share: what part of the optimiser step's tokens the outermost call has, as far as its own loss says; loss_scale: what
-    backward multiplies its balancing loss by, once it began. recorded, replayed: {layer: indices [T, K]} that
-    the outermost call notes, or takes in place of the routers' own. agreed: under expert parallelism, this
-    rank's numbers of tokens and pairs, and the largest of all ranks. batch_group: the ranks that share the outermost
-    call's batch, if stochastic rounding must draw the same there.
+    backward multiplies its balancing loss by, once it began. recorded, replayed: the experts that the
+    outermost call notes ({layer: [indices [T, K] of each run]}), or takes in place of the routers' own. agreed: under
+    expert parallelism, this rank's numbers of tokens and pairs, and the largest of all ranks. batch_group: the ranks that
+    share the outermost call's batch, if stochastic rounding must draw the same there.
     """
 
     def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None,
@@ -91,8 +90,8 @@ class ModelCall:
         self.recomputing: bool = part_of is not None and (part_of is not outer or part_of.recomputing)
         self.share: torch.Tensor | float = 1.0
         self.loss_scale: torch.Tensor | None = None
-        self.recorded: dict[str, torch.Tensor] | None = None
-        self.replayed: dict[str, torch.Tensor] | None = None
+        self.recorded: dict[str, list[torch.Tensor]] | None = None
+        self.replayed: ReplayedCall | None = None
         self.agreed: tuple[list[int], list[int]] | None = None
         self.batch_group: torch.distributed.ProcessGroup | None = None
 

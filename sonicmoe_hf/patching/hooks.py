@@ -28,7 +28,7 @@ from .expert_load import ExpertLoad
 from .experts import IMPLEMENTATION, expert_parallelism, was_reached
 from .forwards import why_not_reached
 from .padding import given_mask, given_token_types, valid_tokens
-from .recorded import replayed
+from .recorded import recording_of, replay_of, replayed
 from .support import Layer, find_layers, make_ready, ways_to_experts
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,10 @@ class RouterHook:
             return None
         changed = None
         if call.outermost.replayed is not None:
-            given_TK = call.outermost.replayed[self.layer_name]
+            given_TK = call.outermost.replayed.next_run(self.layer_name, recomputing)
             output = changed = replayed(FAMILIES[self.family_name], router, output, given_TK)
         if call.outermost.recorded is not None and not recomputing:
-            call.outermost.recorded[self.layer_name] = output[2].to(torch.int32)
+            call.outermost.recorded.setdefault(self.layer_name, []).append(output[2].to(torch.int32))
         if not router.training or not call.gradients:
             return changed
         if call.policy is None and call.state.balancing is None and not call.state.counting:
@@ -218,18 +218,19 @@ class ModelEntryHook:
             call.batch_group = self._batch_group(model)
         if state.balancing is not None:
             call.share = share_of_batch(model, kwargs)
-        if state.recording is None and state.replaying is None:
+        recording, replay = recording_of(state), replay_of(state)
+        if recording is None and replay is None:
             return
         if is_compiled() or state.policy is not None:
             raise RuntimeError(
                 "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
                 'set_routing(model, "top_k")'
             )
-        if state.replaying is not None:
-            call.replayed = state.replaying.next_call()
-        if state.recording is not None:
+        if replay is not None:
+            call.replayed = replay.next_call()
+        if recording is not None:
             call.recorded = {}
-            state.recording.calls.append(call.recorded)
+            recording.calls.append(call.recorded)
 
     def _batch_group(self, model: nn.Module) -> torch.distributed.ProcessGroup | None:
         """The ranks that have this model's batch too, as it or, where a part of it is called, its experts know."""
@@ -274,8 +275,8 @@ def _check_implementation(layer: Layer) -> None:
 
 def _check_not_recomputed(model: nn.Module, state: PatchState) -> None:
     """Raise RuntimeError where a call that begins in backward has work to do that its first forward left out."""
-    asked = (state.policy, state.balancing, state.recording, state.replaying)
-    if model.training and (state.counting or any(work is not None for work in asked)):
+    asked = state.policy is not None or state.balancing is not None or state.counting
+    if model.training and (asked or state.num_routing_contexts):  # backward runs in a thread of its own
         raise RuntimeError(
             "reentrant checkpointing around a whole model runs it without gradients first, so that token rounding, "
             "balancing, counting, recording and replaying take it for evaluation; use "
@@ -299,6 +300,8 @@ class ModelExitHook:
     def __call__(self, model: nn.Module, args, kwargs, output):
         fast_topk.take_off()  # where an error left it on
         call = calls.end(self.state, self.name)
+        if call is not None and call.replayed is not None and output is not None:  # None: after an error
+            call.replayed.check_used()
         if call is None or not call.gradients:
             return
         if torch.compiler.is_compiling():

@@ -1,50 +1,106 @@
-"""What was recorded of a model's routing, and a router's output with recorded experts.
+"""What was recorded of a model's routing, who records and replays it, and a router's output with recorded experts.
 
 Letters: L layers with experts, T tokens of a call, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..kernels.rounding import chosen_weights
 from ..model_patches import Family
+from .calls import PatchState
 
 
 class RecordedRouting:
     """Which experts every token used, for each model call that was recorded, in their order.
 
-    layers: names of the layers. calls: for each call, {layer: indices [T, K], int32}; T counts all positions of the
-    batch, sequence by sequence, padding included.
+    layers: names of the layers. calls: for each call, {layer: [indices [T, K], int32, of each time that it ran]}, without
+    layers that did not run; T counts all positions of the batch, sequence by sequence, padding included.
     """
 
     def __init__(self, layers: Sequence[str]):
         self.layers = tuple(layers)
-        self.calls: list[dict[str, torch.Tensor]] = []
+        self.calls: list[dict[str, list[torch.Tensor]]] = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """The indices of each call as one tensor [L, T, K], int32, on the device of its first layer."""
-        stacked = []
-        for call in self.calls:
-            indices = [call[name] for name in self.layers]
-            stacked.append(torch.stack([index_TK.to(indices[0].device) for index_TK in indices]))
-        return stacked
+        """The indices of each call as one tensor [L, T, K], int32, on the device of its first layer.
+
+        Raises:
+            ValueError: in a call a layer did not run once, or layers had other tokens; `calls` has what each used.
+        """
+        return [self._tensor(number, call) for number, call in enumerate(self.calls)]
+
+    def _tensor(self, number: int, call: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
+        no_tensor = f"call {number} is no tensor [layers, tokens, experts per token]"
+        remedy = "hand the RecordedRouting itself to replay_routing, or take its .calls"
+        for name in self.layers:
+            if len(call.get(name, ())) != 1:
+                raise ValueError(f"{no_tensor}: {name} ran {len(call.get(name, ()))} times; {remedy}")
+        indices = [call[name][0] for name in self.layers]
+        for name, index_TK in zip(self.layers, indices):
+            if index_TK.shape != indices[0].shape:
+                raise ValueError(
+                    f"{no_tensor}: {name} has {list(index_TK.shape)}, {self.layers[0]} {list(indices[0].shape)}; {remedy}"
+                )
+        return torch.stack([index_TK.to(indices[0].device) for index_TK in indices])
 
     def __repr__(self):
         return f"RecordedRouting({len(self.layers)} layers, {len(self.calls)} calls)"
 
 
+class ReplayedCall:
+    """What one model call takes its experts from: runs, {layer: [indices [T, K] of each time that it runs]}."""
+
+    def __init__(self, runs: Mapping[str, Sequence[torch.Tensor]]):
+        self.runs = runs
+        self.used = dict.fromkeys(runs, 0)
+
+    def next_run(self, layer: str, recomputing: bool) -> torch.Tensor:
+        """The experts of the layer's next run; of its only one, where gradient checkpointing computes that again.
+
+        Raises:
+            RuntimeError: there is none; or there are several, and checkpointing does not tell which it computes again.
+        """
+        runs = self.runs.get(layer, ())
+        if recomputing and len(runs) > 1:
+            raise RuntimeError(
+                f"{layer} runs {len(runs)} times in one model call, and gradient checkpointing does not tell which of "
+                "them it computes again; replay without gradient checkpointing"
+            )
+        number = 0 if recomputing else self.used.get(layer, 0)
+        if number >= len(runs):
+            raise RuntimeError(
+                f"{layer} runs more often in this model call than in the recorded one, where it ran {len(runs)} times: "
+                "the call must have the same kind of inputs (images only if the recorded one had some)"
+            )
+        if not recomputing:
+            self.used[layer] = number + 1
+        return runs[number]
+
+    def check_used(self) -> None:
+        """Raise RuntimeError where a layer ran, but less often than recorded."""
+        for layer, used in self.used.items():
+            if 0 < used < len(self.runs[layer]):
+                raise RuntimeError(
+                    f"{layer} ran {used} times in this model call, but {len(self.runs[layer])} times in the recorded one"
+                )
+
+
 class Replay:
     """What model calls take their experts from, one recorded call each."""
 
-    def __init__(self, calls: Sequence[dict[str, torch.Tensor]]):
+    def __init__(self, calls: Sequence[Mapping[str, Sequence[torch.Tensor]]]):
         self.calls = calls
         self.used = 0
 
-    def next_call(self) -> dict[str, torch.Tensor]:
+    def next_call(self) -> ReplayedCall:
         """The experts of the next model call.
 
         Raises:
@@ -53,7 +109,50 @@ class Replay:
         if self.used == len(self.calls):
             raise RuntimeError(f"replay_routing was given {len(self.calls)} model calls, and this is one more")
         self.used += 1
-        return self.calls[self.used - 1]
+        return ReplayedCall(self.calls[self.used - 1])
+
+
+class _Context(NamedTuple):
+    """A `with` of record_routing or replay_routing, of the model with this state."""
+
+    state: PatchState
+    recording: RecordedRouting | None
+    replay: Replay | None
+
+
+_thread = threading.local()  # contexts: those that this thread is in, the innermost last
+_counting = threading.Lock()
+
+
+def _contexts_of(state: PatchState) -> list[_Context]:
+    return [context for context in getattr(_thread, "contexts", ()) if context.state is state]
+
+
+@contextlib.contextmanager
+def in_this_thread(state: PatchState, *, recording: RecordedRouting | None = None, replay: Replay | None = None):
+    """Have this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
+    context = _Context(state, recording, replay)
+    _thread.contexts = (*getattr(_thread, "contexts", ()), context)
+    with _counting:
+        state.num_routing_contexts += 1
+    try:
+        yield
+    finally:
+        with _counting:
+            state.num_routing_contexts -= 1
+        _thread.contexts = tuple(other for other in _thread.contexts if other is not context)
+
+
+def recording_of(state: PatchState) -> RecordedRouting | None:
+    """Where this thread's calls of a model note their routing, if they do."""
+    found = [context.recording for context in _contexts_of(state) if context.recording is not None]
+    return found[-1] if found else None
+
+
+def replay_of(state: PatchState) -> Replay | None:
+    """What this thread's calls of a model take their experts from, if they do."""
+    found = [context.replay for context in _contexts_of(state) if context.replay is not None]
+    return found[-1] if found else None
 
 
 def replayed(family: Family, router: nn.Module, output: tuple, given_TK: torch.Tensor) -> tuple:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .patch import check_routers_live, patch_state, router_hooks
-from .recorded import RecordedRouting, Replay
+from .recorded import RecordedRouting, Replay, in_this_thread
 from .support import find_layers
 
 
@@ -52,7 +52,7 @@ def _calls_of(
     layers: dict[str, int],
     device: torch.device | None,
 ):
-    """{layer: indices [T, K]} for each call, checked, and moved to the device at once."""
+    """{layer: [indices [T, K]]} for each call, checked, and moved to the device at once."""
     if isinstance(routing, RecordedRouting):
         if routing.layers != tuple(layers):
             raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
@@ -68,13 +68,13 @@ def _calls_of(
         for (name, num_experts), highest in zip(layers.items(), highest_L):
             if highest >= num_experts:
                 raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {highest}")
-        calls.append(dict(zip(layers, _moved(index_LTK, device))))
+        calls.append({name: [index_TK] for name, index_TK in zip(layers, _moved(index_LTK, device))})
     return calls
 
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
-    """Record which experts each token uses, in every call of this patched model inside the `with`.
+    """Record which experts each token uses, in every call that this thread makes of this patched model inside the `with`.
 
     In training and evaluation, with top-k; layers that gradient checkpointing computes again are recorded once.
 
@@ -90,19 +90,15 @@ def record_routing(model: nn.Module) -> Iterator[RecordedRouting]:
             new = model(**batch).logits
     """
     routing = RecordedRouting(list(_layers(model)))
-    state = patch_state(model)
-    before, state.recording = state.recording, routing
-    try:
+    with in_this_thread(patch_state(model), recording=routing):
         yield routing
-    finally:
-        state.recording = before
 
 
 @contextlib.contextmanager
 def replay_routing(
     model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Have every call of this patched model inside the `with` use the recorded experts.
+    """Have every call that this thread makes of this patched model inside the `with` use the recorded experts.
 
     The weights follow from the call's own logits and are differentiable. Where a token's recorded experts are those that
     the router chooses anyway, its weights are the router's own, bit for bit. Backward may run after the `with`.
@@ -116,12 +112,9 @@ def replay_routing(
         UnsupportedModelError: a layer's router is not known (docs/models.md).
         ValueError: the model is not patched; another number of layers, or an expert that does not exist; from the model,
             another number of tokens or of experts per token.
-        RuntimeError, from the model: more calls than were recorded; it is compiled, or rounds tokens.
+        RuntimeError, from the model: more calls than were recorded, or a layer that runs more or less often in a call; a
+            layer that runs several times under gradient checkpointing; it is compiled, or rounds tokens.
     """
     replay = Replay(_calls_of(routing, _layers(model), _device_of_routing(model)))
-    state = patch_state(model)
-    before, state.replaying = state.replaying, replay
-    try:
+    with in_this_thread(patch_state(model), replay=replay):
         yield
-    finally:
-        state.replaying = before

@@ -3,7 +3,16 @@
 import pytest
 import torch
 from helpers.architectures import HIDDEN, TOKENS, architectures, family_of, layers_of
-from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error, twin
+from helpers.models import (
+    CONFIGS,
+    batch,
+    build,
+    ernie_vl_text,
+    image_tokens,
+    loss_and_gradients,
+    relative_error,
+    twin,
+)
 from helpers.training import CHECKPOINTING, POLICY
 from torch.overrides import TorchFunctionMode
 
@@ -102,6 +111,92 @@ def test_calls_are_replayed_in_order_and_tensors_do_too():
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "ids below 0 keep the router's choice"
     with torch.no_grad():
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "nothing is left behind"
+
+
+# layers that run several times in a call, or not at all
+
+
+def called_twice():
+    """A model whose layers run on the sequence and on its reverse."""
+    model = patched("qwen3_moe", use_cache=False)
+
+    def forward(input_ids, attention_mask=None, labels=None):
+        there, back = (model.model(ids).last_hidden_state for ids in (input_ids, input_ids.flip(1)))
+        return model.lm_head(there + back.flip(1))
+
+    model.forward = forward
+    return model, batch()
+
+
+def with_a_shared_block():
+    """A model of which two layers use the same experts."""
+    model = build("qwen3_moe", use_cache=False)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    sonicmoe_hf.patch_model(model)
+    return model, batch()
+
+
+@pytest.mark.parametrize("made", [called_twice, with_a_shared_block])
+def test_runs_of_a_layer_are_replayed_in_their_order(made):
+    model, inputs = made()
+    with torch.no_grad(), record_routing(model) as routing:
+        model(**inputs)
+    assert all(len(runs) == 2 for runs in routing.calls[0].values())
+    with torch.no_grad():
+        for layer in find_layers(model):
+            layer.router.weight.neg_()  # the routers would choose other experts
+        with replay_routing(model, routing), record_routing(model) as used:
+            model(**inputs)
+        for name, runs in routing.calls[0].items():
+            assert all(torch.equal(*pair) for pair in zip(runs, used.calls[0][name], strict=True))
+            assert not torch.equal(*runs), "the same experts in both: not a test"
+        with pytest.raises(ValueError, match=r"call 0 is no tensor .*model.layers.0.mlp ran 2 times; hand the"):
+            routing.tensors()
+        routing.calls[0] = {name: [*runs, runs[0]] for name, runs in routing.calls[0].items()}
+        less = "ran 2 times in this model call, but 3 times in the recorded"
+        with replay_routing(model, routing), pytest.raises(RuntimeError, match=less):
+            model(**inputs)
+        routing.calls[0] = {name: runs[:1] for name, runs in routing.calls[0].items()}
+        more = "runs more often in this model call than in the recorded one, where it ran 1 times"
+        with replay_routing(model, routing), pytest.raises(RuntimeError, match=more):
+            model(**inputs)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+def test_checkpointing_of_runs_of_one_layer_is_an_error(kind):
+    model, inputs = with_a_shared_block()
+    with torch.no_grad(), record_routing(model) as routing:
+        model(**inputs)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    with replay_routing(model, routing):
+        loss = model(**inputs).loss
+    with pytest.raises(RuntimeError, match="runs 2 times in one model call, and gradient checkpointing does not tell"):
+        loss.backward()
+
+
+def test_routers_of_images_are_recorded_and_replayed_and_text_alone_has_none_of_them():
+    model, inputs = ernie_vl_text(), batch()
+    sonicmoe_hf.patch_model(model)
+    text = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    images = {**text, "moe_mm_token_type_ids": image_tokens(inputs)}
+    with torch.no_grad():
+        with record_routing(model) as of_images:
+            plain = model(**images).last_hidden_state
+        with record_routing(model) as of_text:
+            model(**text)
+        with replay_routing(model, of_images):
+            assert torch.equal(model(**images).last_hidden_state, plain)
+    shapes = (
+        r"call 0 is no tensor .*vision_moe has \[19, 2\], layers.1.mlp.text_moe \[77, 2\]; hand the RecordedRouting"
+    )
+    with pytest.raises(ValueError, match=shapes):
+        of_images.tensors()
+    with pytest.raises(ValueError, match="vision_moe ran 0 times"):
+        of_text.tensors()
+    del of_images.calls[0]["layers.1.mlp.vision_moe"]  # as if the record were of text alone, with as many tokens
+    inputs_differ = r"vision_moe runs more often .* must have the same kind of inputs"
+    with torch.no_grad(), replay_routing(model, of_images), pytest.raises(RuntimeError, match=inputs_differ):
+        model(**images)
 
 
 class HostReads(TorchFunctionMode):

@@ -160,6 +160,37 @@ def test_inference_in_one_thread_leaves_training_in_another_rounding():
     assert relative_error(inferred, top_k_logits) < 1e-6, SAME
 
 
+def test_recording_and_replaying_in_one_thread_leave_other_threads_alone():
+    model = build("qwen3_moe").eval()
+    sonicmoe_hf.patch_model(model)
+    other = torch.tensor([0, 2]).expand(2, 96, 2)
+    with torch.no_grad():
+        plain = model(**batch(seed=1)).logits
+        with sonicmoe_hf.replay_routing(model, other):
+            replayed = model(**batch()).logits
+    model.model.layers[0].register_forward_pre_hook(Meeting(3))
+
+    @torch.no_grad()
+    def replay():
+        with sonicmoe_hf.replay_routing(model, other):
+            return model(**batch()).logits
+
+    @torch.no_grad()
+    def record():
+        with sonicmoe_hf.record_routing(model) as routing:
+            model(**batch())
+        return routing
+
+    @torch.no_grad()
+    def infer():
+        return model(**batch(seed=1)).logits
+
+    for _ in range(3):
+        logits, routing, inferred = in_threads(replay, record, infer)
+        assert relative_error(logits, replayed) < 1e-6 and relative_error(inferred, plain) < 1e-6, SAME
+        assert len(routing.calls) == 1 and not torch.equal(routing.tensors()[0], other)
+
+
 def gradients_of(model, inputs):
     """Of one forward and backward, without touching `.grad`, which threads share."""
     out = model(**inputs)
