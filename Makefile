@@ -3,6 +3,7 @@
 #   make test          the tests, with the versions of constraints.txt
 #   make test-oldest   those that other packages' versions can change, with the oldest versions we support, on Python 3.10
 #   make test-newest   the same with the newest
+#   make mutants       whether the tests see small wrong changes of the source: tests/mutants
 #   make lint          ruff, check and format; mypy
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
@@ -25,7 +26,7 @@ NEWEST := .venv-newest
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-oldest test-newest test-gpu lint format bench docs wheel clean
+.PHONY: demo test test-oldest test-newest mutants test-gpu lint format bench docs wheel clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
@@ -38,6 +39,9 @@ test-oldest: $(OLDEST)/.installed
 
 test-newest: $(NEWEST)/.installed
 	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not pinned" $(ARGS)
+
+mutants: $(VENV)/.installed
+	$(RUN) PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
 
 # Most of it is compiling, on the CPU, so more processes help; LOCAL_RANK=1 keeps each from beginning further ones.
 TEST_GPU := LOCAL_RANK=1 $(VENV)/bin/python -m pytest -q -rs tests/kernels $(ARGS)
