@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import cutlass.cute as cute
 
@@ -31,6 +33,7 @@ DISTRIBUTIONS = (
     "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
 )  # fmt: skip
 
+MAX_LINKS = 40  # on one path, as in Linux
 MAX_PROCESSES = 8
 MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
 LOCAL_RANKS = (  # of torchrun and accelerate, Slurm, Open MPI, MVAPICH, Intel MPI, Hydra, PALS and Flux
@@ -49,9 +52,16 @@ _coming: dict[Path, subprocess.Popen] = {}  # the files that another process is 
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf."""
-    root = os.environ.get(VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sonicmoe_hf"
-    return Path(root) / "hopper"
+    """Where compiled kernels are kept: SONICMOE_HF_CACHE, or ~/.cache/sonicmoe_hf.
+
+    Raises:
+        ValueError: it begins with "~", and that user has no home.
+    """
+    root = os.environ.get(VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sonicmoe_hf"
+    try:
+        return Path(root).expanduser() / "hopper"
+    except RuntimeError as error:
+        raise ValueError(f"compiled kernels cannot be kept in {root}: {error} Set {VARIABLE} to a folder") from error
 
 
 def path_of(name: str, parameters: tuple) -> Path:
@@ -61,44 +71,100 @@ def path_of(name: str, parameters: tuple) -> Path:
 
 
 def distrust() -> str | None:
-    """Why no kernel may be loaded from the folder: another user owns it or one above it, or can write there. Or None."""
-    lexical, real = folder().absolute(), folder().resolve()
-    for path in dict.fromkeys([lexical, *lexical.parents, real, *real.parents]):
-        try:
-            status = path.stat()
-        except OSError:
-            continue  # missing: it will be made, by this user
-        # in a folder like /tmp others can make files, but move or remove only their own
-        above_and_sticky = path not in (lexical, real) and status.st_mode & stat.S_ISVTX
-        writable = not above_and_sticky and _others_can_write(status)
-        if writable or status.st_uid not in _trusted_owners():
+    """Why no kernel may be loaded from the folder: others can write there, or could put another folder in its place."""
+    for hop in _hops(folder()):
+        status = hop.status
+        owners = _owners() if hop.is_last or hop.is_in_shared else _owners() | _root_without_a_number()
+        # others can make files in a folder like /tmp, but move or remove only their own; the mode of a link says nothing
+        harmless = stat.S_ISLNK(status.st_mode) or (_is_sticky(status) and not hop.is_last)
+        writable = not harmless and _others_can_write(status)
+        if writable or status.st_uid not in owners:
             whose = "others can write to it" if writable else f"it belongs to user {status.st_uid}"
             return (
-                f"compiled kernels in {folder()} are neither loaded nor kept, because of {path}: {whose}. Set {VARIABLE} "
-                "to a folder that you alone can write to, or change owner and mode (chmod go-w)"
+                f"compiled kernels in {folder()} are neither loaded nor kept, because of {hop.path}: {whose}. Set "
+                f"{VARIABLE} to a folder that you alone can write to, or change owner and mode (chmod go-w)"
             )
     return None
 
 
-def _trusted_owners() -> set[int]:
-    """This user and root; in a user namespace, as Apptainer makes, also those without a number there, as root may be."""
-    owners = {0, os.geteuid()}
+class Hop(NamedTuple):
+    """A folder or a link on the way to a folder. is_in_shared: others too can make files beside it, as in /tmp."""
+
+    path: Path
+    status: os.stat_result
+    is_in_shared: bool
+    is_last: bool
+
+
+def _hops(target: Path) -> Iterator[Hop]:
+    """Everything that the system passes on the way to `target`, from / on. It ends where this user will make the rest."""
+    here, status, links = Path("/"), os.lstat("/"), 0
+    rest = list(target.absolute().parts[1:])
+    yield Hop(here, status, False, not rest)
+    while rest:
+        name = rest.pop(0)
+        if name == "..":
+            here = here.parent  # of a path without links
+            continue
+        path = here / name
+        is_in_shared = _others_can_write(here.stat())
+        try:
+            status = path.lstat()
+        except OSError:
+            return
+        is_link = stat.S_ISLNK(status.st_mode)
+        yield Hop(path, status, is_in_shared, not rest and not is_link)
+        if not is_link:
+            here = path
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            return  # nothing can be opened there
+        pointed_to = path.readlink()
+        if pointed_to.is_absolute():
+            here = Path("/")
+        rest = [part for part in pointed_to.parts if part != "/"] + rest
+
+
+def _owners() -> set[int]:
+    """Root, and this user unless the number is the one for all users that have none here (in a user namespace)."""
+    return {0, os.geteuid()} - _root_without_a_number()
+
+
+def _root_without_a_number() -> set[int]:
+    """In a user namespace, as Apptainer makes, the number of root and of all others that have none there."""
     with contextlib.suppress(OSError):
-        if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
-            owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
-    return owners
+        if _in_user_namespace():
+            return {int(Path("/proc/sys/kernel/overflowuid").read_text())}
+    return set()
+
+
+def _in_user_namespace() -> bool:
+    """Whether numbers of users may be others than the machine's."""
+    try:
+        return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
+    except OSError:
+        return True
+
+
+def _is_sticky(status: os.stat_result) -> bool:
+    return bool(status.st_mode & stat.S_ISVTX)
 
 
 def _others_can_write(status: os.stat_result) -> bool:
     """Whether anybody but the owner and root can write there, by mode and group."""
     if status.st_mode & stat.S_IWOTH:
         return True
-    return bool(status.st_mode & stat.S_IWGRP) and status.st_gid not in (0, _group_of_one())
+    return bool(status.st_mode & stat.S_IWGRP) and status.st_gid not in _groups_of_one()
+
+
+def _groups_of_one() -> set[int]:
+    """Root's group, and the one that has this user alone, as many systems give everyone; of a user namespace none."""
+    return set() if _in_user_namespace() else {0, _own_group()}
 
 
 @functools.cache
-def _group_of_one() -> int:
-    """The group that has this user alone, as many systems give everyone, or root's."""
+def _own_group() -> int:
     try:
         user = pwd.getpwuid(os.geteuid())
         group = grp.getgrgid(user.pw_gid)
@@ -116,8 +182,8 @@ def is_intact(path: Path) -> bool:
     """Whether the file is there, is the one that was written, and nobody else could have written it."""
     try:
         for file in (path, path.with_suffix(".sha256")):
-            status = file.stat()
-            if status.st_uid not in _trusted_owners() or _others_can_write(status):
+            status = file.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in _owners() or _others_can_write(status):
                 return False
         content = path.read_bytes()
         checksum = path.with_suffix(".sha256").read_text()

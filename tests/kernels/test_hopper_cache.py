@@ -236,10 +236,10 @@ def ask(tmp_path, monkeypatch):
     return loaded
 
 
-def give_away(path, monkeypatch):
+def give_away(path, monkeypatch, to=12345):
     """Make it another user's."""
     if os.geteuid() == 0:
-        os.chown(path, 12345, -1)
+        os.chown(path, to, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
@@ -287,11 +287,93 @@ def test_a_link_counts_by_where_it_lies_and_where_it_leads(ask, tmp_path, monkey
         assert not ask()
 
 
+def test_every_link_and_folder_on_the_way_counts(ask, tmp_path, monkeypatch):
+    for name in ("links", "between"):
+        (tmp_path / name).mkdir(mode=0o755)
+    (tmp_path / "links" / "cache").symlink_to("../between/cache")
+    (tmp_path / "between" / "cache").symlink_to(tmp_path / "links" / ".." / "mine")
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "links" / "cache"))
+    assert ask()
+    (tmp_path / "between").chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=rf"{tmp_path}/between: others can write to it"):
+        assert not ask()
+    (tmp_path / "between").chmod(0o1777)  # nobody else can replace the link there
+    assert ask()
+    (tmp_path / "mine").rename(tmp_path / "elsewhere")
+    (tmp_path / "mine").symlink_to("mine")
+    assert cache.distrust() is None and not ask(), "a link to itself leads nowhere"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a link to another user")
+def test_another_users_link_in_a_folder_for_everyone_is_not_followed(ask, tmp_path, monkeypatch):
+    (tmp_path / "everyone").mkdir()
+    (tmp_path / "everyone").chmod(0o1777)
+    link = tmp_path / "everyone" / "cache"
+    link.symlink_to(tmp_path / "mine")
+    monkeypatch.setenv(cache.VARIABLE, str(link))
+    assert ask()
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.warns(RuntimeWarning, match=rf"{link}: it belongs to user 12345"):
+        assert not ask()
+
+
+@pytest.fixture
+def unmapped(monkeypatch):
+    """A user namespace; gives the number of those who have none there, which the test's files can be given."""
+    monkeypatch.setattr(cache, "_in_user_namespace", lambda: True)
+    if os.geteuid() != 0:
+        monkeypatch.setattr(cache, "_root_without_a_number", lambda: {os.getuid()})
+    (number,) = cache._root_without_a_number()
+    return number
+
+
+@pytest.mark.parametrize("spoiled", ["mine/hopper", "mine/hopper/*.o", "mine/hopper/*.sha256"])
+def test_in_a_user_namespace_what_anybody_may_have_written_is_not_loaded(ask, tmp_path, monkeypatch, unmapped, spoiled):
+    assert ask()
+    (path,) = tmp_path.glob(spoiled)
+    give_away(path, monkeypatch, unmapped)
+    with contextlib.nullcontext() if path.is_file() else pytest.warns(RuntimeWarning, match="it belongs to user"):
+        assert not ask()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to another user")
+def test_in_a_user_namespace_roots_folders_may_be_above_but_not_in_a_folder_for_everyone(ask, tmp_path, unmapped):
+    os.chown(tmp_path / "mine", unmapped, -1)
+    assert ask()
+    tmp_path.chmod(0o1777)
+    with pytest.warns(RuntimeWarning, match=rf"mine: it belongs to user {unmapped}"):
+        assert not ask()
+
+
+def test_in_a_user_namespace_no_group_and_no_user_without_a_number_is_ones_own(ask, tmp_path, monkeypatch, unmapped):
+    monkeypatch.setattr(cache, "_own_group", lambda: tmp_path.stat().st_gid)
+    (tmp_path / "mine").chmod(0o775)
+    with pytest.warns(RuntimeWarning, match="others can write to it"):
+        assert not ask()
+    with monkeypatch.context() as outside:
+        outside.setattr(cache, "_in_user_namespace", lambda: False)
+        assert ask()
+    monkeypatch.setattr(os, "geteuid", lambda: unmapped)
+    assert cache._owners() == {0}
+
+
+def test_a_home_is_written_as_a_tilde_and_one_that_there_is_not_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(cache.VARIABLE, "~/kernels")
+    assert cache.folder() == tmp_path / "kernels" / "hopper"
+    monkeypatch.setenv(cache.VARIABLE, "~nobody-of-this-name/kernels")
+    with pytest.raises(ValueError, match=f"~nobody-of-this-name/kernels: .*Set {cache.VARIABLE} to a folder"):
+        cache.folder()
+
+
 @pytest.mark.parametrize("suffix", [".o", ".sha256"])
 def test_a_file_that_others_could_have_written_is_compiled_again(ask, tmp_path, monkeypatch, suffix):
     (file,) = tmp_path.glob(f"mine/hopper/*{suffix}")
     file.chmod(0o666)
     assert not ask() and ask(), "written again, for its owner alone"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert not ask() and ask(), "a link is not what was written"
     if os.geteuid() == 0:
         give_away(file, monkeypatch)
         assert not ask() and ask()
