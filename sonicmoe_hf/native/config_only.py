@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import re
 import reprlib
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
     __version__,
 )
@@ -23,22 +27,25 @@ from transformers.utils import logging
 
 from ..errors import CheckpointError, DoctorError
 from ..patching.support import find_layers, supported_layers, supports
-from ..private.transformers import builds
+from ..private.transformers import auto_classes, builds
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
 from .modeling import sizes_of
 
-MAX_COUNT = 10_000  # layers, experts: far more than any model has, and few enough to build
-COUNTS = re.compile(r"(layers|experts|depth)$")
+MAX_COUNT = 10_000  # layers, experts: far more than any model has
+MAX_MODULES = 50_000  # a quarter of a minute; models on the hub have up to 10,000
+MAX_SECONDS = 20  # of looking for the entry that is wrong
+COUNTS = re.compile(r"(layers?|experts|depths?|blocks?)$")
+ASKED_FIRST = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModel)
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
 UNREADABLE = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
     StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
 
 
 class _Contradiction(ValueError):
-    """Entries with which a model can be built, but cannot compute anything; the message names them."""
+    """Entries with which a model cannot compute anything, or takes too long to build; the message names them."""
 
 
 def without_code(entries):
@@ -66,9 +73,7 @@ def build_on_meta(name: str) -> PreTrainedModel:
     except CheckpointError as error:
         raise DoctorError(str(error)) from error
     _check_model_type(path, entries)
-    for keys, value in _leaves(entries):
-        if isinstance(value, int) and COUNTS.search(keys[-1]) and not 0 <= value <= MAX_COUNT:
-            raise DoctorError(f"{path}: {'.'.join(keys)} is {value}; 0 to {MAX_COUNT} are built")
+    _check_counts(path, entries)
     try:
         return _build(entries)
     except UNREADABLE as error:
@@ -88,15 +93,65 @@ def _check_model_type(path: Path, entries: dict) -> None:
     raise DoctorError(reason)
 
 
+def _check_counts(path: Path, entries: dict) -> None:
+    """Raise where so many layers or experts are asked for, also as one number for each stage, that building hangs."""
+    for keys, value in _leaves(entries):
+        if not COUNTS.search(keys[-1]):
+            continue
+        many = [number for number in _numbers(value) if number > MAX_COUNT]
+        negative = isinstance(value, int) and value < 0 and keys[-1].startswith(("n_", "num_"))
+        if many or negative:
+            raise DoctorError(f"{path}: {'.'.join(keys)} is {reprlib.repr(value)}; 0 to {MAX_COUNT} are built")
+
+
+def _numbers(value: object) -> list[int | float]:
+    """The numbers that a value is or holds in lists."""
+    if isinstance(value, list):
+        return [number for entry in value for number in _numbers(entry)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+@contextmanager
+def _at_most_max_modules(entries: dict) -> Iterator[None]:
+    """Inside the block a model is built that has no more than MAX_MODULES modules, or _Contradiction is raised."""
+    count = 0
+
+    def counted(module, name, submodule):
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            largest = sorted(_leaves(entries), key=lambda leaf: max(_numbers(leaf[1]), default=0), reverse=True)
+            names = ", ".join(f"{'.'.join(keys)}, which is {reprlib.repr(value)}" for keys, value in largest[:3])
+            raise _Contradiction(f"it has more than {MAX_MODULES} modules; look at its largest numbers: {names}")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _special_floats(entries):
+    """A config's entries with the floats that Transformers writes as objects, such as {"__float__": "Infinity"}."""
+    if isinstance(entries, list):
+        return [_special_floats(entry) for entry in entries]
+    if not isinstance(entries, dict):
+        return entries
+    if entries.keys() == {"__float__"} and entries["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(entries["__float__"])
+    return {key: _special_floats(value) for key, value in entries.items()}
+
+
 def _build(entries: dict) -> PreTrainedModel:
     """The model, after a look at what building it does not check. Changes nothing in `entries`."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
-        config = CONFIG_MAPPING[entries["model_type"]].from_dict(without_code(copy.deepcopy(entries)))
-        for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
+        readable = _special_floats(without_code(copy.deepcopy(entries)))
+        config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable)
+        for auto_class in dict.fromkeys([*ASKED_FIRST, *auto_classes()]):
             if builds(auto_class, config):
-                with torch.device("meta"):
+                with torch.device("meta"), _at_most_max_modules(entries):
                     model = auto_class.from_config(config, trust_remote_code=False)
                 _check_layers(model)
                 return model
@@ -122,11 +177,13 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def _check_router(router: Any, num_experts: int) -> None:
-    if hasattr(router, "num_group"):  # DeepSeek's, which adds up the two best scores of every group
+    topk_method = getattr(router, "topk_method", None)  # DeepSeek-V2's, whose routers may have no groups
+    if hasattr(router, "num_group") and topk_method != "greedy":
         n_group = router.num_group
-        if not isinstance(n_group, int) or not 1 <= n_group <= num_experts // 2 or num_experts % n_group:
+        smallest = 2 if topk_method is None else 1  # DeepSeek-V3 adds up the two best scores of every group
+        if not isinstance(n_group, int) or not 1 <= n_group <= num_experts // smallest or num_experts % n_group:
             raise _Contradiction(
-                f"n_group is {n_group!r}; {num_experts} experts make no such number of groups of 2 or more"
+                f"n_group is {n_group!r}; {num_experts} experts make no such number of groups of {smallest} or more"
             )
     with torch.no_grad():
         router(router.weight.new_empty(1, router.weight.shape[1]))
@@ -142,9 +199,11 @@ def _leaves(entries: dict, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def _suspects(entries: dict) -> str:
-    """The entries without any one of which, so by its default, the model could be built."""
-    suspects = []
+    """The entries without any one of which, so by its default, the model could be built, as far as time allows."""
+    suspects, began = [], time.monotonic()
     for keys, value in _leaves(entries):
+        if time.monotonic() - began > MAX_SECONDS:
+            break
         changed = copy.deepcopy(entries)
         holder = changed
         for key in keys[:-1]:

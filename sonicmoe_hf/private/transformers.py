@@ -81,6 +81,15 @@ def replace_registered_configs(configs: dict) -> None:
     CONFIG_MAPPING._extra_content = configs
 
 
+def auto_classes() -> list:
+    """Every Auto class of models."""
+    from transformers.models.auto import modeling_auto
+
+    return [
+        value for value in vars(modeling_auto).values() if isinstance(value, type) and hasattr(value, "_model_mapping")
+    ]
+
+
 def builds(auto_class, config) -> bool:
     """Whether an Auto class of models has one for this config."""
     return type(config) in auto_class._model_mapping

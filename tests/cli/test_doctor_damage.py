@@ -12,6 +12,7 @@ import transformers
 from helpers.models import CONFIGS
 
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.native import config_only
 
 DAMAGE = ("eight", -4, None, [1], 10**9)
 ONE_LAYER = {"num_hidden_layers": 1}  # with experts: building models is what takes the time here
@@ -81,6 +82,74 @@ def test_what_is_wrong_is_named_with_its_value(family, damage, words, tmp_path, 
         capsys, write(tmp_path, {**entries_of(family), **damage}), "--batch-size", "8", "--sequence-length", "128"
     )
     assert line.startswith(f"{tmp_path}/config.json") and words in line
+
+
+@pytest.mark.parametrize(
+    ("family", "damage", "words"),
+    [
+        ("deepseek_v3", {"num_nextn_predict_layers": 1e9}, "num_nextn_predict_layers is 1000000000.0; 0 to 10000"),
+        ("qwen3_moe", {"n_layer": 10**6}, "n_layer is 1000000; 0 to 10000"),
+        ("qwen3_moe", {"vision_config": {"depths": [2, 10**9]}}, "vision_config.depths is [2, 1000000000]; 0 to 10000"),
+        ("qwen3_moe", {"num_hidden_layers": 9}, "more than 30 modules; look at its largest numbers: "),
+    ],
+)  # fmt: skip
+def test_a_model_that_would_take_hours_to_build_is_named_at_once(family, damage, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(config_only, "MAX_MODULES", 30)
+    assert words in refusal(capsys, write(tmp_path, {**entries_of(family), **damage}))
+
+
+def test_a_number_of_layers_that_a_model_counts_from_its_end_is_no_count(tmp_path):
+    assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), "vision_feature_layer": -2})]) == 0
+
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]}
+
+
+def omni():
+    """Qwen3-Omni: a thinker and a talker, which have experts, under one config that no Auto class of text has."""
+    audio = {"encoder_layers": 1, "d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    thinker = {"text_config": {**SIZES, **EXPERTS}, "audio_config": audio, "vision_config": VISION}
+    text = {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 16}
+    talker = {"text_config": text, "code_predictor_config": SIZES, "spatial_merge_size": 2}
+    return transformers.Qwen3OmniMoeConfig(
+        thinker_config=thinker, talker_config=talker, code2wav_config={"num_hidden_layers": 1}
+    )
+
+
+def deepseek_v2(**changes):
+    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 0,
+    }
+    return transformers.DeepseekV2Config(**{**SIZES, **heads, **experts, **changes})
+
+
+def with_infinity():
+    """Its time_step_limit ends with infinity, which Transformers writes as an object."""
+    return transformers.GraniteMoeHybridConfig(
+        **SIZES, mamba_n_heads=2, layer_types=["attention"], num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+def in_groups_of_one():
+    return deepseek_v2(topk_method="group_limited_greedy", n_group=4, topk_group=2)
+
+
+@pytest.mark.parametrize("config", [deepseek_v2, in_groups_of_one, omni, with_infinity])
+def test_models_that_work_are_supported(config, tmp_path):
+    config().save_pretrained(tmp_path)
+    assert main(["doctor", str(tmp_path)]) == 0
 
 
 def test_a_nested_entry_is_named_by_its_keys(tmp_path, capsys):
