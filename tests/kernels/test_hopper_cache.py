@@ -328,7 +328,9 @@ def unmapped(monkeypatch):
 
 
 @pytest.mark.parametrize("spoiled", ["mine/hopper", "mine/hopper/*.o", "mine/hopper/*.sha256"])
-def test_in_a_user_namespace_what_anybody_may_have_written_is_not_loaded(ask, tmp_path, monkeypatch, unmapped, spoiled):
+def test_in_a_user_namespace_what_anybody_may_have_written_is_not_loaded(
+    ask, tmp_path, monkeypatch, unmapped, spoiled
+):
     assert ask()
     (path,) = tmp_path.glob(spoiled)
     give_away(path, monkeypatch, unmapped)
