@@ -4,8 +4,10 @@ import ast
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -37,23 +39,29 @@ def python(*arguments, path, cwd):
 def sources(tmp_path_factory):
     """A copy of the checkout, so that building leaves nothing in it."""
     folder = tmp_path_factory.mktemp("packaging")
-    ignored = (
-        "--exclude=./.*",
-        "--exclude=./tests",
-        "--exclude=./build",
-        "--exclude=./outputs",
-        "--exclude=*.egg-info",
-    )
+    ignored = [f"--exclude={name}" for name in ("./.*", "./build", "./outputs", "*.egg-info", "__pycache__")]
     sources = subprocess.run(["tar", "-c", *ignored, "."], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x"], cwd=folder, input=sources, check=True)
     return folder
 
 
 def build(kind, sources, folder):
-    """Build a wheel, or an editable one, without isolation and without network; returns its path."""
-    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
-    run(sys.executable, "-c", code, str(folder), cwd=sources)
-    return next(folder.glob("*.whl"))
+    """Build a wheel, an editable one or an sdist, without isolation and without network; returns its path."""
+    folder.mkdir(exist_ok=True)
+    code = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    return folder / run(sys.executable, "-c", code, str(folder), cwd=sources).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def without_links(sources, tmp_path_factory):
+    """The sources as a zip archive, or a clone with core.symlinks=false, has them: each link is a file with its text."""
+    folder = tmp_path_factory.mktemp("without") / "links"
+    shutil.copytree(sources, folder, symlinks=True)
+    for link in [path for path in folder.rglob("*") if path.is_symlink()]:
+        text = os.readlink(link)
+        link.unlink()
+        link.write_text(text)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +101,26 @@ def test_every_package_of_the_checkout_is_in_the_wheel(wheel):
     for folder, prefix in (("sonicmoe_hf", ""), ("kernels", "sonicmoe_hf/"), ("model_patches", "sonicmoe_hf/")):
         for path in (ROOT / folder).rglob("*.py"):
             assert prefix + path.relative_to(ROOT).as_posix() in names, "list its package in pyproject.toml"
+
+
+def test_a_build_without_links_gives_the_same_wheel_and_an_editable_install_says_that_it_needs_them(
+    wheel, without_links, tmp_path
+):
+    built = build("wheel", without_links, tmp_path / "wheel")
+    assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+    with pytest.raises(
+        AssertionError, match=r"needs sonicmoe_hf/kernels and sonicmoe_hf/model_patches as links to folders"
+    ):
+        build("editable", without_links, tmp_path / "editable")
+
+
+def test_the_sdist_has_no_tests_and_builds_the_same_wheel(wheel, sources, tmp_path):
+    with tarfile.open(build("sdist", sources, tmp_path)) as archive:
+        archive.extractall(tmp_path)
+    (unpacked,) = tmp_path.glob("sonicmoe_hf-*/")
+    assert not (unpacked / "tests").exists()
+    built = build("wheel", unpacked, tmp_path / "wheel")
+    assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_wheel_imports_from_anywhere(installed, tmp_path):

@@ -1,0 +1,27 @@
+"""What pyproject.toml cannot say: how an editable install finds the folders that lie beside sonicmoe_hf/."""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.editable_wheel import editable_wheel
+
+LINKS = ("sonicmoe_hf/kernels", "sonicmoe_hf/model_patches")
+
+
+class EditableWheel(editable_wheel):
+    """An editable install is the checkout's path, which IDEs and type checkers read too. So it needs the links."""
+
+    def finalize_options(self):
+        self.distribution.package_dir = {"": "."}
+        super().finalize_options()
+
+    def run(self):
+        if missing := [link for link in LINKS if not (Path(__file__).parent / link).is_dir()]:
+            raise SystemExit(
+                f"an editable install needs {' and '.join(missing)} as links to folders, which a zip archive or a clone "
+                "with core.symlinks=false does not have: clone with git clone -c core.symlinks=true, or install without -e"
+            )
+        super().run()
+
+
+setup(cmdclass={"editable_wheel": EditableWheel})
