@@ -55,9 +55,12 @@ def expected_tensors(config: dict, family: NativeFamily, path: Path, at_most: in
         CheckpointError: Transformers cannot build it, or it has more layers than the files have tensors (`at_most`).
     """
     config = without_code({key: value for key, value in config.items() if key != "quantization_config"})
-    layers = config.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > at_most:
-        raise CheckpointError(f"{path}: num_hidden_layers is {layers}, but there are only {at_most} tensors")
+    for key in ("num_hidden_layers", "num_nextn_predict_layers"):
+        layers = config.get(key)
+        if not isinstance(layers, (int, type(None))):
+            raise CheckpointError(f"{path}: {key} is {layers!r}; it must be a whole number")
+        if layers is not None and layers > at_most:
+            raise CheckpointError(f"{path}: {key} is {layers}, but there are only {at_most} tensors")
     try:
         config = load_family_class(family, "config").from_dict(config)
         with torch.device("meta"):
