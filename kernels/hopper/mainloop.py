@@ -84,11 +84,11 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, pipeline: cutlass.Constexpr, stage: Int32, phase: Int32,
-    k_tiles: Int32, unused=None, order_barrier=None, arrivals=1, tail_k_blocks=None, has_tail=True, pending=None,
+    k_tiles: Int32, unused=None, order_barrier=None, arrivals=1, tail_k_blocks=None, has_tail=None, pending=None,
 ):  # fmt: skip
     """accumulator = A B^T, summed over `k_tiles` stages, for each of a tuple of accumulators and A's.
 
-    tail_k_blocks: how many k blocks of one more stage are added: an Int32, or a number where `has_tail`. unused: how many
+    tail_k_blocks: how many k blocks of one more stage are added: a number, where `has_tail`, or an Int32. unused: how many
     further stages are released unread. order_barrier: every warp arrives there when all stages have arrived. arrivals:
     what a warp counts for when it releases a stage. pending: (the stage before, whether there is one), whose MMAs are in
     flight and are added to. Returns the pipeline's next stage and phase.
@@ -105,7 +105,7 @@ def multiply(
             issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
         previous, stage, phase = commit_stage(pipeline, previous, has_previous or k_tile > 0, stage, phase, arrivals)
     has_previous = has_previous or k_tiles > 0
-    if const_expr(isinstance(tail_k_blocks, int)):
+    if const_expr(tail_k_blocks is not None and has_tail is not None):
         if has_tail:
             cute.arch.mbarrier_wait(pipeline.full + stage, phase)
             warpgroup.fence()

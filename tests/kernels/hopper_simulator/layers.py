@@ -1,0 +1,31 @@
+"""Layers small enough for the simulator, and the Hopper backend's own functions on it."""
+
+from __future__ import annotations
+
+import torch
+
+from sonicmoe_hf.kernels import eager, hopper
+from sonicmoe_hf.kernels.hopper.config import TILE_M
+
+from . import source
+
+
+def use_simulator(monkeypatch, blocks=2):
+    """The functions of kernels/hopper/__init__.py launch the simulated kernels, on a GPU of so many SMs."""
+    monkeypatch.setattr(hopper, "_compiled", lambda: source.module("compiled"))
+    monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
+    monkeypatch.setattr(hopper, "_run_on_its_device", lambda kernel, *arguments: kernel(*arguments))
+    monkeypatch.setattr(hopper, "num_sms", lambda device: blocks)
+
+
+def rows_of(counts, num_tokens, spare=3):
+    """Rows of experts with so many each, whose tokens are random, and so many dropped pairs; with the table of row tiles."""
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    expert = torch.cat((expert, torch.full((spare,), len(counts))))[torch.randperm(sum(counts) + spare)]
+    token = torch.randint(num_tokens, expert.shape)
+    rows = eager.dispatch(expert, token, num_tokens, len(counts), True)
+    tiles = []
+    for e, (first, end) in enumerate(zip(rows.offsets.tolist(), rows.offsets[1:].tolist())):
+        tiles += [(e, row, min(row + TILE_M, end)) for row in range(first, end, TILE_M)]
+    state = [(-1, 7, 7), (0, len(tiles), 0)]
+    return rows._replace(tiles=torch.tensor(tiles + state, dtype=torch.int32))
