@@ -49,7 +49,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
     def set_up_epilogue(self, computed_with: bool = False):
         """computed_with: the epilogue warps do more with the product than to store it."""
         self.layout_epilogue = epilogue_layout(self.dtype, 2 * self.epi_tiles)
-        self.extra_arrivals = (4, 4, self.num_epilogue_warps, self.num_epilogue_warps)
+        self.extra_arrivals = {"tile_full": CONSUMER_WARPS // 2, "tile_empty": self.num_epilogue_warps}
         self.has_residual = computed_with and self.dtype is cutlass.BFloat16
         spare = 2 * self.epi_tiles * RESIDUAL_BYTES * 8 // self.dtype.width if self.has_residual else 0
         self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout_epilogue, self.stages, 4, spare)
@@ -98,10 +98,12 @@ class EpilogueWarpsKernel(VarlenMKernel):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.run_consumer(tiled_mma, narrow_mma, shared, bias)
+        shared.arrivals.check()
 
     @cute.jit
     def run_consumer(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias):
         """A consumer's role: its half of every tile of the product (+ bias), into shared memory."""
+        shared.arrivals.begin("consumers", CONSUMER_WARPS)
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
         fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
@@ -130,14 +132,14 @@ class EpilogueWarpsKernel(VarlenMKernel):
                 store.write(i, lambda v, start=i * store.size: values[start + v], residual)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(tile_full)
+            shared.arrivals.arrive("tile_full", tile_full, groups=2)
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
 
     @cute.jit
     def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, atom_out, tensor_out, computed):
         """An epilogue warp's role: the first one stores the tile by TMA, all of them fill the tensor `computed`."""
+        shared.arrivals.begin("epilogue", self.num_epilogue_warps)
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
         tile_phase = Int32(0)
         expert, top, end, column_tile = shared.scheduler.receive(Int32(0))
@@ -155,8 +157,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
                     if epilogue_warp == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(tile_empty + half)
+                shared.arrivals.arrive("tile_empty", tile_empty, half)
             tile_phase ^= 1
             expert, top, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1

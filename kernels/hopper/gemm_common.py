@@ -25,7 +25,7 @@ and stores them while the other one computes.
 full[s] and empty[s] are the barriers of the `stages` of the mainloop pipeline (CUTLASS's ab_stage). tile_full and
 tile_empty are those of the tile in shared memory, where there are epilogue warps (epilogue.py). Pingpong consumers
 have an order barrier each (gemm_down.py). Every warp but producer warp 0 also arrives at scheduler.empty
-(tile_scheduler.py).
+(tile_scheduler.py). While a kernel is compiled, arrivals.py counts these again, and a count that differs is an error.
 
 Adapters (interface.Extra) are extra depth: [A | rows] [B | factor]^T. After the stages of A and B the producer fills one
 more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last of
@@ -42,6 +42,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from .arrivals import Arrivals
 from .config import CONSUMER_WARPS, EPI_TILE_N, TILE_K, VECTOR, WARPGROUP_M
 from .tile_scheduler import SCHEDULER_STAGES, TileScheduler, arrive_counts
 
@@ -93,6 +94,7 @@ class MainloopPipeline:
 
     full: cute.Pointer
     stages: int
+    arrivals: Arrivals
 
     @property
     def empty(self):
@@ -102,6 +104,21 @@ class MainloopPipeline:
     def end(self):
         """Where the pipeline's barriers end, and those of the tile scheduler begin."""
         return self.full + 2 * self.stages
+
+    def announce(self, stage, tma_bytes):
+        """By the first producer warp: TMA will bring so many bytes."""
+        self.arrivals.count("full", 1, "the first producer warp")
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, tma_bytes)
+
+    def arrive_when_copied(self, stage):
+        """By a gathering thread: arrive when its copies have landed."""
+        self.arrivals.count("full", 32 * self.arrivals.warps, "gathering threads")
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.full + stage)
+
+    def release(self, stage, times=1, max_times=None):
+        """By a consumer's warps: the stage may be filled again. times, max_times: see Arrivals.arrive."""
+        self.arrivals.arrive("empty", self.empty, stage, times, max_times)
 
 
 def storage(dtype, layout_a, layout_b, layout_epilogue, stages: int, extra_barriers: int, spare: int = 0):
@@ -134,27 +151,35 @@ class Shared:
         """Where the barriers begin that only some kernels have."""
         return self.scheduler.full + 2 * SCHEDULER_STAGES
 
+    @property
+    def arrivals(self):
+        return self.pipeline.arrivals
+
 
 def set_up_shared(
-    Storage, layout_a, layout_b, layout_epilogue, stages: int, producer_arrivals: int, extra_arrivals, atoms, counter,
-    num_work_tiles, working_warps: int, consumer_warps: int = CONSUMER_WARPS, static: bool = False,
+    Storage, layout_a, layout_b, layout_epilogue, stages: int, producer_arrivals: int, extra_arrivals: dict[str, int],
+    atoms, counter, num_work_tiles, working_warps: int, consumer_warps: int = CONSUMER_WARPS, static: bool = False,
 ) -> Shared:  # fmt: skip
     """Lay out shared memory and initialise barriers: of the pipeline, of the scheduler, then the extra ones; by every
     thread.
 
     counter, num_work_tiles, static: see TileScheduler. working_warps: how many take part in every work tile.
-    consumer_warps: how many release a stage. extra_arrivals: the arrive counts of the extra barriers.
+    consumer_warps: how many release a stage. extra_arrivals: the arrive counts of the extra barriers by name, of which
+    there are two each, one for each consumer.
     """
     memory = SmemAllocator().allocate(Storage)
     a, b, epilogue = (
         part.get_tensor(layout.outer, swizzle=layout.inner)
         for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.epilogue, layout_epilogue))
     )
-    pipeline = MainloopPipeline(memory.barriers_.data_ptr(), stages)
+    arrivals = Arrivals(
+        {"full": producer_arrivals, "empty": consumer_warps, **arrive_counts(working_warps - 1), **extra_arrivals}
+    )
+    pipeline = MainloopPipeline(memory.barriers_.data_ptr(), stages, arrivals)
     slots = memory.work_tiles.get_tensor(cute.make_layout((4, SCHEDULER_STAGES)))
-    scheduler = TileScheduler(counter, num_work_tiles, slots, pipeline.end, static)
-    counts = [producer_arrivals] * stages + [consumer_warps] * stages
-    counts += [*arrive_counts(working_warps - 1), *extra_arrivals]
+    scheduler = TileScheduler(counter, num_work_tiles, slots, pipeline.end, static, arrivals)
+    each = (stages, stages, SCHEDULER_STAGES, SCHEDULER_STAGES, *(2 for _ in extra_arrivals))
+    counts = [count for number, count in zip(each, arrivals.counts.values()) for _ in range(number)]
     _initialise_barriers(pipeline.full, counts, atoms)
     return Shared(a, b, epilogue, pipeline, scheduler)
 

@@ -63,6 +63,7 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
         pair: cute.Tensor,
     ):  # fmt: skip
         """An epilogue warp's role: every third group of WARP_ROWS rows, over all the tile's columns."""
+        shared.arrivals.begin("epilogue", self.num_epilogue_warps)
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
         lane = cute.arch.lane_idx()
         lane_row = lane // (EPI_TILE_N // VECTOR)
@@ -91,8 +92,7 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
                     for v in cutlass.range_constexpr(cute.size(h_now)):
                         h_now[v] = h_next[v]
                 cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(tile_empty + half)
+                shared.arrivals.arrive("tile_empty", tile_empty, half)
                 # the warp after the one that took the last group takes the first group of the next half
                 warps = self.num_epilogue_warps
                 own_group = (own_group + warps - WARPGROUP_M // WARP_ROWS % warps) % warps

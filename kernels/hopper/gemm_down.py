@@ -115,7 +115,7 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         warps = CONSUMER_WARPS // 2  # of one consumer
         tiles, counter = tiles_and_counter(table, last)
         shared = set_up_shared(
-            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(), (warps, warps),
+            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(), {"order": warps},
             (atom_w, atom_out, *extra_atoms(extra)), counter, self.num_work_tiles(tiles), 1 + CONSUMER_WARPS,
             consumer_warps=warps if self.rows == TILE_M else CONSUMER_WARPS, static=self.static,
         )  # fmt: skip
@@ -126,12 +126,14 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.run_pingpong_consumer(tiled_mma, narrow_mma, shared, warpgroup - 1, atom_out, tensor_out, bias)
+        shared.arrivals.check()
 
     @cute.jit
     def run_pingpong_consumer(
         self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, consumer, atom_out, tensor_out, bias
     ):
         """The role of a consumer, 0 or 1: every other tile."""
+        shared.arrivals.begin("consumers", CONSUMER_WARPS, groups=2)
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
         )
@@ -146,9 +148,9 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
             if (tile_count - 1) % 2 == consumer:
                 cute.arch.mbarrier_wait(own_order, ((tile_count - 1) // 2 + 1 - consumer) % 2)
                 is_last = column_tile == self.column_tiles - 1
-                arrivals = 1
+                arrivals = ()
                 if const_expr(self.rows > TILE_M):
-                    arrivals = 2 - Int32(first + TILE_M < end)  # for the other consumer too
+                    arrivals = 2 - Int32(first + TILE_M < end), 2  # for the other consumer too
                 mainloop = self.mainloop_arguments(shared.pipeline, stage, phase, None, other_order, arrivals)
                 if first + WARPGROUP_M < end:
                     stage, phase = multiply_tile(

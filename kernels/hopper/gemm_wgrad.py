@@ -42,7 +42,8 @@ from .tile_scheduler import NO_WORK, rasterize
 from .varlen import expert_columns, varlen_columns
 
 WGRAD_TILE_M = 256  # rows of a tile: a consumer computes two halves of 64 of its 128
-QUARTER = WGRAD_TILE_M // 4  # loaded by each of the four producer warps
+PRODUCER_WARPS = 4
+QUARTER = WGRAD_TILE_M // PRODUCER_WARPS  # loaded by each of the four producer warps
 REGISTERS = (40, 232)  # of warpgroup 0 and of the consumers: 3 * 168 in all
 MAX_ROW_TILES_WITHOUT_GROUPS = 8  # up to as many row tiles of an expert pass over all columns together
 GROUP = 4  # row tiles that do so where there are more
@@ -100,8 +101,8 @@ class GemmWgradKernel:
         _, counter = tiles_and_counter(table, last)
         num_work_tiles = (offsets.shape[0] - 1) * (self.row_tiles * self.column_tiles)
         shared = set_up_shared(
-            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, 1 + 128, (), (atom, atom_out), counter,
-            num_work_tiles, 4 + CONSUMER_WARPS,
+            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, 1 + 32 * PRODUCER_WARPS, {},
+            (atom, atom_out), counter, num_work_tiles, PRODUCER_WARPS + CONSUMER_WARPS,
         )  # fmt: skip
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
@@ -109,6 +110,7 @@ class GemmWgradKernel:
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
             self.run_consumer(tiled_mma, narrow_mma, shared, warpgroup_index - 1, atom_out, tensor_out)
+        shared.arrivals.check()
 
     @cute.jit
     def run_consumer(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, consumer, atom_out, tensor_out):
@@ -117,6 +119,7 @@ class GemmWgradKernel:
         The lower half is stored after the first MMAs of the next tile's upper half: until then TMA reads what was
         stored of the upper half.
         """
+        shared.arrivals.begin("consumers", CONSUMER_WARPS)
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
             consumer_fragments(tiled_mma, shared, 2 * consumer + half, self.columns) for half in range(2)
         )
@@ -244,6 +247,7 @@ class GemmWgradKernel:
         """
         thread = cute.arch.thread_idx()[0]
         scheduler, full, empty = shared.scheduler, shared.pipeline.full, shared.pipeline.empty
+        shared.arrivals.begin("producer", PRODUCER_WARPS)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         vector, row_in_pass = thread % 8, thread // 8
         passes, slabs = TILE_K // ROWS_PER_PASS, self.columns // 64
@@ -283,8 +287,7 @@ class GemmWgradKernel:
                 if start < end:
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     if warp == 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, WGRAD_TILE_M * TILE_K * 2)
+                        shared.pipeline.announce(stage, WGRAD_TILE_M * TILE_K * 2)
                     cute.copy(atom, from_direct[None, k_tile], to_direct[None, stage], tma_bar_ptr=full + stage)
                     for slab in cutlass.range_constexpr(slabs):
                         # columns past the last are read twice instead, and clipped when stored
@@ -295,6 +298,6 @@ class GemmWgradKernel:
                                 target + stage * (slabs * SLAB_BYTES) + slab * SLAB_BYTES + i * (ROWS_PER_PASS * 128),
                                 source + offsets[i].to(Int64),
                             )  # fmt: skip
-                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                    shared.pipeline.arrive_when_copied(stage)
                     stage, phase = advance(stage, phase, self.stages)
             expert, start, end, tile = next_expert, next_start, next_end, next_tile

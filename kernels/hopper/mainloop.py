@@ -74,8 +74,7 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
     warpgroup.commit_group()
     warpgroup.wait_group(1)
     if has_previous:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipeline.empty + previous, arrive_count=arrivals)
+        pipeline.release(previous, *arrivals)
     previous = stage
     stage, phase = advance(stage, phase, pipeline.stages)
     return previous, stage, phase
@@ -84,13 +83,13 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
 @cute.jit
 def multiply(
     tiled_mma, accumulators, fragments_a, fragment_b, pipeline: cutlass.Constexpr, stage: Int32, phase: Int32,
-    k_tiles: Int32, unused=None, order_barrier=None, arrivals=1, tail_k_blocks=None, has_tail=None, pending=None,
+    k_tiles: Int32, unused=None, order_barrier=None, arrivals=(), tail_k_blocks=None, has_tail=None, pending=None,
 ):  # fmt: skip
     """accumulator = A B^T, summed over `k_tiles` stages, for each of a tuple of accumulators and A's.
 
-    tail_k_blocks: how many k blocks of one more stage are added: a number, where `has_tail`, or an Int32. unused: how many
-    further stages are released unread. order_barrier: every warp arrives there when all stages have arrived. arrivals:
-    what a warp counts for when it releases a stage. pending: (the stage before, whether there is one), whose MMAs are in
+    tail_k_blocks: how many k blocks of one more stage are added: a number, where `has_tail`, or an Int32. unused: how
+    many further stages are released unread. order_barrier: every warp arrives there when all stages have arrived.
+    arrivals: what `release` takes beside a stage. pending: (the stage before, whether there is one), whose MMAs are in
     flight and are added to. Returns the pipeline's next stage and phase.
     """
     if const_expr(pending is None):
@@ -122,17 +121,14 @@ def multiply(
             previous, stage, phase = commit_stage(pipeline, previous, has_previous, stage, phase, arrivals)
             has_previous = tail_k_blocks > 0
     if const_expr(order_barrier is not None):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(order_barrier)
+        pipeline.arrivals.arrive("order", order_barrier)
     warpgroup.wait_group(0)
     if has_previous:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipeline.empty + previous, arrive_count=arrivals)
+        pipeline.release(previous, *arrivals)
     if const_expr(unused is not None):
         for _ in cutlass.range(unused, unroll=1):
             cute.arch.mbarrier_wait(pipeline.full + stage, phase)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(pipeline.empty + stage)
+            pipeline.release(stage)
             stage, phase = advance(stage, phase, pipeline.stages)
     return stage, phase
 

@@ -25,6 +25,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .arrivals import Arrivals
+
 SCHEDULER_STAGES = 4  # work tiles shared that not every warp has read yet
 
 
@@ -57,6 +59,7 @@ class TileScheduler:
     slots: cute.Tensor
     full: cute.Pointer
     static: bool
+    arrivals: Arrivals
 
     @property
     def empty(self):
@@ -82,10 +85,13 @@ class TileScheduler:
 
     def share(self, warp, work_tile, tile_count):
         """By the producer warps: warp 0 shares its work tile, the others receive it. Returns it."""
+        self.arrivals.count("scheduler.full", 1)
+        self.arrivals.count("scheduler.empty", self.arrivals.warps - 1)
         return _share(self.slots, self.full, self.empty, warp, *work_tile, tile_count)
 
     def receive(self, tile_count) -> WorkTile:
         """By every other warp."""
+        self.arrivals.count("scheduler.empty", self.arrivals.warps)
         return WorkTile(*_receive(self.slots, self.full, self.empty, tile_count))
 
 
@@ -99,8 +105,8 @@ def rasterize(index, num_rows, num_columns: int, group_rows: int):
 
 
 def arrive_counts(num_reading_warps: int):
-    """The arrive counts of a scheduler's barriers; `num_reading_warps`: those beside warp 0."""
-    return [1] * SCHEDULER_STAGES + [num_reading_warps] * SCHEDULER_STAGES
+    """The arrive counts of a scheduler's barriers by name; `num_reading_warps`: those beside warp 0."""
+    return {"scheduler.full": 1, "scheduler.empty": num_reading_warps}
 
 
 @cute.jit

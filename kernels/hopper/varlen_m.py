@@ -146,7 +146,7 @@ class VarlenMKernel:
         half_b = operand_layout(self.dtype, self.columns // self.halves, stride_k == 1, self.stages)
         return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
 
-    def mainloop_arguments(self, pipeline, stage, phase, has_rows=None, order_barrier=None, arrivals=1):
+    def mainloop_arguments(self, pipeline, stage, phase, has_rows=None, order_barrier=None, arrivals=()):
         """What `multiply` takes beside the operands, for a tile, or for half a tile, whose stages are released unread
         unless it `has_rows`."""
         tail_k_blocks = self.tail_k_blocks or None
@@ -217,6 +217,7 @@ class VarlenMKernel:
         """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         scheduler, full, empty = shared.scheduler, shared.pipeline.full, shared.pipeline.empty
+        shared.arrivals.begin("producer", self.gather_warps)
         gather = self.set_up_gather(shared, warp)
         tokens, offsets = gather.tokens, gather.offsets
         index = scheduler.initial_index()
@@ -252,12 +253,11 @@ class VarlenMKernel:
                         look_up_tokens(tokens, token, next_first + gather.first_row, next_end, gather.rows_per_pass)
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if warp == 0:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tma_bytes)
+                    shared.pipeline.announce(stage, tma_bytes)
                     self.load_b(atom_b, tensor_b, shared, expert, column_tile, k_tile, stage)
                 if const_expr(self.gather):
                     self.gather_a(tensor_a, gather, k_tile, stage, has_bottom)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                    shared.pipeline.arrive_when_copied(stage)
                 else:
                     self.load_a(atom_a, halves, full + stage, first, end, k_tile, stage)
                 stage, phase = advance(stage, phase, self.stages)
@@ -279,12 +279,11 @@ class VarlenMKernel:
         for k_tile in cutlass.range(self.extra_k_tiles, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             if warp == 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, tma_bytes)
+                shared.pipeline.announce(stage, tma_bytes)
                 self.load_b(extra.atom_factor, extra.factor, shared, expert, column_tile, k_tile, stage)
                 self.load_a(extra.atom_rows, halves, full + stage, first, end, k_tile, stage)
             if const_expr(self.gather):
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                shared.pipeline.arrive_when_copied(stage)
             stage, phase = advance(stage, phase, self.stages)
         return stage, phase
 

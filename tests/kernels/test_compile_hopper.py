@@ -4,7 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 from kernel_helpers import script_output
+
+from sonicmoe_hf.kernels.hopper.config import Tile
+from sonicmoe_hf.kernels.interface import Activation
 
 pytestmark = pytest.mark.pinned
 
@@ -33,3 +37,30 @@ def test_representative_kernels_compile_for_sm_90a(tmp_path):
 @needs_the_dsl
 def test_every_kernel_and_option_compiles_for_sm_90a(tmp_path):
     check_compiled(tmp_path, "--all")
+
+
+@needs_the_dsl
+@pytest.mark.parametrize(
+    ("barrier", "name", "parameters"),
+    [
+        ("scheduler.empty", "gemm_up", (128, 128, True, False, True, True, Activation(), False, 0, Tile(128, 3))),
+        ("scheduler.empty", "gemm_down", (128, 128, True, False, 0, Tile(128, 4, 192))),
+        ("scheduler.empty", "gemm_wgrad", (128, 128, True, Tile(128, 4))),
+        ("full", "gemm_up", (128, 128, True, False, True, True, Activation(), False, 16, Tile(128, 3))),
+        ("tile_empty", "gemm_dgated", (128, 128, True, True, True, True, Activation(), False, 0, Tile(128, 5))),
+        ("tile_full", "gemm_down", (256, 128, True, False, 0, Tile(256, 3))),
+        ("empty", "gemm_down", (128, 128, True, False, 0, Tile(128, 4, 192))),
+        ("order", "gemm_down", (128, 128, True, False, 0, Tile(128, 4))),
+    ],
+)
+def test_an_arrive_count_that_is_one_short_fails_the_compile(monkeypatch, barrier, name, parameters):
+    from sonicmoe_hf.kernels.hopper import compiled, gemm_common
+
+    class OneShort(gemm_common.Arrivals):
+        def __init__(self, counts):
+            super().__init__(counts | {barrier: counts[barrier] - 1})
+
+    monkeypatch.setattr(gemm_common, "Arrivals", OneShort)
+    compile_kernel = getattr(compiled, name).__wrapped__.__wrapped__  # past both caches
+    with pytest.raises(ValueError, match=f"barrier {barrier} is initialised for .* arrivals in a phase, but gets"):
+        compile_kernel(torch.bfloat16, *parameters)
