@@ -1,15 +1,16 @@
 """Parts of the Hopper kernels run from their source on a CPU, over more cases than whole kernels are: the schedules of the
 tile scheduler, the activations, and the residuals of rounding."""
 
+import functools
 import math
 import random
 
 import pytest
 import torch
 from hopper_simulator import source
-from hopper_simulator.dsl import Copied, Fake, Int32
+from hopper_simulator.launches import Copied, Fake
 from hopper_simulator.machine import Machine
-from hopper_simulator.tensors import Bits, Registers, bits_of, float_of, state
+from hopper_simulator.tensors import BFloat16, Bits, Int32, Registers, bits_of, float_of, state
 
 from sonicmoe_hf.kernels.eager import _activate
 from sonicmoe_hf.kernels.hopper.config import TILE_M, Tile
@@ -38,6 +39,20 @@ def random_tiles(draw):
     return counts, torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3)
 
 
+def take_work_tiles(kernel, scheduler_class, counter, tiles, gpu, draw, done):
+    """A block of one thread, which takes as long as it likes for a work tile."""
+    scheduler = scheduler_class(counter, kernel.num_work_tiles(tiles), None, None, kernel.static, None)
+    index, tile_count = scheduler.initial_index(), 1
+    work_tile = yield from kernel.find_unmerged(tiles, scheduler, index)
+    while work_tile[0] >= 0:
+        done.append(work_tile)
+        gpu.wake(gpu.current, later=draw.random())
+        yield
+        index = scheduler.prefetch(index, tile_count)
+        work_tile = yield from kernel.find_unmerged(tiles, scheduler, (yield from scheduler.broadcast(index)))
+        tile_count += 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_and_column_is_in_one_work_tile(kind):
     """For any counts of rows, number of blocks and speed of each; and the counter is zero again."""
@@ -51,20 +66,9 @@ def test_every_row_and_column_is_in_one_work_tile(kind):
         kernel = varlen_m.VarlenMKernel(None, Tile(128, 3, tile_rows, static), gather)
         kernel.column_tiles, kernel.group = draw.choice((1, 2, 3, 11)), group
         done = []
-
-        def block():
-            scheduler = scheduling.TileScheduler(counter.iterator, kernel.num_work_tiles(tiles), None, None, static)
-            index, tile_count = scheduler.initial_index(), 1
-            work_tile = yield from kernel.find_unmerged(tiles, scheduler, index)
-            while work_tile[0] >= 0:
-                done.append(work_tile)
-                gpu.wake(gpu.current, later=draw.random())
-                yield
-                index = scheduler.prefetch(index, tile_count)
-                index_of_all = yield from scheduler.broadcast(index)
-                work_tile = yield from kernel.find_unmerged(tiles, scheduler, index_of_all)
-                tile_count += 1
-
+        block = functools.partial(
+            take_work_tiles, kernel, scheduling.TileScheduler, counter.iterator, tiles, gpu, draw, done
+        )
         gpu.run(block, draw.choice((1, 3, 8, 132)), num_threads=1, lanes=1)
         assert counter[0] == 0, seed
         computed = [(row, column) for _, first, end, column in done for row in range(first, end)]
@@ -114,7 +118,7 @@ def test_a_rounded_product_and_its_residual_are_the_product(truncated, bound):
         for j, pair in enumerate(values):
             kept = [float_of(bits_of(value) & 0xFFFF0000) if truncated else value for value in pair]
             for v, value in enumerate(pair):
-                found = residual.value(Registers(source.dsl.BFloat16, (2,), kept), [word], v, j)
+                found = residual.value(Registers(BFloat16, (2,), kept), [word], v, j)
                 assert abs(found - value) <= 2.0**bound * abs(value)
 
 
@@ -123,5 +127,5 @@ def test_a_residual_keeps_what_is_not_finite(value):
     """And what rounds to infinity or zero."""
     residual = source.module("residual").Residual(0, False)
     word = residual.word([[Bits(bits_of(value))] * 2] * 4)
-    found = residual.value(Registers(source.dsl.BFloat16, (2,), [value] * 2), [word], 0, 0)
+    found = residual.value(Registers(BFloat16, (2,), [value] * 2), [word], 0, 0)
     assert found == pytest.approx(value, rel=2.0**-10)

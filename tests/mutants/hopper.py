@@ -24,8 +24,8 @@ WORK_TILES = f"{PARTS}::test_every_row_and_column_is_in_one_work_tile"
 MUTATIONS = [
     Mutation(
         "kernels/hopper/epilogue.py",
-        "(4, 4, self.num_epilogue_warps, self.num_epilogue_warps)",
-        "(4, 4, self.num_epilogue_warps - 1, self.num_epilogue_warps - 1)",
+        '"tile_empty": self.num_epilogue_warps}',
+        '"tile_empty": self.num_epilogue_warps - 1}',
         "an arrive count one short: a tile is overwritten while the last epilogue warp reads it",
         UP,
     ),
@@ -143,8 +143,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/hopper/gemm_down.py",
-        "arrivals = 2 - Int32(first + TILE_M < end)",
-        "arrivals = 2",
+        "arrivals = 2 - Int32(first + TILE_M < end), 2",
+        "arrivals = 2, 2",
         "a consumer releases stages of a tall tile for the other one, which still reads them",
         DOWN,
     ),

@@ -53,7 +53,6 @@ class Memory:
             raise SimulationError("an access outside all tensors, or off alignment")
         return start // width
 
-
     def place(self, address: int, width: int) -> int:
         """`places` of one address."""
         start = address - self.base
@@ -188,7 +187,9 @@ class Machine:
 
     def wait(self, barrier: Barrier, parity: int):
         """Until the barrier's phase of this parity has ended; the lanes of a warp poll together."""
-        meeting, is_last = yield from self._come(("warp", self.current.warp.index), ("wait", barrier, parity), self.lanes)
+        meeting, is_last = yield from self._come(
+            ("warp", self.current.warp.index), ("wait", barrier, parity), self.lanes
+        )
         if is_last:
             thread = self.current
             if self.random.random() < PREEMPTED:

@@ -1,0 +1,339 @@
+"""What the Hopper backend does on the host: which calls go to its kernels and which fall back to Triton, and what the
+compiled kernels are called with. Nothing is compiled or launched."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from sonicmoe_hf.kernels import hopper
+from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles
+from sonicmoe_hf.kernels.interface import Activation, Extra, PackedOperand, Rows
+
+E, T, H, I, P, RANK, SMS = 2, 40, 256, 192, 130, 16, 3
+FUNCTIONS = ("up", "down", "input_rows", "down_backward", "gate_up_gradient", "down_gradient")
+SWIGLU = Activation()
+COMPILED = ("gemm_up", "gemm_down", "gemm_dgated", "gemm_wgrad")
+
+
+def of(*size, dtype=torch.bfloat16):
+    return torch.empty(size, dtype=dtype)
+
+
+def rows_of(num_pairs):
+    index = torch.zeros(num_pairs, dtype=torch.int32)
+    return Rows(
+        torch.zeros(E + 1, dtype=torch.int32), index, index.clone(), index, index, torch.zeros(9, 3, dtype=torch.int32)
+    )
+
+
+def operands(**replaced):
+    """By name, those of every function; `replaced` takes the place of some."""
+    named = {
+        "x": of(T, H), "gate_up": of(E, 2 * I, H), "gate_up_bias": of(E, 2 * I), "down": of(E, H, I),
+        "down_bias": of(E, H), "a": of(P, I), "h": of(P, 2 * I), "dout": of(T, H), "rows": rows_of(P),
+        "weight": of(P, dtype=torch.float32), "extra": None,
+    }  # fmt: skip
+    return SimpleNamespace(**(named | replaced))
+
+
+def call(function, t):
+    if function == "up":
+        return hopper.up(t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.extra)
+    if function == "down":
+        return hopper.down(t.a, t.down, t.down_bias, t.rows, t.extra)
+    if function == "input_rows":
+        return hopper.input_rows(t.h, t.gate_up, t.rows, t.extra)
+    if function == "down_backward":
+        return hopper.down_backward(
+            t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.extra
+        )
+    if function == "gate_up_gradient":
+        return hopper.gate_up_gradient(t.h, t.x, t.rows, t.gate_up)
+    return hopper.down_gradient(t.dout, t.a, t.rows, t.down)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(function of compiled.py, its parameters, what the kernel is called with) of every launch."""
+    launches = []
+
+    def compiling(name):
+        return lambda *parameters: lambda *arguments: launches.append((name, parameters, arguments))
+
+    monkeypatch.setattr(hopper, "_compiled", lambda: SimpleNamespace(**{name: compiling(name) for name in COMPILED}))
+    monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
+    monkeypatch.setattr(hopper, "_for_tiles", hopper._for_tiles.__wrapped__)
+    monkeypatch.setattr(hopper, "num_sms", lambda device: SMS)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor says it is on
+    return launches
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """The Triton backend, whose functions note that they were called."""
+    portable = mock.Mock()
+    portable.routing_gradient.side_effect = lambda parts, *_: parts
+    monkeypatch.setattr(hopper, "portable", portable)
+    return portable
+
+
+def falls_back(function, t, launched, triton):
+    """Whether Triton alone computes it, and gets what the Hopper backend got."""
+    launched.clear()
+    fallback = getattr(triton, function)
+    fallback.reset_mock()
+    call(function, t)
+    assert len(launched) + fallback.call_count == 1
+    if fallback.called and function in ("up", "down_backward"):
+        assert fallback.call_args.args[-1] is t.extra and fallback.call_args.args[-2:-1] == (True,)
+    return fallback.called
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_supported_calls_go_to_the_hopper_kernels(launched, triton, function, dtype):
+    t = operands()
+    halves = {
+        name: value.to(dtype) for name, value in vars(t).items() if getattr(value, "dtype", None) == torch.bfloat16
+    }
+    assert not falls_back(function, operands(**halves), launched, triton)
+
+
+OPERANDS = {  # of each function, those that kernels read or write 16 bytes at a time
+    "up": ("x", "gate_up"), "down": ("a", "down"), "input_rows": ("h", "gate_up"),
+    "down_backward": ("dout", "down", "h"), "gate_up_gradient": ("h", "x"), "down_gradient": ("dout", "a"),
+}  # fmt: skip
+EVERY_OPERAND = [(function, name) for function, names in OPERANDS.items() for name in names]
+
+
+def off_alignment(tensor):
+    """The same tensor, eight bytes further on."""
+    return of(tensor.numel() + 4)[4:].view(tensor.shape)
+
+
+def with_gaps(tensor):
+    """The same shape as part of a wider tensor."""
+    return of(*tensor.shape[:-1], tensor.shape[-1] + 8)[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize(("function", "name"), EVERY_OPERAND)
+def test_operands_off_alignment_fall_back(launched, triton, function, name):
+    t = operands()
+    assert falls_back(function, operands(**{name: off_alignment(getattr(t, name))}), launched, triton)
+
+
+@pytest.mark.parametrize(("function", "name"), EVERY_OPERAND)
+def test_operands_in_fp32_fall_back(launched, triton, function, name):
+    t = operands()
+    assert falls_back(function, operands(**{name: getattr(t, name).float()}), launched, triton)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_weights_with_gaps_fall_back(launched, triton, function):
+    """Of a weight gradient, what it shall look like; transposed weights have none."""
+    name = "gate_up" if function in ("up", "input_rows", "gate_up_gradient") else "down"
+    weight = getattr(operands(), name)
+    assert falls_back(function, operands(**{name: with_gaps(weight)}), launched, triton)
+    assert falls_back(function, operands(**{name: with_gaps(weight.mT.contiguous()).mT}), launched, triton)
+    assert not falls_back(function, operands(**{name: weight.mT.contiguous().mT}), launched, triton)
+
+
+def sized(hidden, inner):
+    return operands(
+        x=of(T, hidden), gate_up=of(E, 2 * inner, hidden), gate_up_bias=None, down=of(E, hidden, inner), down_bias=None,
+        a=of(P, inner), h=of(P, 2 * inner), dout=of(T, hidden),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_sizes_that_are_small_or_no_multiple_of_eight_fall_back(launched, triton, function):
+    reads_width = function in ("input_rows", "gate_up_gradient")  # and 2I there, where the others read I
+    for hidden, inner in ((64, I), (260, I), (H, 32), (H, 202)):
+        assert falls_back(function, sized(hidden, inner), launched, triton)
+    assert falls_back(function, sized(H, 64), launched, triton) != reads_width
+    assert not falls_back(function, sized(72, 72), launched, triton)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_no_pairs_fall_back(launched, triton, function):
+    t = operands(rows=rows_of(0), a=of(0, I), h=of(0, 2 * I), weight=of(0, dtype=torch.float32))
+    assert falls_back(function, t, launched, triton)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [("up", "x"), ("down_backward", "dout"), ("gate_up_gradient", "x"), ("down_gradient", "dout")],
+)
+def test_gathered_tensors_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch, function, name):
+    """Whose offsets would not fit into 32 bits. Shown with a smaller limit: the first that falls back is the limit itself."""
+    assert hopper.MAX_ELEMENTS == 1 << 31
+    t = operands()
+    monkeypatch.setattr(hopper, "MAX_ELEMENTS", getattr(t, name).numel())
+    assert falls_back(function, t, launched, triton)
+    monkeypatch.setattr(hopper, "MAX_ELEMENTS", getattr(t, name).numel() + 1)
+    assert not falls_back(function, t, launched, triton)
+
+
+def test_parts_of_dw_of_two_to_the_31_elements_fall_back(launched, triton, monkeypatch):
+    t = operands(dout=of(1, H))
+    num_parts = 2  # tiles of 128 columns or fewer than 192
+    for limit, expected in ((num_parts * P, True), (num_parts * P + 1, False)):
+        monkeypatch.setattr(hopper, "MAX_ELEMENTS", limit)
+        monkeypatch.setattr(hopper, "tile", lambda *_: hopper.config.Tile(128, 5))
+        assert falls_back("down_backward", t, launched, triton) == expected
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_few_rows_of_an_expert_fall_back_where_they_are_gathered_by_up_and_down_backward(launched, triton, function):
+    few = 2 * 48
+    t = operands(rows=rows_of(few), a=of(few, I), h=of(few, 2 * I), weight=of(few, dtype=torch.float32))
+    assert falls_back(function, t, launched, triton) == (function in ("up", "down_backward"))
+
+
+@pytest.mark.parametrize("function", ("up", "down"))
+def test_packed_weights_fall_back(launched, triton, function):
+    packed = PackedOperand(of(1), of(1), None, "nf4")
+    assert falls_back(function, operands(gate_up=packed, down=packed), launched, triton)
+
+
+WITH_EXTRA = {"up": (2 * I, H), "down": (H, I), "input_rows": (H, 2 * I), "down_backward": (I, H)}  # [E, N, K]
+
+
+@pytest.fixture(params=WITH_EXTRA)
+def function_with_extra(request):
+    return request.param
+
+
+def adapter(function, rank=RANK):
+    """Rows and a factor in the order of the weight, which `down_backward` and `input_rows` read transposed."""
+    columns = WITH_EXTRA[function][0]
+    if function in ("input_rows", "down_backward"):
+        return Extra(of(P, rank), of(E, rank, columns).mT)
+    return Extra(of(P, rank), of(E, columns, rank))
+
+
+def test_adapters_go_to_the_hopper_kernels(launched, triton, function_with_extra):
+    t = operands(extra=adapter(function_with_extra))
+    assert not falls_back(function_with_extra, t, launched, triton)
+    _, parameters, arguments = launched[0]
+    assert RANK in parameters
+    assert any(argument is t.extra.rows_PJ for argument in arguments)
+    assert any(argument is t.extra.factor_ENJ for argument in arguments)
+
+
+def in_the_other_order(extra):
+    return extra._replace(factor_ENJ=extra.factor_ENJ.mT.contiguous().mT)
+
+
+def factor_with_gaps(extra):
+    factor = extra.factor_ENJ
+    gaps = with_gaps(factor) if factor.stride(2) == 1 else with_gaps(factor.mT).mT
+    return extra._replace(factor_ENJ=gaps)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        in_the_other_order, factor_with_gaps,
+        lambda extra: extra._replace(rows_PJ=off_alignment(extra.rows_PJ)),
+        lambda extra: extra._replace(rows_PJ=with_gaps(extra.rows_PJ)),
+        lambda extra: extra._replace(rows_PJ=extra.rows_PJ.half()),
+        lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.half()),
+    ],
+    ids=("other order", "gaps", "rows off alignment", "rows with gaps", "rows of fp16", "factor of fp16"),
+)  # fmt: skip
+def test_other_adapters_fall_back(launched, triton, function_with_extra, changed):
+    if changed is in_the_other_order and function_with_extra in ("input_rows", "down_backward"):
+        changed = lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.contiguous())  # noqa: E731
+    extra = changed(adapter(function_with_extra))
+    assert falls_back(function_with_extra, operands(extra=extra), launched, triton)
+
+
+def test_a_factor_off_alignment_and_a_rank_that_is_no_multiple_of_eight_fall_back(
+    launched, triton, function_with_extra
+):
+    extra = adapter(function_with_extra)
+    stored = extra.factor_ENJ if extra.factor_ENJ.is_contiguous() else extra.factor_ENJ.mT
+    moved = off_alignment(stored)
+    moved = moved if extra.factor_ENJ.is_contiguous() else moved.mT
+    assert falls_back(function_with_extra, operands(extra=extra._replace(factor_ENJ=moved)), launched, triton)
+    assert falls_back(function_with_extra, operands(extra=adapter(function_with_extra, 12)), launched, triton)
+
+
+def same(found, expected):
+    """Whether two lists of arguments are the same numbers and the same tensors, which may be other views."""
+
+    def told(value):
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+        return value
+
+    return [told(value) for value in found] == [told(value) for value in expected]
+
+
+def test_what_the_kernels_are_called_with(launched, triton):
+    """In the order of the functions in compiled.py; the row of `tiles` with the scheduler's state, and the blocks, are last."""
+    t, dtype = operands(), torch.bfloat16
+    schedule = t.rows.tiles, 8, SMS
+    h, a = call("up", t)
+    name, parameters, arguments = launched.pop()
+    assert name == "gemm_up" and parameters[:-1] == (dtype, H, I, True, True, True, True, SWIGLU, False, 0)
+    assert same(arguments, (t.x, t.gate_up, t.gate_up_bias, None, None, h, a, t.rows.token, *schedule))
+    assert (h.shape, a.shape) == ((P, 2 * I), (P, I))
+
+    out = call("down", t)
+    name, parameters, arguments = launched.pop()
+    assert name == "gemm_down" and parameters[:-1] == (dtype, H, I, True, True, 0)
+    assert same(arguments, (t.a, t.down, t.down_bias, None, None, out, t.rows.token, *schedule))
+
+    dx = call("input_rows", t)
+    name, parameters, arguments = launched.pop()
+    assert name == "gemm_down" and parameters[:-1] == (dtype, H, 2 * I, False, False, 0)
+    assert same(arguments, (t.h, t.gate_up.mT, None, None, None, dx, t.rows.token, *schedule))
+
+    dh, a, parts = call("down_backward", t)
+    name, parameters, arguments = launched.pop()
+    assert name == "gemm_dgated" and parameters[:-1] == (dtype, H, I, False, True, True, True, SWIGLU, False, 0)
+    expected = t.dout, t.down.mT, None, None, t.h, t.weight, dh, a, parts, t.rows.pair, t.rows.token, *schedule
+    assert same(arguments, expected)
+    assert parts.shape == (-(-I // parameters[-1].columns), P) and parts.dtype == torch.float32
+
+    gradient = call("gate_up_gradient", t)
+    name, parameters, arguments = launched.pop()
+    assert name == "gemm_wgrad" and parameters[:-1] == (dtype, 2 * I, H, True)
+    assert same(arguments, (t.x, t.h, gradient, t.rows.token, t.rows.offsets, *schedule))
+
+    gradient = call("down_gradient", t)
+    name, parameters, arguments = launched.pop()
+    assert name == "gemm_wgrad" and parameters[:-1] == (dtype, I, H, False)
+    assert same(arguments, (t.dout, t.a, gradient.mT, t.rows.token, t.rows.offsets, *schedule))
+    assert gradient.stride() == t.down.stride()
+
+
+def test_the_number_of_rows_chooses_among_the_compiled_tiles(launched, triton):
+    """H = 512, I = 1536: every kind of tile of `down` is in its table."""
+    narrow, tall, wide = gemm_down_tiles(512, 1536)
+    assert (tall, wide) == (TALL, WIDE) and narrow not in (tall, wide)
+    for mean_rows, expected in ((96, narrow), (97, tall), (160, tall), (161, narrow), (447, narrow), (448, wide)):
+        pairs = E * mean_rows
+        call("down", operands(rows=rows_of(pairs), a=of(pairs, 1536), down=of(E, 512, 1536), down_bias=None))
+        assert launched.pop()[1][-1] == expected, mean_rows
+    usual, short = gemm_wgrad_tiles(H)
+    for mean_rows, expected in ((160, usual), (161, short), (320, short), (321, usual)):
+        pairs = E * mean_rows
+        call("gate_up_gradient", operands(rows=rows_of(pairs), h=of(pairs, 2 * I)))
+        assert launched.pop()[1][-1] == expected, mean_rows
+
+
+def test_a_launch_is_on_the_tensor_s_gpu(launched, triton, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_of", entered := mock.Mock(return_value=nullcontext()))
+    t = operands()
+    call("down", t)
+    entered.assert_not_called()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    call("down", t)
+    entered.assert_called_once_with(t.a)
+    assert len(launched) == 2
