@@ -8,9 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles
 from sonicmoe_hf.kernels.interface import Activation, Extra, PackedOperand, Rows
+
+pytestmark = pytest.mark.pinned
 
 E, T, H, I, P, RANK, SMS = 2, 40, 256, 192, 130, 16, 3
 FUNCTIONS = ("up", "down", "input_rows", "down_backward", "gate_up_gradient", "down_gradient")

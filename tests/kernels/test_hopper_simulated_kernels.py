@@ -7,6 +7,8 @@ outside a tensor and a wrong coordinate fail. Results are beside the eager backe
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from hopper_simulator.layers import rows_of, use_simulator
 from moe_problems import poisoned
 
@@ -14,6 +16,8 @@ from sonicmoe_hf.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper.config import Tile
 from sonicmoe_hf.kernels.interface import Activation, Extra
+
+pytestmark = pytest.mark.pinned
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # rows of the experts: a whole tile and a little, none, up to half a tile, more than half

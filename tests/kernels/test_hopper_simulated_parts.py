@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from hopper_simulator import source
 from hopper_simulator.launches import Copied, Fake
 from hopper_simulator.machine import Machine
@@ -15,6 +17,8 @@ from hopper_simulator.tensors import BFloat16, Bits, Int32, Registers, bits_of, 
 from sonicmoe_hf.kernels.eager import _activate
 from sonicmoe_hf.kernels.hopper.config import TILE_M, Tile
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+
+pytestmark = pytest.mark.pinned
 
 COUNTS_OF_ROWS = (0, 0, 1, 63, 64, 65, 127, 128, 129, 150, 192, 193, 256, 257, 320, 900)
 KINDS = {  # class of kernel and tile: (gathers, rows of a tile, static, row tiles that pass over the columns together)

@@ -11,6 +11,8 @@ from hopper_simulator.tensors import SwizzledLayout, coordinates_of
 
 from sonicmoe_hf.kernels.hopper import gemm_common, mainloop
 
+pytestmark = pytest.mark.pinned
+
 
 def while_compiling(function):
     """Call it where the DSL computes layouts."""

@@ -1,18 +1,6 @@
-"""Mutations of the Hopper kernels' device code: each hangs, reads or writes what it must not, or gives other numbers.
+"""Of the Hopper kernels' device code: each hangs, reads or writes what it must not, or gives other numbers."""
 
-(file under kernels/hopper, text, what takes its place, why that is wrong, test file that fails.) None of them needs a GPU.
-"""
-
-from typing import NamedTuple
-
-
-class Mutation(NamedTuple):
-    path: str
-    before: str
-    after: str
-    why: str
-    tests: str
-
+from . import Mutation
 
 KERNELS = "tests/kernels/test_hopper_simulated_kernels.py"
 PARTS = "tests/kernels/test_hopper_simulated_parts.py"
