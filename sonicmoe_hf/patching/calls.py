@@ -19,9 +19,8 @@ from ..config import TokenRounding
 from ..private.torch import at_end_of_backward, current_graph_task_id, running_modules
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from .balance import Balancing
+    from .own_configs import Copies
     from .recorded import ReplayedCall
 
 
@@ -47,7 +46,7 @@ class PatchState:
         self.of_loss: list[ModelCall] | None = None
         self.said_top_k = False
         self.said_mask = False
-        self.configs: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
+        self.configs: Copies = []
         self.reported = False
         self.recomputed: ModelCall | None = None
         self.made_compiled = False

@@ -163,7 +163,7 @@ def patch_model(
     root = _root(model)
     layers = make_ready(root, policy)
     state = _state(root) or PatchState()
-    use_own_configs(model, state)
+    use_own_configs(model, state.configs)
     _use_our_experts(root, save)
     _install(root, state, fast_top_k)
     state.policy = policy

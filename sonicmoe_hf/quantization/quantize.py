@@ -8,6 +8,7 @@ from transformers.utils.quantization_config import BitsAndBytesConfig
 from ..config import check_choice
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS
+from ..patching.own_configs import use_own_configs
 from .packed_weight import PackedWeight
 from .quantizer import (
     QUANT_METHOD,
@@ -56,6 +57,7 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
             raise ValueError(f"{full_name}: {error}") from error
         hold_packed(module, name, packed)
     config = ExpertsQuantizationConfig(format)
+    use_own_configs(model, [])
     model.config.quantization_config = config
     quantizer = ExpertsQuantizer(config, pre_quantized=True)
     vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)

@@ -1,6 +1,7 @@
 """Models with packed experts: in memory, from and to checkpoints, with adapters, beside bitsandbytes, and over ranks."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -76,6 +77,15 @@ def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, 
         again = from_pretrained(tmp_path / f"{folder.name} {name}")
         assert torch.equal(logits(again), expected)
         again.load_state_dict(in_memory.state_dict())
+
+
+def test_a_model_built_from_the_same_config_object_is_not_declared_packed(tmp_path):
+    packed = small("qwen3_moe")
+    dense = AutoModelForCausalLM.from_config(packed.config)
+    quantize_experts(packed, "mxfp4")
+    assert packed.config is packed.model.config and packed.config.quantization_config.experts == "mxfp4"
+    dense.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
 
 
 @pytest.mark.parametrize("name", FORMATS)
