@@ -267,7 +267,10 @@ def rounded_routing(
         scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E,
         family.weighting(router), options,
     )  # fmt: skip
-    fell_back = False if valid_T is None else rows.pop()
+    if valid_T is None:
+        fell_back = False
+    else:
+        *rows, fell_back = rows
     rows = Rows(*rows)
     routing = Routing(expert_P, weight_P, rows.token, sentinels=True, rows=rows, rows_backend=backend)
     return routing, fell_back
