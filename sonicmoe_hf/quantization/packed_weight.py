@@ -18,7 +18,7 @@ FROZEN = (
 )
 NOT_DENSE = (
     "{operation} takes a dense tensor, but these experts are packed as {format}, which Transformers' experts, merging "
-    "in memory, FSDP1 and DeepSpeed's ZeRO-3 do not take: compute with sonicmoe_hf (patch_model, SonicMoEExperts), shard "
+    "in memory and FSDP1 do not take: compute with sonicmoe_hf (patch_model, SonicMoEExperts), shard "
     "with FSDP2 (fully_shard), or take weight.dequantize()"
 )
 
@@ -44,6 +44,7 @@ class PackedWeight(torch.Tensor):
     state: torch.Tensor | None
     format: str
     is_transposed: bool
+    refusal = NOT_DENSE
 
     @staticmethod
     def __new__(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
@@ -113,7 +114,7 @@ class PackedWeight(torch.Tensor):
             if result is not NotImplemented:
                 return result
         first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls))
-        raise RuntimeError(NOT_DENSE.format(operation=function, format=first.format))
+        raise RuntimeError(first.refusal.format(operation=function, format=first.format))
 
     def __tensor_flatten__(self):
         names = ["codes", "scales"] if self.state is None else ["codes", "scales", "state"]

@@ -22,6 +22,7 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..patching.experts import weight_names
 from .packed_weight import PackedWeight, as_parameter
+from .refusals import check_distributed
 from .state import from_stored, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
@@ -182,7 +183,8 @@ class ExpertsQuantizer(HfQuantizer):
         return [*ours, *conversions]
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        check_packable(model, self.quantization_config.experts)
+        weights = check_packable(model, self.quantization_config.experts)
+        check_distributed(model, [name for name, *_ in weights])
         if self.linear is not None:
             self.linear._process_model_before_weight_loading(model, **kwargs)
         return model

@@ -18,6 +18,15 @@ UNEVEN = (
     "{experts} experts cannot be sharded in parts of {part}: FSDP over packed experts needs a number of ranks that "
     "divides them; use such a number, or replicate the weights (fully_shard's ignored_params)"
 )
+RESHARDED = (
+    "packed experts cannot be sharded again over fewer ranks after forward: give fully_shard reshard_after_forward=True "
+    "or False, not a number"
+)
+NOT_SAVED = (
+    "{operation}: these experts are packed as {format} and sharded by FSDP2, which distributed checkpoints (DCP) do not "
+    "take. They never change: save the adapters alone, by save_pretrained or with get_model_state_dict(model, "
+    "options=StateDictOptions(ignore_frozen_params=True)), and load the experts from their own checkpoint"
+)
 
 
 class PackedShard(PackedWeight):
@@ -25,6 +34,8 @@ class PackedShard(PackedWeight):
 
     state: of the whole weight.
     """
+
+    refusal = NOT_SAVED
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Raises RuntimeError: one rank has a part of the weight alone."""
@@ -52,6 +63,9 @@ def _split(weight, size, dim=0):
         return NotImplemented
     if weight.shape[0] % size:
         raise RuntimeError(UNEVEN.format(experts=weight.shape[0], part=size))
+    # fully_shard splits a weight once for each number of ranks that it will be sharded over, all before any forward
+    if vars(weight).setdefault("part", size) != size:
+        raise RuntimeError(RESHARDED)
     return [_shard(weight, *parts) for parts in zip(weight.codes.split(size), weight.scales.split(size))]
 
 

@@ -7,9 +7,20 @@ import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
-from helpers.parallel import HAS_EP_SIZE, OWN_BATCH, SUMMATION, gathered, gradients, load_parallel, mean_of_ranks
+from helpers.parallel import (
+    HAS_EP_SIZE,
+    OWN_BATCH,
+    PARALLELISM,
+    SUMMATION,
+    gathered,
+    gradients,
+    load_parallel,
+    mean_of_ranks,
+)
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY, TILE, Watch, trainer_for
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -345,7 +356,7 @@ def test_packed_experts_are_replicated_beside_adapters(ranks):
     assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def packed_under_fsdp2(rank, format, precision, checkpointing):
+def packed_under_fsdp2(rank, format, precision, checkpointing, folder):
     peft = packed_with_adapters(format)
     whole = copy.deepcopy(peft)
     if checkpointing:
@@ -370,6 +381,8 @@ def packed_under_fsdp2(rank, format, precision, checkpointing):
     peft.load_state_dict(peft.state_dict())
     adapters = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # what accelerate saves
     assert set(get_model_state_dict(peft, options=adapters)) == set(found[0])
+    with pytest.raises(CheckpointException, match=r"distributed checkpoints .* save the adapters alone"):
+        distributed_checkpoint.save(get_model_state_dict(peft), checkpoint_id=folder)
     with pytest.raises(RuntimeError, match="3 experts cannot be sharded in parts of 2"):
         fully_shard(packed_with_adapters(format, num_experts=3))
     return found[0]
@@ -378,7 +391,28 @@ def packed_under_fsdp2(rank, format, precision, checkpointing):
 @pytest.mark.parametrize(
     "format, precision, tolerance", [("nf4", torch.float32, 1e-5), ("mxfp4", torch.bfloat16, 0.2)]
 )
-def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(ranks, format, precision, tolerance):
+def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
+    ranks, format, precision, tolerance, tmp_path
+):
     _, expected = mean_of_ranks(packed_with_adapters(format))
-    for actual in ranks.run(packed_under_fsdp2, format, precision, format == "nf4"):
+    for actual in ranks.run(packed_under_fsdp2, format, precision, format == "nf4", str(tmp_path)):
         assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
+
+
+def packed_by_transformers_own(rank, folder, kind):
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
+        sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=PARALLELISM[kind]())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("data", r"DistributedConfig(fsdp_size=2) does not take packed experts; load the model without it"),
+        ("tensor", "tensor parallelism cannot split packed experts; load the model without tp_size, or in bf16"),
+    ],
+)
+def test_packed_experts_are_not_loaded_into_shards_that_do_not_take_them(ranks, kind, expected, tmp_path):
+    build("qwen3_moe", hidden_size=64, moe_intermediate_size=64).save_pretrained(tmp_path)
+    for message in ranks.run(packed_by_transformers_own, str(tmp_path), kind):
+        assert message.startswith(expected)

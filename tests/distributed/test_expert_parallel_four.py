@@ -1,7 +1,8 @@
-"""Expert parallelism of ours on four gloo ranks, which exchange tokens by all-to-all."""
+"""Four gloo ranks: expert parallelism of ours, which exchanges tokens by all-to-all, and shards of packed experts."""
 
 import itertools
 
+import pytest
 from helpers.adapters import fused, with_lora
 from helpers.models import assert_all_close, build
 from helpers.parallel import OWN_BATCH, mean_of_ranks
@@ -9,8 +10,10 @@ from helpers.ranks import Ranks
 from helpers.training import POLICY
 from test_expert_parallel import PARTIAL_SUMS, averaged, batch, gradients, load, step
 from test_expert_parallel import pytestmark as pytestmark
+from torch.distributed.fsdp import fully_shard
 
 import sonicmoe_hf
+from sonicmoe_hf.patching.support import find_layers
 
 APART = {"fsdp_size": 4, "ep_size": 4}
 BATCHES = [*OWN_BATCH, {"rows": 2, "length": 17, "seed": 3}, {"rows": 4, "length": 30, "seed": 4}]
@@ -42,17 +45,31 @@ def assert_mean(results, number, model, batches):
         assert_all_close(found[number], {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
 
 
-def test_four_ranks_get_the_mean_gradients(tmp_path):
-    (tmp_path / "ranks").mkdir()
-    ranks = Ranks(tmp_path / "ranks", world=4)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), world=4)
+    yield ranks
+    ranks.close()
+
+
+def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
     model = build("qwen3_moe")
-    model.save_pretrained(tmp_path / "model")
-    try:
-        results = ranks.run(steps, str(tmp_path / "model"))
-    finally:
-        ranks.close()
+    model.save_pretrained(tmp_path)
+    results = ranks.run(steps, str(tmp_path))
     sonicmoe_hf.patch_model(model)
     for number, (batches, routing) in enumerate(itertools.product((BATCHES, BATCHES_OF_PAIRS), ROUTINGS)):
         sonicmoe_hf.set_routing(model, routing)
         assert_mean(results, number, model, batches)
     assert_mean(results, 4, with_lora(model), BATCHES_OF_PAIRS)
+
+
+def resharded(rank):
+    model = sonicmoe_hf.quantize_experts(build("qwen3_moe", hidden_size=64, moe_intermediate_size=64), "nf4")
+    first, second = (layer.experts for layer in find_layers(model))
+    fully_shard(first, reshard_after_forward=True)
+    with pytest.raises(RuntimeError, match="give fully_shard reshard_after_forward=True or False, not a number"):
+        fully_shard(second, reshard_after_forward=2)
+
+
+def test_packed_experts_are_not_sharded_again_over_fewer_ranks(ranks):
+    ranks.run(resharded)

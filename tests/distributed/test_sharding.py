@@ -201,6 +201,20 @@ def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_pat
     assert_trained_alike(actual, expected)
 
 
+def refused(rank, stage):
+    model = sonicmoe_hf.quantize_experts(build("qwen3_moe", hidden_size=64, moe_intermediate_size=64), "nf4")
+    with pytest.raises(
+        sonicmoe_hf.UnsupportedModelError, match="DeepSpeed does not take packed experts; replicate them"
+    ):
+        start_engine(with_lora(model), stage)
+
+
+@with_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_is_not_started_with_packed_experts(ranks, stage):
+    ranks.run(refused, stage)
+
+
 # FSDP1
 
 
