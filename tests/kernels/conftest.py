@@ -3,6 +3,7 @@
 import functools
 import inspect
 
+import numpy
 import pytest
 import torch
 
@@ -43,6 +44,35 @@ def binary_op_of(interpreter):
     return binary_op
 
 
+def cast_of(interpreter):
+    """InterpreterBuilder.cast_impl, which rounds fp32 to the nearest bf16 as a GPU does; the interpreter's own truncates."""
+    from triton.language import bfloat16, float32
+
+    original = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (float32, bfloat16):
+            return original(self, src, dst_type)
+        rounded = torch.from_numpy(numpy.array(src.data)).bfloat16().view(torch.int16).numpy().view(numpy.uint16)
+        return interpreter.TensorHandle(rounded, bfloat16)
+
+    return cast_impl
+
+
+def dot_of(interpreter):
+    """InterpreterBuilder.create_dot, which multiplies bf16 as numbers; the interpreter's own takes their bits for integers."""
+    from triton.language import bfloat16, float32
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        if a.dtype.scalar == bfloat16:
+            a, b = self.cast_impl(a, float32), self.cast_impl(b, float32)
+        return original(self, a, b, *rest)
+
+    return create_dot
+
+
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     if INTERPRETED:
@@ -53,6 +83,8 @@ def _interpreted(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(interpreter, "_patch_builtin", replace_builtins)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op_of(interpreter))
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_of(interpreter))
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of(interpreter))
         # a GPU is filled by a thousand programs; here one comes after another
         monkeypatch.setattr(bias_gradient, "PROGRAMS_WANTED", 16)
 

@@ -24,19 +24,26 @@ def stored(logical, layout):
 def routing_ids(num_tokens, num_experts, top_k, kind, device="cpu", empty=()):
     """(expert ids, tokens or None). kind: "top_k", "sentinels" (a third of the ids name no expert) or "list": a general
     list in random order with tokens of many and of no experts, and dropped pairs that all name token 0, as token rounding
-    has them. Experts in `empty` get no rows."""
+    has them. Ids that name no expert are -1, as expert parallelism has them, or E and above. Experts in `empty` get no
+    rows."""
+
+    def dropped_from(experts, beyond):
+        nobody = torch.where(torch.rand(experts.shape, device=device) < 0.5, -1, beyond)
+        dropped = torch.rand(experts.shape, device=device) < 0.33
+        return torch.where(dropped, nobody, experts), dropped
+
     scores = torch.rand(num_tokens, num_experts, device=device)
     scores[:, list(empty)] = -1
     expert_TK = scores.topk(top_k, dim=1).indices
     if kind == "top_k":
         return expert_TK, None
     if kind == "sentinels":
-        return torch.where(torch.rand(expert_TK.shape, device=device) < 0.33, num_experts + 1, expert_TK), None
+        return dropped_from(expert_TK, num_experts + 1)[0], None
     token_P = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
     order = torch.randperm(token_P.numel(), device=device)
     expert_P, token_P = expert_TK.reshape(-1)[order], token_P[order]
-    dropped = torch.rand(expert_P.shape, device=device) < 0.33
-    return torch.where(dropped, num_experts, expert_P), torch.where(dropped, 0, token_P)
+    expert_P, dropped = dropped_from(expert_P, num_experts)
+    return expert_P, torch.where(dropped, 0, token_P)
 
 
 def layer(num_tokens, hidden, inner, num_experts, num_pairs, dtype, device="cpu", bias=True):
