@@ -1,0 +1,136 @@
+"""No Triton kernel reads or writes past a tensor's end: each ends where an unreadable page begins. Interpreted on a CPU, in
+processes that are forked, because a segmentation fault ends one. What the kernels compute is other tests' matter."""
+
+import ctypes
+import faulthandler
+import sys
+
+import pytest
+import torch
+from guarded import exit_code_of, guard
+from moe_problems import layer, routing_ids
+from rounding_problems import matrix
+from test_rank import SCALE, adapter
+
+from sonicmoe_hf.config import ROUNDINGS, TokenRounding
+from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
+from sonicmoe_hf.kernels.quantized import FORMATS, quantize
+from sonicmoe_hf.low_rank import pack
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or sys.platform != "linux", reason="guards memory of the CPU, by Linux's calls"
+)
+SEGMENTATION_FAULT = -11
+
+
+def dispatched(T, E, K, kind, together=False):
+    ids = routing_ids(T, E, K, kind)
+    rows = kernels.dispatch(*map(guard, ids), T, E, True, together)
+    return ids, rows if together else type(rows)(*map(guard, rows))
+
+
+def every_dispatch(kind):
+    for T, E, K in ((257, 3, 2), (3, 130, 2), (1, 1, 1)):
+        for together in (False, True):
+            dispatched(T, E, K, kind, together)
+
+
+def every_product(T, H, I, E, K, kind):
+    ids, rows = dispatched(T, E, K, kind)
+    tensors, dout = layer(T, H, I, E, ids[0].numel(), torch.float32)
+    x, gate_up, down, weight, gate_up_bias, down_bias = map(guard, tensors.values())
+    dout, act = guard(dout), Activation()
+    h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, False, True, True)
+    kernels.combine(kernels.down(a, down, down_bias, rows), weight, rows, T)
+    dh, a, _ = kernels.down_backward(dout, down, down_bias, h, weight, rows, act, False, True, True, True)
+    kernels.combine(kernels.input_rows(dh, gate_up, rows), None, rows, T)
+    kernels.gate_up_gradient(dh, x, rows, gate_up)
+    kernels.down_gradient(dout, a, rows, down)
+    kernels.gate_up_bias_gradient(dh, rows, gate_up_bias)
+    kernels.down_bias_gradient(dout, weight, rows, down_bias)
+
+
+def every_product_of_adapters(T, H, I, E, K, rank, transposed):
+    _, rows = dispatched(T, E, K, "sentinels")
+    tensors, dout = layer(T, H, I, E, T * K, torch.float32)
+    if transposed:
+        tensors |= {name: tensors[name].mT.contiguous().mT for name in ("gate_up", "down")}
+    x, gate_up, down, weight, *_ = map(guard, tensors.values())
+    dout, act = guard(dout), Activation()
+    (a1, b1), (a2, b2) = (map(guard, adapter(E, rank, *sizes, "cpu")) for sizes in ((H, 2 * I), (I, H)))
+    first, second = pack(a1, b1, SCALE, gate_up, kernels), pack(a2, b2, SCALE, down, kernels)
+    u = kernels.rank_rows(x, first.a_EKJ, rows, SCALE, True)
+    h, a = kernels.up(x, gate_up, None, rows, act, False, True, True, extra=first.extra_forward(u))
+    v = kernels.rank_rows(a, second.a_EKJ, rows, SCALE, False)
+    kernels.down(a, down, None, rows, extra=second.extra_forward(v))
+    dv, _ = kernels.rank_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
+    dh, a, _ = kernels.down_backward(
+        dout, down, None, h, weight, rows, act, False, True, True, True, extra=second.extra_backward(dv)
+    )
+    kernels.factor_gradient(dv, a, rows, False, a2)
+    du, _ = kernels.rank_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
+    kernels.factor_gradient(du, x, rows, True, a1)
+    kernels.input_rows(dh, gate_up, rows, extra=first.extra_backward(du))
+
+
+def every_product_of_packed_experts(name):
+    for T, H, I, E, K in ((1, 64, 64, 3, 2), (20, 320, 64, 2, 2)):
+        ids, rows = dispatched(T, E, K, "list")
+        tensors, _ = layer(T, H, I, E, ids[0].numel(), torch.float32)
+        gate_up, down = (PackedOperand(*map(guard, quantize(tensors[w], name)), name) for w in ("gate_up", "down"))
+        _, a = kernels.up(
+            guard(tensors["x"]), gate_up, guard(tensors["gate_up_bias"]), rows, Activation(), False, True, True
+        )
+        kernels.down(a, down, guard(tensors["down_bias"]), rows)
+        for packed in (gate_up, down):
+            kernels.dequantize(*packed[:3], name, torch.float32, rows)
+
+
+def every_rounding(T, E, K, tile, roundings=ROUNDINGS):
+    weighting = Weighting(True, 0.0, 1.0)
+    for rounding in roundings:
+        num_pairs = TokenRounding(rounding=rounding, tile=tile).max_rows(T, K, E)
+        scores, ranking, index = map(guard, matrix("probabilities", T, E, K))
+        valid, uniform = guard(torch.rand(T) > 0.3), guard(torch.rand(E))
+        found = kernels.round_rows(
+            scores, ranking, index, valid, uniform, rounding, tile, 1, num_pairs, weighting, torch.float32
+        )
+        kernels.round_rows_backward(guard(torch.randn(num_pairs)), scores, found.expert_P, found.rows, weighting)
+
+
+def every_top_k():
+    for num_rows, num_experts, k in ((1, 1, 1), (33, 7, 3), (129, 130, 8), (5, 1000, 2)):
+        kernels.top_k(guard(torch.randn(num_rows, num_experts)), k)
+
+
+CASES = {
+    **{f"dispatch of {kind}": (every_dispatch, kind) for kind in ("sentinels", "list")},
+    "odd sizes": (every_product, 100, 41, 35, 3, 2, "list"),
+    "multiples of 16 bytes": (every_product, 100, 44, 36, 3, 2, "sentinels"),
+    "one token": (every_product, 1, 16, 16, 4, 1, "top_k"),
+    "adapters of odd rank": (every_product_of_adapters, 20, 41, 35, 3, 2, 3, False),
+    "adapters of rank 40": (every_product_of_adapters, 40, 44, 36, 2, 2, 40, True),
+    **{f"experts in {name}": (every_product_of_packed_experts, name) for name in FORMATS},
+    "token rounding": (every_rounding, 33, 5, 2, 8),
+    "token rounding of many experts": (every_rounding, 70, 33, 2, 8, ("stochastic",)),
+    "top-k": (every_top_k,),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_read_or_written_past_an_end(case):
+    assert exit_code_of(*CASES[case]) == 0, f"{SEGMENTATION_FAULT}: an index past a tensor's end; 1: see the error"
+
+
+def test_an_index_past_the_end_is_noticed():
+    """dispatch asked for a token more than there are pairs of."""
+    expert = guard(torch.zeros(2 * 300, dtype=torch.long))
+    longer = torch.frombuffer((ctypes.c_int64 * 601).from_address(expert.data_ptr()), dtype=torch.long)
+    assert exit_code_of(kernels.dispatch, expert, None, 300, 3, True) == 0
+
+    def past_the_end():
+        faulthandler.disable()  # what it would say is no news
+        kernels.dispatch(longer, None, 601, 3, True)
+
+    assert exit_code_of(past_the_end) == SEGMENTATION_FAULT
