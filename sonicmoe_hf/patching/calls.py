@@ -32,7 +32,7 @@ class PatchState:
     mask does not fit. last: the outermost call that ended last, while `balancing` wants its scale. of_loss: those that
     ended since a Trainer began to compute its loss, None outside. configs: (the config that the model was built from, its
     own copy of it).
-    reported: whether any router did in training what policy, counting and balancing ask, since somebody set it False.
+    reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
     recomputed: for compiled code, which cannot ask autograd: the call whose backward runs; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made.
     num_routing_contexts: how many `with` of record_routing and replay_routing there are, in all threads.
@@ -47,7 +47,7 @@ class PatchState:
         self.said_top_k = False
         self.said_mask = False
         self.configs: Copies = []
-        self.reported = False
+        self.reports = self.reported = False
         self.recomputed: ModelCall | None = None
         self.made_compiled = False
         self.num_routing_contexts = 0

@@ -79,7 +79,8 @@ class RouterHook:
             return changed
         if call.policy is None and call.state.balancing is None and not call.state.counting:
             return changed
-        call.state.reported = True
+        if call.state.reports:
+            call.state.reported = True
         trained = self._in_training(router, output, call, recomputing)
         return changed if trained is None else trained
 
@@ -242,7 +243,7 @@ class ModelEntryHook:
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
-        if self.checked is None or self.checked_policy != policy or self._replaced():
+        if self.checked is None or policy not in (None, self.checked_policy) or self._replaced():
             make_ready(model, policy)
             self.layers = list(find_layers(model))
             if policy is not None:

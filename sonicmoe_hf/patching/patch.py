@@ -244,8 +244,8 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
     return hooks
 
 
-def start_counting(model: nn.Module) -> None:
-    """Have the routers of a patched model count their loads, from zero.
+def clear_counts(model: nn.Module) -> None:
+    """The routers of a patched model count their loads from zero, once they do.
 
     Raises:
         UnsupportedModelError, ValueError, RuntimeError: as `check_routers_live`.
@@ -253,6 +253,11 @@ def start_counting(model: nn.Module) -> None:
     check_routers_live(model)
     for *_, router in routers(model):
         find_hook(forward_hooks(router), RouterHook).load.start(router.num_experts, router.weight.device)
+
+
+def start_counting(model: nn.Module) -> None:
+    """Have the routers of a patched model count their loads, from zero. Raises what `clear_counts` does."""
+    clear_counts(model)
     patch_state(model).counting = True
 
 

@@ -48,6 +48,7 @@ USED = {
     "torch.nn.Module()._forward_pre_hooks": ("2.11 to 2.15", "finding and removing what patching installed"),
     "torch.nn.Module()._forward_pre_hooks_with_kwargs": ("2.11 to 2.15", "removing what patching installed"),
     "torch.nn.Module._call_impl": ("2.11 to 2.13", "telling calls inside calls from interrupted ones"),
+    "torch.nn.Module()._compiled_call_impl": ("2.11 to 2.13", "finding what is compiled"),
     "torch.nn.Module._get_name": ("2.11 to 2.15", "undoing what Liger bound to experts"),
     "torch.nn.Module._load_from_state_dict": ("2.11 to 2.15", "the error for hub weights in native experts"),
     # attributes that torch's wrappers set
@@ -88,6 +89,8 @@ __all__ = [
     "forward_mode_level",
     "forward_pre_hooks",
     "guard_module_hooks",
+    "has_checkpointing",
+    "has_compiled_parts",
     "is_compiled",
     "is_in_torch_dispatch_mode",
     "is_legacy_batchedtensor",
@@ -127,6 +130,19 @@ def running_modules() -> list[int]:
 def is_compiled() -> bool:
     """Whether torch.compile traces this code, or left it to Python inside a compiled function."""
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def has_compiled_parts(modules: list[nn.Module]) -> bool:
+    """Whether torch.compile or Module.compile was applied to one of these modules."""
+    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in modules)
+
+
+def has_checkpointing(modules: list[nn.Module]) -> bool:
+    """Whether one of these modules is recomputed by gradient checkpointing, Transformers' or FSDP's."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) or "_checkpoint_wrapped_module" in module._modules
+        for module in modules
+    )
 
 
 def guard_module_hooks() -> None:

@@ -32,6 +32,7 @@ USED = {
     "transformers.PreTrainedModel._load_pretrained_model": ("5.17 to 5.23", "restoring experts from checkpoints"),
     "transformers.modeling_utils.LoadStateDictConfig": ("5.17 to 5.23", "restoring experts from checkpoints"),
     "transformers.core_model_loading: _weight_conversions": ("5.17 to 5.23", "restoring experts from checkpoints"),
+    "transformers.Trainer._inner_training_loop": ("5.17 to 5.23", "callbacks whose settings end with a training step"),
     "transformers.Trainer._load_from_checkpoint": ("5.17 to 5.23", "restoring experts on resume"),
     "transformers.Trainer._load_best_model": ("5.17 to 5.23", "restoring experts with load_best_model_at_end"),
     "transformers.Trainer._issue_warnings_after_load": ("5.17 to 5.23", "warnings after restoring experts"),

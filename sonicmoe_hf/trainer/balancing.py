@@ -14,6 +14,7 @@ from ..patching.patch import check_routers_live, is_pipelined, patch_state, rout
 from ..patching.support import Layer, find_layers
 from ..private.torch import forward_hooks
 from .callbacks import _ExpertsInCheckpoints
+from .steps import ask, stop_asking
 
 DEFAULTS = {"per_layer_loss": 0.05, "bias_update": 1e-3}
 
@@ -72,6 +73,10 @@ class LoadBalancing(_ExpertsInCheckpoints):
             ValueError: the model is not patched; or the biases would change but not be saved, with PEFT's adapters.
             UnsupportedModelError: a layer's router is not known, or has no bias to update.
         """
+        patch_state(model).balancing = self._prepare(model)
+
+    def _prepare(self, model: nn.Module) -> Balancing:
+        """What routers are to do, after checks of `start`; their counts start from zero."""
         check_routers_live(model)
         if is_pipelined(model):
             raise UnsupportedModelError(
@@ -87,7 +92,7 @@ class LoadBalancing(_ExpertsInCheckpoints):
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
         weight = 0.0 if self.per_layer_loss is None else self.per_layer_loss / len(layers)
-        patch_state(model).balancing = Balancing(weight, self.bias_update is not None)
+        return Balancing(weight, self.bias_update is not None)
 
     def step(self, model: nn.Module) -> None:
         """Call it after every optimiser step: updates the biases, with the tokens of all ranks since the last call."""
@@ -142,7 +147,7 @@ class LoadBalancing(_ExpertsInCheckpoints):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Patch the model if nobody has; start."""
         super().on_train_begin(args, state, control, model, **kwargs)
-        self.start(model)
+        ask(model, balancing=self._prepare(model))
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Update the biases."""
@@ -150,7 +155,7 @@ class LoadBalancing(_ExpertsInCheckpoints):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Stop."""
-        self.stop(model)
+        stop_asking(model, balancing=None)
         super().on_train_end(args, state, control, model, **kwargs)
 
 

@@ -15,18 +15,19 @@ from ..patching.expert_load import TOTALS
 from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.patch import (
     check_routers_live,
+    clear_counts,
     is_patched,
     is_pipelined,
     patch_model,
     patch_state,
     ranks_of_batch,
     router_hooks,
-    start_counting,
 )
 from ..patching.support import find_layers
 from .loss_scale import LossWithScale
 from .policy_trainers import check_no_policy_trainer
 from .resume import restore_experts_on_resume
+from .steps import ask, stop_asking
 from .weights_digest import DIGEST, check_resumed, experts_digest, restore_best
 
 logger = logging.get_logger(__name__)
@@ -157,12 +158,11 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step."""
-        active = self.is_active(state.global_step, state.max_steps)
-        patch_state(model).policy = self.policy if active else None
+        ask(model, policy=self.policy if self.is_active(state.global_step, state.max_steps) else None)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        """Back to top-k."""
-        patch_state(model).policy = None
+        """Back to the model's own routing."""
+        stop_asking(model, policy=None)
         super().on_train_end(args, state, control, model, **kwargs)
 
 
@@ -206,7 +206,8 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
                 f"share their tokens; {expert_parallel_remedy()}"
             )
             return
-        start_counting(model)
+        clear_counts(model)
+        ask(model, counting=True)
         if not self.attached:
             logger.warning_once(
                 "ExpertLoadCallback: call sonicmoe_hf.attach(trainer) to send its metrics to reporters and log_history"
@@ -219,7 +220,7 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         """Stop counting."""
-        patch_state(model).counting = False
+        stop_asking(model, counting=False)
         super().on_train_end(args, state, control, model, **kwargs)
 
     def collect(self, model, step: int) -> dict[str, float]:
