@@ -51,7 +51,7 @@ def losses(folder):
         small_config(Tokens()), dtype=torch.float32, experts_implementation="sonicmoe_hf"
     )
     weights = np.random.RandomState(0)  # numpy promises its stream; torch does not
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data = torch.from_numpy(0.05 * weights.standard_normal(parameter.shape)).float()
     rows = blocks(STEPS * run.BATCH_SIZE + 8, random.Random(0))

@@ -208,7 +208,7 @@ def _check_shape(name: str, tensor: torch.Tensor, side: str, parameter: str, mod
     if size is not None and (tensor.dim() != 2 or tensor.shape[dimension] != size):
         raise CheckpointError(
             f"{name} has shape {tuple(tensor.shape)}, where {size} {what} are due; "
-            "PEFT before 0.19 laid such weights out otherwise: save the adapter again with a newer PEFT"
+            "PEFT up to 0.19.0 laid such weights out otherwise: save the adapter again with a newer PEFT"
         )
 
 

@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
 parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), fsdp_auto_wrap_policy and
-get_tp_plan_and_mesh, of PEFT 0.19 to 0.21.
+get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. Imported when PEFT is (registration.py).

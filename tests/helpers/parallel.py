@@ -7,6 +7,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from helpers.models import batch, loss_and_gradients
 from helpers.ranks import WORLD
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -18,7 +19,15 @@ HAS_PP_SIZE = "pp_size" in OPTIONS
 
 
 def gathered(gradient):
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.detach()
+    if not hasattr(gradient, "full_tensor"):
+        return gradient.detach()
+    (placement, *others) = gradient.placements
+    if isinstance(placement, _StridedShard) and not others:  # torch 2.11's full_tensor does not take it
+        parts = [torch.empty_like(gradient.to_local()) for _ in range(gradient.device_mesh.size())]
+        torch.distributed.all_gather(parts, gradient.to_local().contiguous(), gradient.device_mesh.get_group())
+        pieces = zip(*(part.chunk(placement.split_factor, placement.dim) for part in parts))
+        return torch.cat([torch.cat(piece, placement.dim) for piece in pieces], placement.dim)
+    return gradient.full_tensor()
 
 
 def gradients(model):

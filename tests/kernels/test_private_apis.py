@@ -27,8 +27,11 @@ def test_a_compiled_triton_kernel_is_launched_with_these_arguments():
     from triton.compiler import CompiledKernel
 
     expected = ["gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata"]
-    parameters = list(inspect.signature(CudaLauncher.__call__).parameters)[1:]
-    assert parameters[:-1] == [*expected, "launch_enter_hook", "launch_exit_hook"], "CudaLauncher's arguments"
+    expected += ["launch_enter_hook", "launch_exit_hook"]
+    parameters = list(inspect.signature(CudaLauncher.__call__).parameters)[1:-1]
+    if len(parameters) < len(expected):  # Triton 3.6 leaves naming the others to its launcher in C, in the same order
+        expected = expected[: expected.index("kernel_metadata")]
+    assert parameters == expected, "CudaLauncher's arguments"
     # attributes that __init__ sets, or properties
     source = inspect.getsource(CompiledKernel)
     assert [name for name in ("run", "function", "packed_metadata") if name not in source] == [], "CompiledKernel"
