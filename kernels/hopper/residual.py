@@ -1,8 +1,8 @@
 """What rounding a product to bf16 loses on its way to the epilogue warps: four bits a value, in shared memory beside it.
 
 The activation is computed from the product, not from its rounding, as an epilogue in the consumers' registers would. The
-epilogue warps read 16 bits a value (epilogue.py) and the four bits below them. Together they are off by at most 2^-11 of
-the value, relative, instead of 2^-8:
+epilogue warps read 16 bits a value (epilogue.py) and the four bits below them. Together they are off by at most 1.28 *
+2^-11 of the value, or where they are truncated by half of that, instead of 2^-8:
 
     rounded     the 16 bits are the nearest bf16, which is stored as h. The four are 16 to 13 of the fp32 product: bit 16
                 tells whether rounding went up.

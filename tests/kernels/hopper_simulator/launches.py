@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,7 +118,7 @@ class Copied:
         self.host[...] = values.view(self.host.dtype)
 
 
-seeds = iter(range(1 << 30))
+seeds = itertools.count()  # of the launches, one after the other
 
 
 def compile_kernel(kernel, *fakes, options):

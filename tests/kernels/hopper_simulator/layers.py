@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper.config import TILE_M
 
-from . import source
+from . import launches, source
 
 
 def use_simulator(monkeypatch, blocks=2):
     """The functions of kernels/hopper/__init__.py launch the simulated kernels, on a GPU of so many SMs."""
+    monkeypatch.setattr(launches, "seeds", itertools.count())  # a test's schedules do not depend on other tests
     monkeypatch.setattr(hopper, "_compiled", lambda: source.module("compiled"))
     monkeypatch.setattr(hopper, "_first", lambda compile_kernel, *parameters: compile_kernel(*parameters))
     monkeypatch.setattr(hopper, "_run_on_its_device", lambda kernel, *arguments: kernel(*arguments))

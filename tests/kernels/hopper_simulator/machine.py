@@ -68,6 +68,11 @@ class Barrier:
         self.machine, self.name, self.count = machine, name, count
         self.pending, self.bytes, self.phase, self.waiting = count, 0, 0, []
 
+    def __repr__(self):
+        return (
+            f"barrier {self.name}, of whose {self.count} arrivals {self.pending} are missing, and {self.bytes} bytes"
+        )
+
     def arrive(self, count=1, expected_bytes=0):
         self.pending -= count
         self.bytes += expected_bytes
@@ -93,6 +98,9 @@ class Meeting:
 
     def __init__(self, kind, size):
         self.kind, self.size, self.values, self.waiting, self.met = kind, size, {}, [], False
+
+    def __repr__(self):
+        return f"{self.kind}, where {len(self.values)} of {self.size} threads are"
 
 
 class Block:
@@ -173,7 +181,7 @@ class Machine:
         if any(warp.block.registers > 0 for warp in self.warps):
             raise SimulationError("the warps ask for more registers than there are")
         if running:
-            waits = {f"block {t.block.index} warp {t.warp.index}: {t.waits_for}" for t in running}
+            waits = {f"block {t.block.index} warp {t.warp.index} waits for {t.waits_for}" for t in running}
             raise SimulationError("deadlock: " + "; ".join(sorted(waits)))
 
     def wake(self, thread, later=0.0):
@@ -187,16 +195,14 @@ class Machine:
 
     def wait(self, barrier: Barrier, parity: int):
         """Until the barrier's phase of this parity has ended; the lanes of a warp poll together."""
-        meeting, is_last = yield from self._come(
-            ("warp", self.current.warp.index), ("wait", barrier, parity), self.lanes
-        )
+        meeting, is_last = yield from self._come(("warp", self.current.warp.index), (barrier, parity), self.lanes)
         if is_last:
             thread = self.current
             if self.random.random() < PREEMPTED:
                 self.wake(thread, later=6.0)
                 yield
             while barrier.phase == parity:
-                thread.waits_for = f"{barrier.name}, of whose {barrier.count} arrivals {barrier.pending} are missing"
+                thread.waits_for = barrier
                 barrier.waiting.append(thread)
                 yield
             self._end(meeting)
@@ -224,7 +230,7 @@ class Machine:
             return meeting, True
         meeting.waiting.append(thread)
         while not meeting.met:
-            thread.waits_for = f"{kind} of {size}, where {len(meeting.values)} are"
+            thread.waits_for = meeting
             yield
         return meeting, False
 
