@@ -32,6 +32,10 @@ from .recorded import recording_of, replay_of, replayed
 from .support import Layer, find_layers, make_ready, ways_to_experts
 
 logger = logging.getLogger(__name__)
+NOT_RECORDED = (
+    "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
+    'set_routing(model, "top_k")'
+)
 
 
 def find_hook(hooks: list, kind: type):
@@ -70,6 +74,8 @@ class RouterHook:
         if call is None:
             return None
         changed = None
+        if is_compiled() and (call.outermost.replayed is not None or call.outermost.recorded is not None):
+            raise RuntimeError(NOT_RECORDED)
         if call.outermost.replayed is not None:
             given_TK = call.outermost.replayed.next_run(self.layer_name, recomputing)
             output = changed = replayed(FAMILIES[self.family_name], router, output, given_TK)
@@ -223,10 +229,7 @@ class ModelEntryHook:
         if recording is None and replay is None:
             return
         if is_compiled() or state.policy is not None:
-            raise RuntimeError(
-                "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
-                'set_routing(model, "top_k")'
-            )
+            raise RuntimeError(NOT_RECORDED)
         if replay is not None:
             call.replayed = replay.next_call()
         if recording is not None:
@@ -301,8 +304,11 @@ class ModelExitHook:
     def __call__(self, model: nn.Module, args, kwargs, output):
         fast_topk.take_off()  # where an error left it on
         call = calls.end(self.state, self.name)
-        if call is not None and call.replayed is not None and output is not None:  # None: after an error
-            call.replayed.check_used()
+        if call is not None and output is not None:  # None: after an error
+            if call.replayed is not None:
+                call.replayed.check_used()
+            if call.recorded is not None and not call.recorded:
+                raise RuntimeError("record_routing: the model was called, and no router of it reported its experts")
         if call is None or not call.gradients:
             return
         if torch.compiler.is_compiling():

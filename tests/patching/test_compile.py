@@ -115,6 +115,24 @@ def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_of
     assert all(relative_error(logits, expected) < 1e-5 for logits in found), ORDER_OF_SUMS
 
 
+def test_what_does_not_work_in_compiled_models_is_an_error_there():
+    torch._dynamo.reset()
+    model, inputs = build("qwen3_moe", use_cache=False, **ONE_LAYER), batch()
+    sonicmoe_hf.patch_model(model)
+    with sonicmoe_hf.record_routing(model) as routing:
+        model(**inputs)
+    with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="neither in a compiled model"):
+        compile_model(model)(**inputs)
+    compile_layers(model)(**inputs)  # there is code without any of it
+    with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="neither in a compiled model"):
+        model(**inputs)
+    with sonicmoe_hf.replay_routing(model, routing), pytest.raises(RuntimeError, match="neither in a compiled model"):
+        model(**inputs)
+    sonicmoe_hf.LoadBalancing(per_layer_loss=0.1).start(model)
+    with pytest.raises(RuntimeError, match="does not work in a compiled model"):
+        model(**inputs)
+
+
 def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
     torch._dynamo.reset()
     model = build(

@@ -249,3 +249,11 @@ def test_what_it_cannot_do_is_refused_by_name():
     unknown = "recording and replaying do not know its router"
     with pytest.raises(UnsupportedModelError, match=unknown), record_routing(without):
         pass
+
+
+def test_a_recorded_call_in_which_no_router_reports_is_an_error():
+    model = build("qwen3_moe")
+    sonicmoe_hf.patch_model(model)
+    model.model.forward = build("qwen3_moe").model.forward
+    with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="no router of it reported its experts"):
+        model(**batch())
