@@ -6,6 +6,15 @@ import argparse
 import json
 import time
 
+DEFAULT_SHARD_SIZE = "5GB"
+OF_MODELS = (
+    "dtype",
+    "dequantize",
+    "quantize",
+    "max_shard_size",
+    "revision",
+)  # options of convert that adapters have not
+
 
 def add_commands(commands) -> None:
     """Add them to the subparsers of `sonicmoe-hf`."""
@@ -33,6 +42,7 @@ def _add_convert(commands) -> None:
     convert.add_argument("--quantize", choices=("nf4", "mxfp4"),
                          help="pack the experts in 4 bits, to train adapters on them; with --layout native")  # fmt: skip
     _add_writing_options(convert)
+    convert.set_defaults(max_shard_size=None)  # which says whether it was given
     convert.add_argument("--revision", help="of a hub id")
     convert.add_argument("--trained-on", metavar="MODEL", help="for an adapter: the folder or hub id of the model it was "
                          "trained on (default: what it says)")  # fmt: skip
@@ -40,7 +50,9 @@ def _add_convert(commands) -> None:
 
 
 def _add_writing_options(command) -> None:
-    command.add_argument("--max-shard-size", default="5GB", help="of the files written (default %(default)s)")
+    command.add_argument(
+        "--max-shard-size", default=DEFAULT_SHARD_SIZE, help=f"of the files written (default {DEFAULT_SHARD_SIZE})"
+    )
     command.add_argument("--verify", action="store_true", help="refuse NaN, read everything back and compare")
 
 
@@ -85,11 +97,18 @@ def _run_convert(arguments) -> int:
     from ..native.convert import convert_checkpoint
 
     if is_adapter(arguments.src):
-        if arguments.quantize is not None:
-            raise CheckpointError(f"--quantize packs experts, but {arguments.src} is an adapter")
-        convert_adapter(arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on)
-        Console(highlight=False).print(f"{arguments.dst}: the adapter in the {arguments.layout} layout", markup=False)
+        for option in OF_MODELS:
+            if getattr(arguments, option) is not None:
+                raise CheckpointError(f"--{option.replace('_', '-')} is for models, but {arguments.src} is an adapter")
+        convert_adapter(
+            arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on, verify=arguments.verify
+        )
+        verified = ", verified" if arguments.verify else ""
+        line = f"{arguments.dst}: the adapter in the {arguments.layout} layout{verified}"
+        Console(highlight=False).print(line, markup=False)
         return 0
+    if arguments.trained_on is not None:
+        raise CheckpointError(f"--trained-on is for adapters, but {arguments.src} is none")
     start = time.perf_counter()
     with _progress_bar() as on_progress:
         done = convert_checkpoint(
@@ -99,7 +118,7 @@ def _run_convert(arguments) -> int:
             dtype=arguments.dtype,
             dequantize=arguments.dequantize,
             quantize=arguments.quantize,
-            max_shard_size=arguments.max_shard_size,
+            max_shard_size=DEFAULT_SHARD_SIZE if arguments.max_shard_size is None else arguments.max_shard_size,
             verify=arguments.verify,
             revision=arguments.revision,
             on_progress=on_progress,

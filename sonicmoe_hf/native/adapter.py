@@ -1,41 +1,46 @@
 """LoRA adapters on experts: converted along with the layout of the model they belong to.
 
-PEFT adapts an experts parameter [E, out, in] with lora_A [r*E, in] and lora_B [out, r*E]: lora_B's rows stand in the
-order of gate and up rows. Names: PEFT wraps a module once for every parameter of it that is adapted, the first one
-innermost, so "experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second. SonicMoEExperts declares
-its parameters in the reverse of the families' order: weights of an adapter on both that reach, past any config, a model
-of the other layout do not fit by shape.
+lora_B's rows stand in the order of gate and up rows, and the wrappers of an experts module in that of its parameters.
+SonicMoEExperts declares its parameters in the reverse of the families' order: weights of an adapter on both that reach,
+past any config, a model of the other layout do not fit by shape.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
+from ..comparing import same_bytes
 from ..config import check_choice
 from ..errors import CheckpointError
 from ..model_patches import NativeFamily
+from .adapter_rules import (
+    ADAPTER_WEIGHTS,
+    KEY,
+    NATIVE_ORDER,
+    PARAMETERS,
+    PREFIX,
+    adapted_parameters,
+    adapter_layout,
+    both_factors,
+    check_factors,
+    experts_shape,
+    pattern_name,
+    read_adapter_config,
+    resolved,
+)
 from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
-from .configs import family_of
+from .config_only import MAX_COUNT
+from .configs import family_of, hub_config
 from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, opened, read_json, refuse_model_beside_adapter
 from .hub import local_folder
-from .plan import TARGETS
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
-    "gate_up_proj": "c_fc",
-    "gate_up_proj_bias": "c_fc_bias",
-    "down_proj": "c_proj",
-    "down_proj_bias": "c_proj_bias",
-}
-NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
-EXPERTS_KEY = re.compile(
-    r"^(?:base_model\.model\.)?(?P<experts>.*\.experts)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$"
-)
+from .layouts import Sizes
+from .plan import TARGETS, is_finite
+from .source import expected_tensors
 
 
 def import_peft():
@@ -65,6 +70,7 @@ def convert_adapter(
     *,
     trained_on: str | os.PathLike | None = None,
     base_model: str | None = None,
+    verify: bool = False,
 ) -> Path:
     """Convert a LoRA adapter between the hub layout and the native one. Optimiser states stay behind.
 
@@ -73,25 +79,29 @@ def convert_adapter(
         trained_on: folder or hub id of the model it was trained on, of which config.json is read; by default what the
             adapter says.
         base_model: the model that the converted adapter will say it belongs to; by default it says none.
+        verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
     Returns:
         The new folder.
     Raises:
-        CheckpointError: not a LoRA adapter, or one whose weights on experts cannot be converted; nothing is written.
+        CheckpointError: not a LoRA adapter, or one whose weights on experts cannot be converted, of which a factor is
+            missing, or whose shapes are not those of its ranks; nothing is written.
     """
     check_choice("layout", layout, TARGETS)
     src, dst = Path(src).expanduser(), new_folder(dst)
     config = read_adapter_config(src / ADAPTER_CONFIG)
     refuse_model_beside_adapter(src)
-    model_config = _base_config(src, config, trained_on)
-    family, native = family_of(model_config, src)
+    model_path = _base_folder(src, config, trained_on) / CONFIG_FILE
+    model_config = read_json(model_path)
+    family, native = family_of(model_config, model_path)
+    _check_targets(config, native)
     with opened(src / ADAPTER_WEIGHTS) as handle:
         weights = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-    to_native = layout == "native"
-    if native != to_native:
-        weights = _converted_weights(weights, config, family, model_config, to_native)
-        config = _converted_config(config, to_native)
-    else:
-        _check_targets(config, native)
+    blocks = expected_tensors(hub_config(model_config, family), family, model_path, MAX_COUNT).blocks
+    adapter = _Adapter(config, weights, blocks, adapter_layout(family, native), src / ADAPTER_WEIGHTS)
+    if native != (layout == "native"):
+        weights, config = adapter.converted_weights(family), adapter.converted_config()
+    if verify:
+        _check_finite(weights)
     config["base_model_name_or_path"] = base_model
     files = [
         file
@@ -104,43 +114,42 @@ def convert_adapter(
     with appearing_whole(dst, nbytes, files, 1) as folder:
         save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         sync(folder / ADAPTER_WEIGHTS)
+        if verify:
+            _compare(folder / ADAPTER_WEIGHTS, weights)
         write_json(folder / ADAPTER_CONFIG, config)
         for file in files:
             copy_file(file, folder / file.name)
     return dst
 
 
-def read_adapter_config(path: Path) -> dict:
-    """adapter_config.json, whose entries that are read here are of the right kinds.
-
-    Raises:
-        CheckpointError: there is none, or it is not that of a LoRA adapter.
-    """
-    config = read_json(path)
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are known here")
-    kinds = {"base_model_name_or_path": str, "target_parameters": list, "rank_pattern": dict, "alpha_pattern": dict}
-    for key, kind in kinds.items():
-        value = config.get(key)
-        names = value if isinstance(value, (list, dict)) else []
-        if not isinstance(value, (kind, type(None))) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{path}: {key} is {value!r}; PEFT writes a {kind.__name__} of names there")
-    return config
+def _check_finite(weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in weights.items():
+        if not is_finite(tensor):
+            raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
 
 
-def _base_config(src: Path, config: dict, trained_on: str | os.PathLike | None) -> dict:
-    """config.json of the model that the adapter was trained on."""
+def _compare(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    with opened(path) as handle:
+        for name, tensor in weights.items():
+            if not same_bytes(handle.get_tensor(name), tensor):
+                raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
+
+
+def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:
+    """A folder with config.json of the model that the adapter was trained on."""
     name = os.fspath(trained_on or config.get("base_model_name_or_path") or "")
     if not name:
         raise CheckpointError(
             f"{src / ADAPTER_CONFIG} names no base model; say trained_on=, the model it was trained on"
         )
     try:
-        return read_json(local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE)
+        folder = local_folder(name, only=[CONFIG_FILE])
+        read_json(folder / CONFIG_FILE)
     except CheckpointError as error:
         raise CheckpointError(
             f"the model that the adapter was trained on cannot be read; say trained_on=, its folder: {error}"
         ) from error
+    return folder
 
 
 def _check_targets(config: dict, native: bool) -> None:
@@ -154,84 +163,124 @@ def _check_targets(config: dict, native: bool) -> None:
         )
 
 
-def adapted_parameters(experts: str, targets: list[str], order) -> list[str]:
-    """Which parameters of the module `experts` these targets adapt, the innermost first, as PEFT matches names."""
-    names = {name: f"{experts}.{name}" for name in order}
-    return [name for name in order if any(f".{names[name]}".endswith(f".{target}") for target in targets)]
+class _Place(NamedTuple):
+    """Which parameter of which experts module a tensor of the adapter belongs to, and its side, A or B."""
+
+    experts: str
+    parameter: str
+    side: str
 
 
-def _converted_weights(weights, config: dict, family: NativeFamily, model_config: dict, to_native: bool):
-    """The adapter's weights under the names of the other layout, lora_B's rows in its order."""
-    _check_targets(config, native=not to_native)
-    names = _new_names(to_native)
-    targets = config.get("target_parameters") or []
-    orders = (tuple(PARAMETERS), NATIVE_ORDER) if to_native else (NATIVE_ORDER, tuple(PARAMETERS))
-    converted = {}
-    for name, tensor in weights.items():
-        if ".experts." not in name:
-            converted[name] = tensor
-            continue
-        match = EXPERTS_KEY.search(name)
-        before = [] if match is None else adapted_parameters(match["experts"], targets, orders[0])
-        wrappers = 0 if match is None else match["depth"].count("base_layer.")
-        if match is None or wrappers >= len(before):
+class _Adapter:
+    """An adapter's config and weights, of which those on experts fit the model that it was trained on.
+
+    Attributes:
+        adapted: by the name of an experts module, its adapted parameters, the innermost wrapper's first. places: by the
+            name of a tensor on experts.
+    Raises:
+        CheckpointError: a factor is missing or unknown, or has another shape than by its rank; the message names it.
+    """
+
+    def __init__(
+        self, config: dict, weights: dict[str, torch.Tensor], blocks: dict[str, Sizes], layout: str, path: Path
+    ):
+        self.config, self.weights, self.path = config, weights, path
+        self.native = layout == "native"
+        self.adapted = {
+            f"{block}.experts": adapted_parameters(f"{block}.experts", sizes, config, self.native)
+            for block, sizes in blocks.items()
+        }
+        self.places = {name: self._place(name) for name in weights if ".experts." in name}
+        pairs: dict[str, dict[str, str]] = {f"{m}.{name}": {} for m, names in self.adapted.items() for name in names}
+        for name, place in self.places.items():
+            pairs[f"{place.experts}.{place.parameter}"][place.side] = name
+        for weight, sides in pairs.items():
+            factors = both_factors(weight, sides, path)
+            module, _, parameter = weight.rpartition(".")
+            products = experts_shape(blocks[module.removesuffix(".experts")], parameter, layout)
+            rank = resolved(config, "rank_pattern", weight, path.with_name(ADAPTER_CONFIG))
+            check_factors(
+                weight, [tuple(weights[name].shape) for name in factors], products, rank, layout, config, path
+            )
+        self.modules = self._modules()
+
+    def _place(self, name: str) -> _Place:
+        match = KEY.match(name.removeprefix(PREFIX))
+        parameters = self.adapted.get(match["module"], []) if match else []
+        depth = match["depth"].count("base_layer.") if match else 0
+        if match is None or depth >= len(parameters):
             raise CheckpointError(
                 f"{name} is not LoRA on the experts' fused parameters (target_parameters); adapters on single experts "
                 "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"
             )
-        parameter = before[len(before) - 1 - wrappers]
-        _check_shape(name, tensor, match["side"], parameter, model_config)
-        if parameter in ("gate_up_proj", "c_fc") and match["side"] == "B" and family.hub_layout != "gpt_oss":
-            tensor = _reordered(tensor, to_native)
-        after = sorted((names[old] for old in before), key=orders[1].index)
-        depth = "base_layer." * (len(after) - 1 - after.index(names[parameter]))
-        converted[f"{name[: match.start('depth')]}{depth}lora_{match['side']}.weight"] = tensor
-    return converted
+        return _Place(match["module"], parameters[len(parameters) - 1 - depth], match["side"])
+
+    def _modules(self) -> list[str]:
+        """What PEFT compares with patterns outside the experts. Of linear layers, both factors must be there."""
+        weights: set[str] = set()
+        pairs: dict[tuple[str, str], dict[str, str]] = {}
+        for name in self.weights.keys() - self.places.keys():
+            key = name.removeprefix(PREFIX)
+            module, lora, _ = key.replace(".base_layer", "").partition(".lora_")
+            if lora:
+                weights.add(f"{module}.weight")
+            if match := KEY.match(key):
+                pairs.setdefault((f"{module}.weight", match["depth"]), {})[match["side"]] = name
+        for (weight, _), sides in pairs.items():
+            both_factors(weight, sides, self.path)
+        return sorted(pattern_name(weight, self.config) for weight in weights)
+
+    def converted_weights(self, family: NativeFamily) -> dict[str, torch.Tensor]:
+        """The weights under the names of the other layout, lora_B's rows in its order."""
+        names, order = _new_names(not self.native), tuple(PARAMETERS) if self.native else NATIVE_ORDER
+        converted = {}
+        for name, tensor in self.weights.items():
+            place = self.places.get(name)
+            if place is None:
+                converted[name] = tensor
+                continue
+            if place.parameter in ("gate_up_proj", "c_fc") and place.side == "B" and family.hub_layout != "gpt_oss":
+                tensor = _reordered(tensor, to_native=not self.native)
+            after = sorted((names[old] for old in self.adapted[place.experts]), key=order.index)
+            depth = "base_layer." * (len(after) - 1 - after.index(names[place.parameter]))
+            prefix = PREFIX if name.startswith(PREFIX) else ""
+            converted[f"{prefix}{place.experts}.{depth}lora_{place.side}.weight"] = tensor
+        return converted
+
+    def converted_config(self) -> dict:
+        """The config for the other layout, by which PEFT gives every adapted weight the same rank and alpha."""
+        names = _new_names(not self.native)
+        converted = dict(self.config)
+        if self.config.get("target_parameters"):
+            converted["target_parameters"] = [_renamed(target, names) for target in self.config["target_parameters"]]
+        for key in ("rank_pattern", "alpha_pattern"):
+            converted[key] = self._converted_pattern(key, names)
+        return converted
+
+    def _converted_pattern(self, key: str, names: dict[str, str]) -> dict:
+        """The pattern with the parameters' new names at the ends of its entries. Where that gives a weight another value
+        than before, the full names of all weights instead, whose order does not matter: PEFT sorts them as it saves."""
+        path = self.path.with_name(ADAPTER_CONFIG)
+        due = {module: resolved(self.config, key, module, path) for module in self.modules}
+        for experts, parameters in self.adapted.items():
+            for old in parameters:
+                due[f"{experts}.{names[old]}"] = resolved(self.config, key, f"{experts}.{old}", path)
+        renamed = {_renamed(entry, names): value for entry, value in (self.config.get(key) or {}).items()}
+        for pattern in (renamed, due):
+            config = {**self.config, key: pattern}
+            if all(resolved(config, key, name, path) == value for name, value in due.items()):
+                return pattern
+        raise CheckpointError(f"{path}: {key} cannot be written for the other layout, as names of modules end alike")
 
 
 def _new_names(to_native: bool) -> dict[str, str]:
     return PARAMETERS if to_native else {native: hub for hub, native in PARAMETERS.items()}
 
 
-def _check_shape(name: str, tensor: torch.Tensor, side: str, parameter: str, model_config: dict) -> None:
-    """Raise where lora_A's columns or lora_B's rows are not those of the weight that they adapt."""
-    hidden = model_config.get("hidden_size")
-    intermediate = model_config.get("moe_intermediate_size", model_config.get("intermediate_size"))
-    if not isinstance(hidden, int) or not isinstance(intermediate, int):
-        raise CheckpointError(
-            f"the base model's config.json has sizes {hidden!r} and {intermediate!r}; give the right trained_on="
-        )
-    due = {"gate_up_proj": (hidden, 2 * intermediate), "down_proj": (intermediate, hidden)}
-    due.update({PARAMETERS[hub]: sizes for hub, sizes in due.items()})
-    columns, rows = due.get(parameter, (None, None))
-    what, dimension, size = ("columns", 1, columns) if side == "A" else ("rows", 0, rows)
-    if size is not None and (tensor.dim() != 2 or tensor.shape[dimension] != size):
-        raise CheckpointError(
-            f"{name} has shape {tuple(tensor.shape)}, where {size} {what} are due; "
-            "PEFT up to 0.19.0 laid such weights out otherwise: save the adapter again with a newer PEFT"
-        )
-
-
 def _reordered(lora_B: torch.Tensor, to_native: bool) -> torch.Tensor:
     """[2I, r*E]: all gate rows, then all up rows <-> gate and up rows alternating."""
     split = (2, lora_B.shape[0] // 2) if to_native else (lora_B.shape[0] // 2, 2)
     return lora_B.unflatten(0, split).transpose(0, 1).reshape(lora_B.shape).contiguous()
-
-
-def _converted_config(config: dict, to_native: bool) -> dict:
-    names = _new_names(to_native)
-    converted = dict(config)
-    if config.get("target_parameters"):
-        converted["target_parameters"] = [_renamed(target, names) for target in config["target_parameters"]]
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(key) or {}
-        clear = {"gate_up_proj", "c_fc", "c_proj"}
-        for target in pattern:
-            last = target.rpartition(".")[2]
-            if last in names and last not in clear and "experts" not in target:
-                raise CheckpointError(f"{key} has {target!r}: write experts.{last} if it means the experts' parameter")
-        converted[key] = {_renamed(target, names): value for target, value in pattern.items()}
-    return converted
 
 
 def _renamed(target: str, names: dict[str, str]) -> str:

@@ -1,7 +1,6 @@
 """The weights of a PEFT LoRA adapter on disk, as products to add to the weights of a checkpoint.
 
-PEFT stores the factors of an experts parameter [E, out, in] as lora_A [r*E, in], the expert slowest, and lora_B
-[out, r*E], the expert fastest; of a matrix [out, in] as lora_A [r, in] and lora_B [out, r].
+In lora_A [r*E, in] of experts the expert is slowest, in lora_B [out, r*E] fastest.
 """
 
 from __future__ import annotations
@@ -15,9 +14,22 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from .adapter import ADAPTER_WEIGHTS, NATIVE_ORDER, PARAMETERS, adapted_parameters, read_adapter_config
+from .adapter_rules import (
+    ADAPTER_WEIGHTS,
+    KEY,
+    NATIVE_ORDER,
+    PARAMETERS,
+    PREFIX,
+    adapted_parameters,
+    adapter_layout,
+    both_factors,
+    check_factors,
+    experts_shape,
+    pattern_name,
+    read_adapter_config,
+    resolved,
+)
 from .files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
-from .layouts import holder
 from .source import Source
 
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
@@ -28,11 +40,6 @@ PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other
     "modules_to_save", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
-NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
-KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
-PREFIX = "base_model.model."
-PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate_bias", "down_proj_bias": "down_bias"}
-PARTS.update({native: PARTS[hub] for hub, native in PARAMETERS.items()})
 
 
 class Factors(NamedTuple):
@@ -63,8 +70,7 @@ class LoraWeights:
         self.source = source
         self.carried = {source.model_name(name): source.shape_of(name) for name in source.carried}
         self.native = self._trained_on_native()
-        hub_layout = "gpt_oss" if source.family.hub_layout == "gpt_oss" else "fused"
-        self.layout = "native" if self.native else hub_layout
+        self.layout = adapter_layout(source.family, self.native)
         self.replaced: dict[str, str] = {}
         self.factors = {name: self._factors(name, sides) for name, sides in self._pairs().items()}
         self._check_ties()
@@ -113,10 +119,8 @@ class LoraWeights:
 
     def _adapted(self, experts: str) -> list[str]:
         """The parameters of this experts module that are adapted, the innermost wrapper's first."""
-        has_bias = self.source.expected.blocks[experts.removesuffix(".experts")].has_bias
-        names = NATIVE_ORDER if self.native else PARAMETERS
-        order = [name for name in names if has_bias or not name.endswith("bias")]
-        return adapted_parameters(experts, self.config.get("target_parameters") or [], order)
+        sizes = self.source.expected.blocks[experts.removesuffix(".experts")]
+        return adapted_parameters(experts, sizes, self.config, self.native)
 
     def _weight_of(self, name: str, match: re.Match) -> str:
         """The name of the weight that a tensor of PEFT's adapts; wrappers of experts are nested."""
@@ -141,54 +145,22 @@ class LoraWeights:
 
     def _factors(self, weight: str, sides: dict[str, str]) -> Factors:
         """The names and the scale of a weight's factors, of which nothing is missing and whose shapes fit."""
-        if missing := {"A", "B"} - set(sides):
-            raise CheckpointError(f"{self.path} has no lora_{min(missing)} of {weight}, though it is adapted")
+        a, b = both_factors(weight, sides, self.path)
         num_experts, shape = self._product_shape(weight)
-        rank = self._setting("rank_pattern", "r", weight)
-        alpha = self._setting("alpha_pattern", "lora_alpha", weight)
-        due = (rank * num_experts, shape[1]), (shape[0], rank * num_experts)
-        shapes = tuple(self.headers[sides[side]].shape for side in "AB")
-        if shapes != due or (due[0] == due[1][::-1] and num_experts > 1 and self._may_be_swapped()):
-            raise CheckpointError(
-                f"{self.path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, where {due[0]} and "
-                f"{due[1]} are due for r = {rank}; PEFT up to 0.19.0 took out for in, and peft_version is "
-                f"{self.config.get('peft_version')!r}: train the adapter with a newer PEFT"
-            )
+        name = pattern_name(weight, self.config)
+        rank = resolved(self.config, "rank_pattern", name, self.config_path)
+        alpha = resolved(self.config, "alpha_pattern", name, self.config_path)
+        shapes = self.headers[a].shape, self.headers[b].shape
+        check_factors(weight, shapes, (num_experts, shape), rank, self.layout, self.config, self.path)
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-        return Factors(sides["A"], sides["B"], scale, num_experts)
-
-    def _may_be_swapped(self) -> bool:
-        """Whether the PEFT that made the adapter took out features for in, which square weights do not show."""
-        version = [int(number) for number in re.findall(r"\d+", str(self.config.get("peft_version")))[:3]]
-        return self.layout != "gpt_oss" and version < NOT_SWAPPED
+        return Factors(a, b, scale, num_experts)
 
     def _product_shape(self, weight: str) -> tuple[int, tuple[int, ...]]:
         """(E, (out, in)) of the products of a weight."""
         if weight in self.carried:
             return 1, self.carried[weight]
         block, _, parameter = weight.rpartition(".experts.")
-        shape = self.source.expected.blocks[block].shape(holder(self.layout, PARTS[parameter]).letters)
-        if len(shape) == 2:  # biases [E, out], which PEFT takes for one matrix
-            return 1, shape
-        return shape[0], shape[:0:-1] if self.layout == "gpt_oss" else shape[1:]
-
-    def _setting(self, pattern: str, default: str, weight: str) -> float:
-        """The rank or alpha of a weight, as PEFT looks it up: by the first pattern that ends its name matches."""
-        targets = self.config.get("target_parameters") or []
-        by_parameter = weight not in self.carried or any(f".{weight}".endswith(f".{target}") for target in targets)
-        name = weight if by_parameter else weight.removesuffix(".weight")
-        patterns = self.config.get(pattern) or {}
-        try:
-            key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
-        except re.error as error:
-            raise CheckpointError(f"{self.config_path}: {pattern} has a name that is no pattern: {error}") from error
-        value = self.config.get(default) if key is None else patterns[key]
-        kinds = int if default == "r" else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            raise CheckpointError(
-                f"{self.config_path}: {default} of {weight} is {value!r}; it must be a positive number"
-            )
-        return value
+        return experts_shape(self.source.expected.blocks[block], parameter, self.layout)
 
     def _check_ties(self) -> None:
         tied = self.source.expected.optional

@@ -13,7 +13,7 @@ import torch
 
 from ..config import check_choice
 from ..errors import CheckpointError
-from .adapter import ADAPTER_WEIGHTS
+from .adapter_rules import ADAPTER_WEIGHTS
 from .atomic_folder import new_folder
 from .convert import Conversion, write_checkpoint
 from .files import ADAPTER_CONFIG

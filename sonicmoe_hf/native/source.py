@@ -52,7 +52,7 @@ def expected_tensors(config: dict, family: NativeFamily, path: Path, at_most: in
     """What the family's causal language model has under this hub config.
 
     Raises:
-        CheckpointError: Transformers cannot build it, or it has more layers than the files have tensors (`at_most`).
+        CheckpointError: Transformers cannot build it, or it has more than `at_most` layers.
     """
     config = without_code({key: value for key, value in config.items() if key != "quantization_config"})
     for key in ("num_hidden_layers", "num_nextn_predict_layers"):
@@ -60,7 +60,7 @@ def expected_tensors(config: dict, family: NativeFamily, path: Path, at_most: in
         if not isinstance(layers, (int, type(None))):
             raise CheckpointError(f"{path}: {key} is {layers!r}; it must be a whole number")
         if layers is not None and layers > at_most:
-            raise CheckpointError(f"{path}: {key} is {layers}, but there are only {at_most} tensors")
+            raise CheckpointError(f"{path}: {key} is {layers}, where {at_most} are possible at most")
     try:
         config = load_family_class(family, "config").from_dict(config)
         with torch.device("meta"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.adapters import random_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
@@ -183,6 +184,62 @@ def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
     assert sorted(config["target_parameters"]) == sorted(NATIVE) and config["base_model_name_or_path"] is None
 
 
+PATTERNS = [
+    {"gate_up_proj$": 4},
+    {r".*experts\.(gate_up_proj|down_proj)": 4},
+    {r"layers\.1\..*gate_up_pro.": 4, "mlp.experts.*": 3, "q_a_proj": 1},
+    {"down_proj": 4},
+    {r".*\.layers\.1\..*up_proj": 3, "model.layers.1.mlp.experts.down_proj": 4},
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_ranks_and_alphas_of_any_regular_expression_stay_with_their_weights(pattern, tmp_path):
+    hub, native = save_both(
+        build("deepseek_v3"), tmp_path
+    )  # its first layer and its shared experts have linear layers down_proj
+    options = {"rank_pattern": pattern, "alpha_pattern": {name: 5 * value for name, value in pattern.items()}}
+    modules = ["q_a_proj", "mlp.down_proj", "shared_experts.down_proj"]
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=modules, target_parameters=HUB, **options)
+    adapted = random_factors(get_peft_model(AutoModelForCausalLM.from_pretrained(hub), config)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "converted")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
+    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    sonicmoe_hf.merge_adapter(native, tmp_path / "converted", tmp_path / "merged", "hub")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert relative_error(logits(merged), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "back")
+    assert torch.equal(logits(model), logits(adapted))
+
+
+@pytest.mark.parametrize(
+    "missing, match",
+    [
+        ("layers.1.mlp.experts.base_layer.lora_B.weight", "has no lora_B of model.layers.1.mlp.experts.gate_up_proj"),
+        ("layers.0.mlp.experts.", r"has no lora_A of model.layers.0.mlp.experts.(gate_up|down)_proj"),
+        ("layers.1.self_attn.q_proj.lora_A.weight", "has no lora_A of model.layers.1.self_attn.q_proj.weight"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["native", "hub"])
+def test_an_adapter_that_lacks_a_factor_is_refused(missing, match, layout, adapter):
+    weights = load_file(adapter / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if missing not in name}
+    assert len(kept) < len(weights)
+    save_file(kept, adapter / "adapter_model.safetensors")
+    assert_refused(adapter, match, layout=layout)
+
+
+def test_verify_refuses_factors_that_are_not_finite(adapter, tmp_path):
+    weights = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in weights if "experts.lora_B" in name)
+    weights[name][1, 2] = float("inf")
+    save_file(weights, adapter / "adapter_model.safetensors")
+    assert_refused(adapter, "has NaN or infinite values", verify=True)
+    convert_adapter(adapter, tmp_path / "converted")
+
+
 def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
     for name in ("adapter_model.bin", "optimizer.pt", "notes.txt"):
         (adapter / name).write_text("old")
@@ -203,15 +260,15 @@ def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
     assert_refused(adapter, "rank_pattern is 4")
     edit(adapter, rank_pattern={}, target_parameters=[4])
     assert_refused(adapter, "target_parameters is")
-    edit(adapter, target_parameters=HUB, rank_pattern={"down_proj": 4})
-    assert_refused(adapter, "write experts.down_proj")
-    edit(adapter, rank_pattern={})
+    edit(adapter, target_parameters=HUB, rank_pattern={})
+    assert_refused(adapter, "lora_A and lora_B of .*gate_up_proj have shapes .* are due for r = 2")
+    edit(adapter, rank_pattern={r".*\.gate_up_proj": 4})
     name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
     save_file({**weights, name: torch.ones(2, 32)}, adapter / "adapter_model.safetensors")
     assert_refused(adapter, "come from Transformers 4")
     name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
     save_file({**weights, name: torch.ones(30, 32)}, adapter / "adapter_model.safetensors")
-    assert_refused(adapter, "where 32 rows are due")
+    assert_refused(adapter, r"\(30, 32\), where .* are due for r = 4")
     (adapter / "adapter_model.safetensors").write_bytes(b"short")
     assert_refused(adapter, "not a whole safetensors file")
 
@@ -225,6 +282,24 @@ def test_the_command_converts_adapters(adapter, tmp_path, capsys):
     assert main(back) == 2, "it says no base model"
     assert "say trained_on=" in capsys.readouterr().err
     assert main([*back, "--trained-on", str(tmp_path / "native")]) == 0
+
+
+def test_the_command_refuses_options_that_adapters_have_not(adapter, tmp_path, capsys):
+    arguments = ["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]
+    options = ("--dtype float32", "--max-shard-size 5GB", "--dequantize", "--no-dequantize", "--quantize nf4")
+    for option in (*options, "--revision main"):
+        assert main([*arguments, *option.split()]) == 2
+        assert "is for models, but" in capsys.readouterr().err
+        assert not (tmp_path / "converted").exists()
+
+
+def test_the_command_verifies_adapters_and_refuses_trained_on_for_models(adapter, tmp_path, capsys):
+    arguments = ["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]
+    assert main([*arguments, "--verify"]) == 0
+    assert "verified" in capsys.readouterr().out
+    arguments = ["convert", str(tmp_path / "hub"), str(tmp_path / "model"), "--layout", "native"]
+    assert main([*arguments, "--trained-on", str(tmp_path / "hub")]) == 2
+    assert "--trained-on is for adapters" in capsys.readouterr().err
 
 
 def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_install(adapter, tmp_path, monkeypatch):

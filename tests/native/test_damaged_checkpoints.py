@@ -98,7 +98,7 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({"hidden_size": 40}, "has shape"),
         ({"num_hidden_layers": 1}, "is unknown"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000, but there are only"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000, where"),
         ({"num_nextn_predict_layers": "two"}, "num_nextn_predict_layers is 'two'; it must be a whole number"),
         ({EXPERTS: 10**9}, "no experts of"),
         ({"mlp_only_layers": [0, 1]}, "no mixture-of-experts layer"),
