@@ -39,7 +39,8 @@ def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowR
         return adapter
     if len(adapter) == 1:
         return adapter[0]
-    dtype = torch.promote_types(torch.float32, adapter[0].a.dtype)
+    factors = (factor for one in adapter for factor in (one.a, one.b))
+    dtype = functools.reduce(torch.promote_types, (factor.dtype for factor in factors), torch.float32)
     by_expert = [of_experts(one, num_experts) for one in adapter]
     a = torch.cat([one.a.to(dtype) for one in by_expert], dim=1)
     return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in by_expert], dim=2))

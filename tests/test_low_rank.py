@@ -12,6 +12,7 @@ from sonicmoe_hf import custom_op
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import LowRank, moe_experts
 from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.low_rank import side_by_side
 
 FACTORS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 T, H, I, E, K = 7, 6, 5, 4, 2
@@ -132,9 +133,27 @@ def test_adapters_of_one_weight_add_up_each_with_its_own_scale():
     assert_all_close(found, exact, 1e-12, "fp64, sums of a few dozen terms")
 
 
-def test_gradients_of_fp32_factors_are_fp32_sums_whatever_the_experts_dtype():
+def test_adapters_of_one_weight_add_up_in_fp64_if_any_of_their_factors_is():
+    def adapter(a_dtype, b_dtype):
+        return LowRank(torch.randn(E, 2, H).to(a_dtype), torch.randn(E, I, 2).to(b_dtype), 0.5)
+
+    bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+    for dtypes, wanted in (
+        (((bf16, bf16), (bf16, fp64)), fp64), (((fp32, fp64), (fp32, fp32)), fp64), (((fp64, bf16), (bf16, bf16)), fp64),
+        (((bf16, bf16), (bf16, bf16)), fp32), (((torch.float16, bf16), (bf16, fp32)), fp32),
+    ):  # fmt: skip
+        given = [adapter(*pair) for pair in dtypes]
+        together = side_by_side(given, E)
+        assert (together.a.dtype, together.b.dtype) == (wanted, wanted), dtypes
+        exact = sum(one.scale * one.b.double() @ one.a.double() for one in given)
+        rounding = 1e-6 if wanted is fp32 else 1e-15  # a few roundings of 2^-24, or of 2^-53
+        assert relative_error(together.b.double() @ together.a.double(), exact) < rounding
+
+
+@pytest.mark.parametrize("rank", [4, 8, 16])  # padded, and not; a copy is due all the same
+def test_gradients_of_fp32_factors_are_fp32_sums_whatever_the_experts_dtype(rank):
     inputs, index = problem(65, 32, 24, E, K, dtype=torch.bfloat16)
-    inputs = with_factors(inputs, (4, 4), dtype=torch.float32)
+    inputs = with_factors(inputs, (rank, rank), dtype=torch.float32)
     exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
     exact = output_and_gradients(merged, exact, index)
     found = output_and_gradients(run, inputs, index)
