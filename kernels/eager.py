@@ -37,6 +37,12 @@ def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=Fal
         token_P = torch.arange(num_pairs, device=device) // max(num_pairs // max(num_tokens, 1), 1)
     else:
         token_P = torch.where(missing_P, num_tokens, token_P.reshape(-1).long())
+        unknown_P = ~missing_P & ((token_P < 0) | (token_P >= num_tokens))
+        if unknown_P.any():
+            raise ValueError(
+                f"the routing names token {token_P[unknown_P][0].item()}, but there are {num_tokens} tokens "
+                f"(0 to {num_tokens - 1}); only a pair whose expert id is outside 0 to {num_experts - 1} may name another"
+            )
 
     pair_R = torch.argsort(key_P, stable=True)
     count_E1 = torch.zeros(num_experts + 1, dtype=torch.long, device=device).scatter_add_(

@@ -55,12 +55,13 @@ def dispatch(
         expert_index: [T, K], or any shape of P pairs with `token_index`; integer expert ids.
         num_tokens, num_experts: T and E.
         token_index: the token of each pair, same shape; None for [T, K], where pair p belongs to token p // K.
-        sentinels: ids outside 0..E-1 mean "no expert" (expert parallelism) instead of an error.
+        sentinels: ids outside 0..E-1 mean "no expert" (expert parallelism) instead of an error. A pair without an expert
+            may name any token.
     Returns:
         `kernels.interface.Rows`; within an expert, rows keep the order of the pairs.
     Raises:
-        ValueError: an id names no expert (on a CPU, where looking is free; on a GPU a device-side assertion fails later,
-            as for any index out of range), or shapes disagree.
+        ValueError: an id names no expert, or no token (on a CPU, where looking is free; on a GPU a device-side assertion
+            fails later, as for any index out of range), or shapes disagree.
     """
     if expert_index.dtype.is_floating_point or expert_index.dtype in (torch.bool, torch.complex64):
         raise ValueError(f"expert_index has dtype {expert_index.dtype}; expert ids are integers")

@@ -64,6 +64,16 @@ def test_an_expert_that_is_not_there_is_named():
         dispatch(torch.tensor([[0, -1]]), 1, 4)
 
 
+@pytest.mark.parametrize("token", [-1, 3])
+@pytest.mark.parametrize("sentinels", [False, True])
+def test_a_token_that_is_not_there_is_named(token, sentinels):
+    expert_P, token_P = torch.tensor([0, 1]), torch.tensor([2, token])
+    with pytest.raises(ValueError, match=rf"names token {token}, but there are 3 tokens \(0 to 2\)"):
+        dispatch(expert_P, 3, 4, token_P, sentinels=sentinels)
+    rows = dispatch(torch.tensor([0, -1]), 3, 4, token_P, sentinels=True)
+    assert rows.token.tolist() == [2, 3], "a pair without an expert may name any"
+
+
 def test_indices_that_are_no_indices_are_refused():
     with pytest.raises(ValueError, match=r"dtype torch.float32; expert ids are integers"):
         dispatch(torch.zeros(3, 2), 3, 4)

@@ -54,7 +54,7 @@ def _launcher(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts
 
 def combine(y_RH, weight_P, rows, num_tokens):
     num_rows, hidden = y_RH.shape
-    if not num_rows:
+    if not num_rows or not num_tokens:
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
     launcher = _launcher(

@@ -100,7 +100,10 @@ def dispatch_count_kernel(
     found = _experts_of(expert, pair, num_pairs, NUM_EXPERTS)
     if token is not None:
         owner = tl.load(token + pair, mask=is_pair, other=0).to(tl.int64)
-        found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)
+        is_token = (owner >= 0) & (owner < num_tokens)
+        is_known = is_token | (found == NUM_EXPERTS) | ~is_pair
+        tl.device_assert(is_known, "sonicmoe_hf: the routing names a token that does not exist")
+        found = tl.where(is_token, found, NUM_EXPERTS)
         tl.atomic_add(token_counts + owner, 1, mask=is_pair & (found < NUM_EXPERTS), sem="relaxed")
     tl.store(keys + pair, tl.where(is_pair, found * BLOCK + place, -1))
     bins = tl.arange(0, BINS)
@@ -287,13 +290,13 @@ def _few(device, dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_t
 def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> Steps:
     num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
     token_blocks = 0 if token_dtype is None else cdiv(num_tokens + 1, SCAN)
+    # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
     return Steps(
         num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
         KernelLauncher(
             dispatch_count_kernel, device, (num_blocks,), (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
-            num_warps=4,
+            num_warps=4, debug=token_dtype is not None, sanitize_overflow=False,
         ),
-        # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
         KernelLauncher(
             dispatch_scan_kernel, device, (num_experts + 1 + token_blocks,), (num_blocks, num_tokens),
             (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),

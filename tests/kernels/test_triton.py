@@ -2,6 +2,7 @@
 against the reference as a layer. All in fp32: the sums differ in order alone (on a GPU also by tf32x3, about 2^-21 a
 product), so a relative error of 2e-5 leaves room for sums of some thousand terms and for nothing else."""
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -62,6 +63,48 @@ def test_dispatch_of_no_pairs_has_no_rows(device):
     rows = kernels.dispatch(torch.empty(0, 2, dtype=torch.long, device=device), None, 0, 4, False)
     assert rows.offsets.tolist() == [0] * 5 and rows.token_offsets.tolist() == [0]
     assert len(rows.tiles) == kernels.tile_table_length(0, 4) and (rows.tiles == -1).all()
+
+
+@pytest.fixture
+def asserting(monkeypatch):
+    """The interpreter checks device-side assertions, as compiled kernels do that ask for it."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    if torch.cuda.is_available():
+        pytest.skip("a device-side assertion ends a process's use of the GPU: see test_triton_gpu.py")
+    options = dataclasses.replace(interpreter_builder.options, debug=True, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter_builder, "options", options)
+
+
+@pytest.mark.parametrize("num_tokens", [300, 90], ids=["several launches", "one launch"])
+@pytest.mark.parametrize("expert", [-1, 3])
+def test_dispatch_asserts_that_experts_are_there(asserting, num_tokens, expert):
+    expert_TK = torch.arange(num_tokens * 2).view(-1, 2) % 3
+    kernels.dispatch(expert_TK, None, num_tokens, 3, False)
+    expert_TK[7] = expert
+    with pytest.raises(Exception, match="the routing names an expert that does not exist"):
+        kernels.dispatch(expert_TK, None, num_tokens, 3, False)
+    assert kernels.dispatch(expert_TK, None, num_tokens, 3, True).offsets[-1] == num_tokens * 2 - 2
+
+
+@pytest.mark.parametrize("token", [-1, 300])
+def test_dispatch_asserts_that_tokens_of_pairs_with_an_expert_are_there(asserting, token):
+    expert_P, token_P = torch.arange(300) % 3, torch.arange(300)
+    token_P[7] = token
+    with pytest.raises(Exception, match="the routing names a token that does not exist"):
+        kernels.dispatch(expert_P, token_P, 300, 3, True)
+    expert_P[7] = -1
+    assert kernels.dispatch(expert_P, token_P, 300, 3, True).offsets[-1] == 299
+
+
+def test_pairs_without_tokens_have_rows_of_no_token(device):
+    """What a rank of expert parallelism may have: no tokens, and pairs that are all of other ranks."""
+    expert_P, token_P = torch.tensor([-1, 5, 4], device=device), torch.zeros(3, dtype=torch.long, device=device)
+    rows = kernels.dispatch(expert_P, token_P, 0, 4, True)
+    assert rows.offsets.tolist() == [0] * 5 and rows.token_offsets.tolist() == [0]
+    y = torch.randn(3, 16, device=device)
+    for weight in (None, torch.rand(3, device=device)):
+        assert kernels.combine(y, weight, rows, 0).shape == eager.combine(y, weight, rows, 0).shape == (0, 16)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

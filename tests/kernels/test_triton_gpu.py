@@ -210,6 +210,20 @@ def test_an_unknown_expert_fails_a_device_assertion(tokens, expert):
     assert result.returncode != 0 and "names an expert that does not exist" in result.stderr
 
 
+@pytest.mark.parametrize("token", [1000, -1])
+def test_an_unknown_token_fails_a_device_assertion(token):
+    code = f"""
+        import torch
+        from sonicmoe_hf.kernels import triton as kernels
+        expert, token = torch.zeros(1000, dtype=torch.int64, device="cuda"), torch.arange(1000, device="cuda")
+        token[-1] = {token}
+        kernels.dispatch(expert, token, 1000, 4, True)
+        torch.cuda.synchronize()
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert result.returncode != 0 and "names a token that does not exist" in result.stderr
+
+
 @pytest.mark.parametrize(("tokens", "most"), [(64, 1), (4096, 3)])
 def test_dispatch_takes_a_handful_of_launches(tokens, most):
     expert, _ = routing_ids(tokens, 128, 8, "top_k", "cuda")
