@@ -6,10 +6,11 @@ Letters: T tokens, H hidden size, I expert intermediate size, E experts, K exper
 A backend is a module with the functions of `Backend` (`kernels/eager.py` is the plainest one). J is an adapter's rank,
 padded to a multiple of 8 with zeros.
 
-Row buffers have P rows; those past `rows.offsets[E]` are never written nor read. Weights come as logical views [E, 2I, H]
-and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says whether the 2I dimension holds
-(gate, up) pairs or all gates, then all ups; h and dh keep that order. `weight_P` is in the accumulation dtype
-(`accumulation_dtype`). What a `want_*` flag leaves out comes back as None. Every function is deterministic.
+Row buffers have P rows; what those past `rows.offsets[E]` hold is undefined, and no other row depends on it. Weights come
+as logical views [E, 2I, H] and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says if
+the 2I dimension holds (gate, up) pairs or all gates, then all ups; h and dh keep that order. `weight_P` is in the
+accumulation dtype (`accumulation_dtype`). What a `want_*` flag leaves out comes back as None. Every function is
+deterministic.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def finish_kernel(
     JOB: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """dB in its own order, unless `reordered` is None; and, unless `part` is, drank[P, J] = scale * the sum of
-    part[SLICES, P, J]."""
+    part[SLICES, P, J]; rows past R, which nothing was written to, are sums of what lies there."""
     tile = reorder_in_turn(gradient, reordered, tl.program_id(0), JOB, ENTRIES)
     if part is not None:  # noqa: SIM102  (known when it is compiled)
         if tile >= 0:

@@ -13,6 +13,7 @@ from test_rank import SCALE, adapter
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.kernels.triton import bias_gradient
 from sonicmoe_hf.low_rank import pack
 
 BAR = 1.02
@@ -34,6 +35,23 @@ def test_a_layer_loses_what_one_rounding_does(device, layout, dtype):
     found = run(tensors, dout, ids, layout, "swiglu", "triton")
     exact = run(upcast(tensors), dout.float(), ids, layout, "swiglu", "eager")
     assert over_the_bar(found, exact, rounded_once(tensors, dout, ids, layout, "swiglu")) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_biases_sum_many_rows_in_fp32(device, dtype, monkeypatch):
+    monkeypatch.setattr(bias_gradient, "PROGRAMS_WANTED", 1)  # rows of an expert are then one program's
+    T, N, E = 800, 40, 2
+    ids = routing_ids(T, E, 1, "sentinels", device)
+    dh, weight, like = torch.randn(T, N, device=device), torch.rand(T, device=device), torch.empty(E, N, device=device)
+
+    def gradients(kernels, dh, like):
+        rows = kernels.dispatch(*ids, T, E, True)
+        both = kernels.gate_up_bias_gradient(dh, rows, like), kernels.down_bias_gradient(dh, weight, rows, like)
+        return dict(zip(("gate_up_bias", "down_bias"), both))
+
+    dh = dh.to(dtype)
+    found, exact = gradients(kernels, dh, like.to(dtype)), gradients(eager, dh.float(), like)
+    assert over_the_bar(found, exact, {name: t.to(dtype) for name, t in exact.items()}) == {}
 
 
 @pytest.mark.parametrize("rank, dtype", [(8, torch.bfloat16), (16, torch.bfloat16), (40, torch.float16)], ids=str)

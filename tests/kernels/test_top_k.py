@@ -88,10 +88,14 @@ def test_what_it_does_not_do_is_left_to_torch(device, for_any_size, arguments):
 
 
 def test_other_dtypes_and_few_rows_are_left_to_torch(device, monkeypatch):
+    rows = fast_topk.FEWEST_ROWS
     monkeypatch.setattr(fast_topk, "backends", None)
     with fast_topk.FastTopK():
-        torch.topk(torch.randn(2000, 8, device=device, dtype=torch.float64), 2)
-        torch.topk(torch.randn(8, 8, device=device), 2)
+        torch.topk(torch.randn(rows, 8, device=device, dtype=torch.float64), 2)
+        torch.topk(torch.randint(99, (rows, 8), device=device), 2)
+        torch.topk(torch.randn(rows - 1, 8, device=device), 2)
+        with pytest.raises(AttributeError, match="choose"):
+            torch.topk(torch.randn(rows, 8, device=device), 2)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -44,6 +44,20 @@ MUTATIONS = [
     ),
     Mutation(
         "sonicmoe_hf/low_rank.py",
+        "factors = (factor for one in adapter for factor in (one.a, one.b))",
+        "factors = [adapter[0].a]",
+        "adapters of one weight are added up in fp32, though one of the factors is fp64",
+        f"{LOW_RANK}::test_adapters_of_one_weight_add_up_in_fp64_if_any_of_their_factors_is",
+    ),
+    Mutation(
+        "kernels/eager.py",
+        "unknown_P = ~missing_P & ((token_P < 0) | (token_P >= num_tokens))",
+        "unknown_P = ~missing_P & (token_P < 0)",
+        "a token past the last one is taken for none",
+        "tests/test_dispatch.py::test_a_token_that_is_not_there_is_named",
+    ),
+    Mutation(
+        "sonicmoe_hf/low_rank.py",
         "is_copied = (rank, source_dtype, source_strides) != (padded, dtype, strides)",
         "is_copied = (rank, source_strides) != (padded, strides)",
         "an adapter in fp32 whose rank is a multiple of 8 is read as the experts' bf16",

@@ -49,10 +49,10 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/triton/dispatch.py",
-        "found = tl.where((owner < 0) | (owner >= num_tokens), NUM_EXPERTS, found)",
-        "found = tl.where(owner >= num_tokens, NUM_EXPERTS, found)",
-        "a pair of token -1 is counted",
-        DISPATCH,
+        "is_token = (owner >= 0) & (owner < num_tokens)",
+        "is_token = owner < num_tokens",
+        "a pair of token -1 is counted before the first token's",
+        "tests/kernels/test_triton.py::test_dispatch_asserts_that_tokens_of_pairs_with_an_expert_are_there",
     ),
     Mutation(
         "kernels/triton/dispatch.py",
@@ -60,6 +60,20 @@ MUTATIONS = [
         "found = tl.load(expert + pair, mask=pair < num_pairs + 1, other=0).to(tl.int64)",
         "dispatch reads one expert id past the end",
         GUARD,
+    ),
+    Mutation(
+        "kernels/triton/dispatch.py",
+        "is_known = is_token | (found == NUM_EXPERTS) | ~is_pair",
+        "is_known = is_token | ~is_pair",
+        "pairs without an expert must name a token, too",
+        "tests/kernels/test_triton.py::test_dispatch_asserts_that_tokens_of_pairs_with_an_expert_are_there",
+    ),
+    Mutation(
+        "kernels/triton/combine.py",
+        "    if not num_rows or not num_tokens:",
+        "    if not num_rows:",
+        "combine divides by the number of tokens where there are pairs and no tokens",
+        "tests/kernels/test_triton.py::test_pairs_without_tokens_have_rows_of_no_token",
     ),
     Mutation(
         "kernels/triton/combine.py",
