@@ -5,6 +5,8 @@ Letters: N ranks of the group, T tokens, H hidden size, P routed pairs, R rows.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 
@@ -164,7 +166,8 @@ def sum_of_rows(y_RH: torch.Tensor, rows: Rows, num_tokens: int) -> torch.Tensor
     return _SumOfRows.apply(y_RH, num_tokens, *rows)
 
 
-_of_hosts: dict[str, dist.ProcessGroup] = {}
+# by the group itself: another one may have its name once destroy_process_group was called
+_of_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def largest(values: list[int], group: dist.ProcessGroup) -> list[int]:
@@ -172,10 +175,10 @@ def largest(values: list[int], group: dist.ProcessGroup) -> list[int]:
     if "cpu:" in dist.get_backend_config(group):
         of_hosts = group
     else:
-        if group.group_name not in _of_hosts:
+        if group not in _of_hosts:
             ranks = dist.get_process_group_ranks(group)
-            _of_hosts[group.group_name] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        of_hosts = _of_hosts[group.group_name]
+            _of_hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        of_hosts = _of_hosts[group]
     tensor = torch.tensor(values)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=of_hosts)
     return tensor.tolist()
