@@ -25,6 +25,7 @@ import os
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from torch.utils.data import random_split
 from transformers import (
     AutoConfig,
@@ -223,7 +224,8 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
         if arguments.lora_alpha is not None:
             options["lora_alpha"] = arguments.lora_alpha
         model = import_peft().get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.lora_rank, **options))
-        model.print_trainable_parameters()
+        if PartialState().is_main_process:
+            model.print_trainable_parameters()
     elif arguments.freeze_experts:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
@@ -318,10 +320,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     for entry in trainer.state.log_history:
         if DEAD_EXPERTS in entry:
             metrics[DEAD_EXPERTS] = entry[DEAD_EXPERTS]  # of the last log
-    print(
-        f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; experts without rows at "
-        f"the end: {metrics.get(DEAD_EXPERTS, 'not logged')}; saved to {arguments.output}"
-    )
+    if trainer.is_world_process_zero():
+        print(
+            f"held-out loss {evaluated['eval_loss']:.3f}, perplexity {metrics['perplexity']:.1f}; experts without rows "
+            f"at the end: {metrics.get(DEAD_EXPERTS, 'not logged')}; saved to {arguments.output}"
+        )
     return metrics
 
 

@@ -8,6 +8,7 @@ on any machine.
     python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --trl ...
+    torchrun --nproc-per-node 2 examples/qlora.py ...    # each GPU holds all packed experts; the first rank writes
 
 Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
 packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), and on GPUs the linear layers beside them
@@ -77,12 +78,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def make_small_model(texts, folder: Path) -> str:
+def make_small_model(texts, folder: Path) -> None:
     """A checkpoint as the hub has them, with random weights and a tokenizer of the texts."""
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     AutoModelForCausalLM.from_config(small_config(tokenizer), dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def linear_in_4_bits() -> bool:
@@ -132,8 +132,9 @@ def load_random(texts, arguments: argparse.Namespace):
     return model, train_tokenizer(texts, VOCAB_SIZE)
 
 
-def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Trainer:
-    """Transformers' Trainer or TRL's, with the loss in chunks (Liger) where that is installed and there is a GPU."""
+def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
+    """The arguments of Transformers' Trainer or TRL's, with the loss in chunks (Liger) where that is installed and there
+    is a GPU. They come before the model: under torchrun they tell each rank its GPU."""
     settings = {
         "output_dir": str(arguments.output / "adapter"),
         "max_steps": arguments.steps,
@@ -154,18 +155,24 @@ def build_trainer(model, tokenizer, blocks, arguments: argparse.Namespace) -> Tr
         "use_cpu": not torch.accelerator.is_available(),
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    if arguments.trl:
-        from trl import SFTConfig, SFTTrainer
+    if not arguments.trl:
+        return TrainingArguments(**settings)
+    from trl import SFTConfig
 
-        trainer, settings = SFTTrainer, SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
-    else:
-        trainer, settings = Trainer, TrainingArguments(**settings)
+    return SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings)
+
+
+def build_trainer(model, tokenizer, blocks, args: TrainingArguments, arguments: argparse.Namespace) -> Trainer:
+    """Transformers' Trainer or TRL's, which logs the load of the experts."""
+    trainer: type[Trainer] = Trainer
+    if arguments.trl:
+        from trl import SFTTrainer as trainer
     if isinstance(blocks, list):
         blocks = Dataset.from_list(blocks)
     held_out = blocks.train_test_split(test_size=max(1, min(32, len(blocks) // 10)), seed=arguments.seed)
     prepared = trainer(
         model=model,
-        args=settings,
+        args=args,
         train_dataset=held_out["train"],
         eval_dataset=held_out["test"],
         processing_class=tokenizer,
@@ -179,23 +186,32 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate, save the adapter, merge; returns the metrics. With --random, train."""
     arguments = parse_arguments(argv)
     set_seed(arguments.seed)
+    args = training_arguments(arguments)
+    is_first = args.process_index == 0
     texts, adapter, merged = load_texts(arguments), arguments.output / "adapter", arguments.output / "merged"
     if arguments.random:
         model, tokenizer = load_random(texts, arguments)
     else:
-        base = arguments.model or make_small_model(texts, arguments.output / "base")
+        base = arguments.model or str(arguments.output / "base")
+        with args.main_process_first(local=False):
+            if arguments.model is None and is_first:
+                make_small_model(texts, arguments.output / "base")
         tokenizer = AutoTokenizer.from_pretrained(base)
         model = load_packed(base, arguments)
     options = {"target_parameters": []} if arguments.attention_only else {}
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.rank, **options))
-    model.print_trainable_parameters()
-    trainer = build_trainer(model, tokenizer, cut_into_blocks(texts, tokenizer, arguments.sequence_length), arguments)
+    if is_first:
+        model.print_trainable_parameters()
+    blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
+    trainer = build_trainer(model, tokenizer, blocks, args, arguments)
     if arguments.random:
         return trainer.train().metrics
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     metrics = {"loss_before": before, **trainer.evaluate()}
     trainer.save_model(str(adapter))
+    if not is_first:  # one rank merges
+        return metrics
     print(f"held-out loss {before:.3f} -> {metrics['eval_loss']:.3f}; the adapter is in {adapter}")
 
     done = sonicmoe_hf.merge_adapter(base, adapter, merged, "hub")

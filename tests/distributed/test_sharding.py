@@ -1,6 +1,7 @@
 """Two gloo ranks whose weights are gathered for each module's turn: DeepSpeed's ZeRO, and FSDP1 as accelerate sets it up."""
 
 import contextlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -316,7 +317,7 @@ def launch_environment(config):
 
 
 def finetuned(rank, options, environment):
-    """The held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks."""
+    """The held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks; whether it prints."""
     before = dict(os.environ)
     os.environ.update(environment)
     AcceleratorState._reset_state(True)
@@ -337,7 +338,8 @@ def finetuned(rank, options, environment):
 
     finetune.training_arguments = training_arguments
     finetune.build_trainer = lambda *args: trainers.append(make_trainer(*args)) or trainers[-1]
-    loss = finetune.main(options)["eval_loss"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        loss = finetune.main(options)["eval_loss"]
     wrapper = type(trainers[0].model_wrapped).__name__
     if "--deepspeed" in options:
         trainers[0].model_wrapped.destroy()
@@ -345,7 +347,7 @@ def finetuned(rank, options, environment):
     finetune.training_arguments, finetune.build_trainer = make_arguments, make_trainer
     os.environ.clear()
     os.environ.update(before)
-    return loss, wrapper
+    return loss, wrapper, "held-out loss" in printed.getvalue()
 
 
 @with_deepspeed
@@ -354,8 +356,8 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
         options = ["--steps", "2", "--batch-size", "2", "--sequence-length", "32", "--held-out-blocks", "4",
                    "--learning-rate", "1e-3"]  # fmt: skip
         results = ranks.run(finetuned, [*options, "--output", str(tmp_path / name), *more], environment)
-        assert results[0] == results[1]
-        return *results[0], load_file(tmp_path / name / "model.safetensors")
+        assert results[0][:2] == results[1][:2] and [printed for *_, printed in results] == [True, False]
+        return *results[0][:2], load_file(tmp_path / name / "model.safetensors")
 
     run("start")  # the small model, for the others to begin with
     start = ("--model", str(tmp_path / "start"))
@@ -368,3 +370,29 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
         assert wrapper == expected_wrapper and loss == pytest.approx(expected, rel=1e-5), SUMMATION
         same_weights = {name: same_weights[name] for name in weights}  # FSDP2 saves tied weights twice
         assert_all_close(same_weights, weights, 1e-2, "Adam's first steps make of a small difference a large one")
+
+
+def written_by_qlora(rank, folder):
+    """The folders in which this rank wrote, how many lines it printed, and the held-out loss."""
+    AcceleratorState._reset_state(True)
+    sys.path.insert(0, str(EXAMPLES))
+    import qlora
+
+    written, standard_library_ = [], qlora.load_texts
+    qlora.load_texts = lambda arguments: standard_library()[0][:2]
+    qlora.VOCAB_SIZE, merge, make = 300, sonicmoe_hf.merge_adapter, qlora.make_small_model
+    qlora.make_small_model = lambda texts, to: written.append(to.name) or make(texts, to)
+    sonicmoe_hf.merge_adapter = lambda base, adapter, to, *more: (
+        written.append(to.name) or merge(base, adapter, to, *more)
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        options = ["--steps", "1", "--batch-size", "1", "--sequence-length", "32", "--rank", "2", "--output", folder]
+        loss = qlora.main(options)["eval_loss"]
+    qlora.load_texts, qlora.make_small_model, sonicmoe_hf.merge_adapter = standard_library_, make, merge
+    return written, len(printed.getvalue().splitlines()), loss
+
+
+def test_the_example_of_qlora_is_written_and_merged_by_one_rank(ranks, tmp_path):
+    (written, printed, loss), (nothing, silence, same_loss) = ranks.run(written_by_qlora, str(tmp_path))
+    assert written == ["base", "merged"] and printed and (tmp_path / "merged" / "model.safetensors").is_file()
+    assert nothing == [] and silence == 0 and same_loss == loss
