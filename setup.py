@@ -19,7 +19,7 @@ class EditableWheel(editable_wheel):
         if missing := [link for link in LINKS if not (Path(__file__).parent / link).is_dir()]:
             raise SystemExit(
                 f"an editable install needs {' and '.join(missing)} as links to folders, which a zip archive or a clone "
-                "with core.symlinks=false does not have: clone with git clone -c core.symlinks=true, or install without -e"
+                "with core.symlinks=false does not have: git clone -c core.symlinks=true has them; or install without -e"
             )
         super().run()
 
