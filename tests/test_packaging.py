@@ -206,3 +206,8 @@ def test_the_pins_satisfy_the_declared_ranges():
     for text in re.findall(r'"([a-z][\w.-]*(?:[<>=]=?)[^"]*)"', declared):
         wanted = Requirement(text)
         assert wanted.specifier.contains(pinned[wanted.name]), f"{text} but {pinned[wanted.name]} is pinned"
+
+
+def test_make_takes_a_python_whose_path_has_a_space(tmp_path):
+    options = [f"VENV={tmp_path}/new", "PYTHON=/with space/python3"]
+    assert '"/with space/python3" -m venv' in run("make", "-n", *options, f"{tmp_path}/new/.installed", cwd=ROOT)
