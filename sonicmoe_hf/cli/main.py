@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import sys
@@ -17,6 +18,7 @@ from ..errors import CheckpointError, DoctorError, WarmupError
 from ..kernels.activation import ACTIVATIONS
 from .checkpoints import add_commands
 
+MAX_DIGITS = 12  # of a number on the command line
 DEMO_PACKAGES = ("accelerate", "matplotlib")
 
 
@@ -24,9 +26,18 @@ class CommandError(Exception):
     """What the command line asks for cannot be done; the message says why and what to do."""
 
 
+class _UsageError(Exception):
+    """The command line cannot be read: its parser, and what is wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise _UsageError(self, message)
+
+
 def _at_least(least: int):
     def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
@@ -46,7 +57,7 @@ class _VersionAction(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `sonicmoe-hf`."""
-    parser = argparse.ArgumentParser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
+    parser = _Parser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
     parser.add_argument("--version", action=_VersionAction, nargs=0, help="print versions and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands)
@@ -92,7 +103,7 @@ def _add_demo(commands) -> None:
 
 def _sizes(text: str) -> tuple[int, int]:
     sizes = text.split(",")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+    if len(sizes) != 2 or not all(size.isdecimal() and len(size) <= MAX_DIGITS and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
     return int(sizes[0]), int(sizes[1])
 
@@ -215,18 +226,32 @@ def _print_warmup(kinds, processes) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code. An error is one line on standard error, or with --json an object."""
-    parsed = build_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
+        parsed = build_parser().parse_args(arguments)
         return parsed.run(parsed)
-    except (CheckpointError, CommandError, DoctorError, WarmupError) as error:
-        if getattr(parsed, "json", False):
-            print(json.dumps({"error": str(error)}, indent=2))
-        else:
-            print(f"sonicmoe-hf: {error}", file=sys.stderr)
-        return 2
+    except _UsageError as error:
+        parser, message = error.args
+        if not as_json:
+            argparse.ArgumentParser.error(parser, message)
+        return _say(message, as_json, 2)
+    # what this package or the system says of an input, such as a folder that another user keeps closed
+    except (CheckpointError, CommandError, DoctorError, OSError, ValueError, WarmupError) as error:
+        return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
-        print("sonicmoe-hf: interrupted", file=sys.stderr)
-        return 130
+        return _say("interrupted", as_json, 130)
+
+
+def _say(message: str, as_json: bool, code: int) -> int:
+    if as_json:
+        print(json.dumps({"error": message}, indent=2))
+    else:
+        print(f"sonicmoe-hf: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

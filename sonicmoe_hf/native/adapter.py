@@ -36,7 +36,15 @@ from .adapter_rules import (
 from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from .config_only import MAX_COUNT
 from .configs import family_of, hub_config
-from .files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, opened, read_json, refuse_model_beside_adapter
+from .files import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    WEIGHT_SUFFIXES,
+    expanded,
+    opened,
+    read_json,
+    refuse_model_beside_adapter,
+)
 from .hub import local_folder
 from .layouts import Sizes
 from .plan import TARGETS, is_finite
@@ -60,7 +68,7 @@ def import_peft():
 
 def is_adapter(path: str | os.PathLike) -> bool:
     """Whether `path` is a folder with a PEFT adapter."""
-    return (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+    return (expanded(path) / ADAPTER_CONFIG).is_file()
 
 
 def convert_adapter(
@@ -87,7 +95,7 @@ def convert_adapter(
             missing, or whose shapes are not those of its ranks; nothing is written.
     """
     check_choice("layout", layout, TARGETS)
-    src, dst = Path(src).expanduser(), new_folder(dst)
+    src, dst = expanded(src), new_folder(dst)
     config = read_adapter_config(src / ADAPTER_CONFIG)
     refuse_model_beside_adapter(src)
     model_path = _base_folder(src, config, trained_on) / CONFIG_FILE

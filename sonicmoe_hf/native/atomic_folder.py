@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from .files import expanded
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 
@@ -24,7 +25,7 @@ def new_folder(dst: str | os.PathLike) -> Path:
     Raises:
         CheckpointError: it is a link, or exists and is not an empty folder.
     """
-    dst = Path(dst).expanduser().absolute()
+    dst = expanded(dst).absolute()
     if dst.is_symlink():
         raise CheckpointError(f"{dst} is a link, which no folder can replace; name the folder itself, or a new one")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):

@@ -7,6 +7,8 @@ all: it is written into a hidden folder beside its destination and renamed at th
 from __future__ import annotations
 
 import os
+import re
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +31,8 @@ from .packed import LOSS, Quantiser
 from .plan import TARGETS, Planned, plan, target_layout
 from .source import DTYPES, Source
 
+SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([KMGT]B|B?)", re.IGNORECASE)
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 DTYPE_ENTRIES = {
     "dtype",
@@ -179,13 +183,17 @@ def _other_files(source: Source) -> tuple[list[Path], list[str]]:
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
     """File name -> names of its tensors."""
     shells = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in planned}
-    refusal = CheckpointError(f"max_shard_size is {max_shard_size!r}; give bytes, 1 or more, or text such as '5GB'")
-    if isinstance(max_shard_size, int) and max_shard_size < 1:
-        raise refusal
-    try:
-        return split_torch_state_dict_into_shards(shells, max_shard_size=max_shard_size).filename_to_tensors
-    except ValueError as error:
-        raise refusal from error
+    return split_torch_state_dict_into_shards(shells, max_shard_size=_in_bytes(max_shard_size)).filename_to_tensors
+
+
+def _in_bytes(max_shard_size: int | str) -> int:
+    number = SIZE.fullmatch(str(max_shard_size))
+    size = int(float(number[1]) * UNITS[number[2].upper()]) if number else 0
+    if size < 1:
+        raise CheckpointError(
+            f"max_shard_size is {reprlib.repr(max_shard_size)}; give bytes, 1 or more, or text such as '5GB'"
+        )
+    return size
 
 
 class _Progress:

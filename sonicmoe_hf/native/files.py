@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,16 +39,29 @@ class Header(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+def expanded(path: str | os.PathLike) -> Path:
+    """A path whose "~" or "~user" at the beginning is that user's home.
+
+    Raises:
+        CheckpointError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{os.fspath(path)} begins with the home of a user that is not known here") from error
+
+
 def read_json(path: Path) -> dict:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: there is no such file, it cannot be read, or it holds something else.
+        CheckpointError: there is no such file, it cannot be read, or it holds something else or text that is no Unicode.
     """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no file can hold
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path}; give the folder of a checkpoint, or a hub id") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -63,6 +77,10 @@ def opened(path: Path):
     Raises:
         CheckpointError: it is missing, damaged or cut short.
     """
+    if not path.exists():
+        pickled = path.with_suffix(".bin")
+        remedy = f", and {pickled.name} is not read: load it with PEFT or Transformers and save it again"
+        raise CheckpointError(f"there is no {path}{remedy if pickled.exists() else ''}")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ..errors import CheckpointError
+from .files import expanded
 
 SECOND_COPIES = ["*/*.safetensors"]  # gpt-oss has its weights once more in original/
 DOWNLOADED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken", "LICENSE*"]
@@ -22,7 +23,7 @@ def local_folder(src: str | os.PathLike, revision: str | None = None, only: list
     Raises:
         CheckpointError: there is no such folder, and it is no hub id that can be reached.
     """
-    path = Path(src).expanduser()
+    path = expanded(src)
     if path.is_dir():
         return path.absolute()
     name = os.fspath(src)

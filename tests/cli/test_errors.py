@@ -1,0 +1,138 @@
+"""Whatever a command is given, it ends with a sentence and exit code 2, and with JSON where JSON is asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import make
+
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, warmup
+from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.native import files
+
+COMMANDS = {
+    "doctor": ["doctor", "{}"],
+    "doctor as JSON": ["doctor", "{}", "--json"],
+    "warmup": ["warmup", "{}"],
+    "inspect": ["inspect", "{}"],
+    "inspect as JSON": ["inspect", "{}", "--json"],
+    "convert": ["convert", "{}", "new", "--layout", "native"],
+    "convert into": ["convert", "{hub}", "{}", "--layout", "native"],
+    "merge": ["merge", "{}", "adapter", "new"],
+    "merge an adapter": ["merge", "{hub}", "{}", "new"],
+    "merge into": ["merge", "{hub}", "{hub}", "{}"],
+}
+ANSWERS = {
+    "a name of 300 characters": ("x" * 300, "File name too long"),
+    "a name of 300 characters in a folder": ("./" + "x" * 300, "File name too long"),
+    "the home of nobody": ("~nobody-of-this-name/x", "home of a user that is not known here"),
+    "bytes that are no text": ("./\udcff/\udcfe", "./"),
+}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "hub"
+    make(folder, "qwen3_moe", num_hidden_layers=1)
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder of the test's own to be in."""
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(capsys, arguments):
+    """The sentence that a command ends with."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    if "--json" in arguments:
+        return json.loads(printed.out)["error"]
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("sonicmoe-hf: ")]
+    return line.removeprefix("sonicmoe-hf: ")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_name_that_cannot_be_is_answered_in_a_sentence(hub, elsewhere, capsys, command, name):
+    path, words = ANSWERS[name]
+    if command.endswith("into") and name == "bytes that are no text":
+        pytest.skip("such a folder can be made")
+    assert words in refusal(capsys, [argument.format(path, hub=hub) for argument in COMMANDS[command]])
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect as JSON", "convert"])
+def test_a_folder_that_another_user_keeps_closed_is_named(hub, elsewhere, capsys, command, monkeypatch):
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    assert "Permission denied: 'theirs'" in refusal(
+        capsys, [argument.format("theirs") for argument in COMMANDS[command]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["doctor", "--tile", "9" * 5000, "model"], "is not a whole number"), (["inspect"], "required: PATH"),
+     (["doctor", "--colour"], "unrecognized arguments"), (["doctor", "one", "two"], "unrecognized arguments: two")],
+)  # fmt: skip
+def test_a_wrong_command_line_is_json_where_json_is_asked_for(arguments, words, capsys):
+    assert words in refusal(capsys, [*arguments, "--json"])
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_an_interruption_is_json_where_json_is_asked_for(capsys, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "is_dir", interrupted)
+    assert main(["inspect", "model", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
+
+
+def test_text_that_no_file_can_hold_is_refused_before_anything_is_written(hub, tmp_path, capsys):
+    config = json.loads((hub / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["\ud800"]}))
+    for command in (["inspect", str(tmp_path)], ["doctor", str(tmp_path), "--json"]):
+        assert "config.json cannot be read: " in refusal(capsys, command)
+
+
+def test_a_result_whose_name_is_no_text_is_named_too(hub, elsewhere, capsys):
+    assert main(["convert", str(hub), "\udcff", "--layout", "native"]) == 0
+    assert "\\udcff: qwen3_moe, per_expert -> native" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("size", ["0", "0GB", "-5GB", "9" * 400, "nanGB", "infGB", "5XB", ""])
+def test_a_shard_size_that_is_none_is_refused(hub, elsewhere, capsys, size):
+    arguments = ["convert", str(hub), "new", "--layout", "native", f"--max-shard-size={size}"]
+    assert "max_shard_size is " in refusal(capsys, arguments) and not Path("new").exists()
+
+
+def test_a_shard_size_is_bytes_or_text_with_a_unit(hub, tmp_path):
+    for name, size, is_split in (("one", "1.5 GB", False), ("two", "9000", True), ("three", 9000, True)):
+        convert_checkpoint(hub, tmp_path / name, max_shard_size=size)
+        assert (tmp_path / name / files.INDEX_FILE).exists() == is_split
+
+
+def test_an_adapter_in_pickles_is_named(hub, tmp_path):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(hub)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(CheckpointError, match=r"^there is no .*adapter_model.safetensors$"):
+        convert_adapter(tmp_path, tmp_path / "new")
+    torch.save({}, tmp_path / "adapter_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"there is no .*safetensors, and adapter_model.bin is not read: load it"
+    ):
+        convert_adapter(tmp_path, tmp_path / "new")
+
+
+def test_a_cache_of_nobody_is_named(capsys, monkeypatch):
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("SONICMOE_HF_CACHE", "~nobody-of-this-name/kernels")
+    monkeypatch.setattr(warmup.backends, "missing_for_hopper", lambda: None)
+    assert "Set SONICMOE_HF_CACHE to a folder" in refusal(capsys, ["warmup", "--shape", "128,64"])
