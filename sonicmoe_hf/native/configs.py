@@ -77,12 +77,15 @@ def declared_quantisation(config: dict, folder: Path) -> tuple[str | None, bool]
     declared = config.get("quantization_config")
     if declared is None:
         return None, False
-    path, method = folder / CONFIG_FILE, declared.get("quant_method") if isinstance(declared, dict) else declared
+    path = folder / CONFIG_FILE
+    if not isinstance(declared, dict):
+        raise CheckpointError(f"{path}: quantization_config is {declared!r}; it must be an object")
+    method = declared.get("quant_method")
     if method not in QUANTISATIONS:
         raise CheckpointError(f"{path}: quantised by {method!r}; conversion reads {', '.join(QUANTISATIONS)}")
     if method != QUANT_METHOD:
         return method, False
-    if declared.get("experts") not in FORMATS:
+    if declared.get("experts") not in tuple(FORMATS):
         raise CheckpointError(
             f"{path}: experts are {declared.get('experts')!r}; conversion reads {', '.join(FORMATS)}"
         )

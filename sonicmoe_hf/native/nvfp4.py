@@ -32,7 +32,10 @@ def is_declared(config: dict, folder: Path) -> bool:
     """
     declared = config.get("quantization_config")
     if declared is None and (folder / FILE).is_file():
-        declared = {"quant_method": METHOD, **(read_json(folder / FILE).get("quantization") or {})}
+        quantization = read_json(folder / FILE).get("quantization") or {}
+        if not isinstance(quantization, dict):
+            raise CheckpointError(f"{folder / FILE}: quantization is {quantization!r}; it must be an object")
+        declared = {"quant_method": METHOD, **quantization}
     if not isinstance(declared, dict) or declared.get("quant_method") != METHOD:
         return False
     found, block = declared.get("quant_algo"), declared.get("group_size", BLOCK)
