@@ -35,7 +35,8 @@ class LoadBalancing(_ExpertsInCheckpoints):
         per_layer_loss: weight of the balancing loss, which is computed for every layer by itself and averaged over
             layers. Use it in place of the model's own (`router_aux_loss_coef`, `output_router_logits`), which pools the
             counts of all layers. Its gradient is scaled as the model's returned loss is: by gradient accumulation,
-            `num_items_in_batch`, a GradScaler, DDP. The load is that of one micro-batch of one rank.
+            `num_items_in_batch`, a GradScaler, DDP; or as a loss computed outside the model is, in a Trainer by `attach`,
+            else by `scaled_as`. The load is that of one micro-batch of one rank.
         bias_update: by how much the correction bias of an expert moves at every optimiser step: up where it had fewer
             tokens than the mean, down where it had more. For routers that have one (DeepSeek-V3 and its kin). The load
             is that of all ranks and micro-batches of the step. The biases are saved with the model, and made fp32.

@@ -297,8 +297,9 @@ def attach(trainer) -> ExpertLoadCallback:
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    if not callback.attached:
-        callback.attached = True
+    callback.attached = True
+    if not isinstance(trainer.log, _LogWithLoad):
         trainer.log = _LogWithLoad(trainer, callback)
+    if not isinstance(trainer.compute_loss, LossWithScale):
         trainer.compute_loss = LossWithScale(trainer)
     return callback

@@ -150,6 +150,15 @@ def test_attaching_twice_counts_once_and_takes_the_callback_that_is_there(tmp_pa
     assert len(callback.history) == 2
 
 
+def test_a_callback_is_attached_to_every_trainer_that_it_is_given_to(tmp_path):
+    callback, model = ExpertLoadCallback(), build("qwen3_moe")
+    for _ in range(2):
+        trainer = trainer_for(model, tmp_path, [callback], max_steps=1)
+        sonicmoe_hf.attach(trainer)
+        trainer.train()
+        assert set(trainer.state.log_history[0]) > METRICS
+
+
 def test_a_second_training_starts_counting_from_zero(tmp_path):
     model = build("qwen3_moe")
     histories = []
