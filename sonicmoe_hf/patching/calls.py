@@ -35,6 +35,8 @@ class PatchState:
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
     recomputed: for compiled code, which cannot ask autograd: the call whose backward runs; `made_compiled`: or, of a
     compiled model, which cannot hold hooks of tensors, the last one made.
+    replayed_unseen: whether its last call in training mode without gradients replayed a routing; reentrant checkpointing
+    may run that call again.
     num_routing_contexts: how many `with` of record_routing and replay_routing there are, in all threads.
     """
 
@@ -50,6 +52,7 @@ class PatchState:
         self.reports = self.reported = False
         self.recomputed: ModelCall | None = None
         self.made_compiled = False
+        self.replayed_unseen = False
         self.num_routing_contexts = 0
 
     def __getstate__(self):  # a copy has had no calls
@@ -110,9 +113,9 @@ class ModelCall:
 
 
 _thread = threading.local()  # call: the innermost one in progress
-_in_backward: dict[
-    int, list[weakref.ref[ModelCall]]
-] = {}  # graph task: the calls whose backward began there, in order
+# graph task: the calls whose backward began there, in order
+_in_backward: dict[int, list[weakref.ref[ModelCall]]] = {}
+_changing = threading.Lock()  # of autograd's threads, one a device
 
 
 def in_progress() -> ModelCall | None:
@@ -195,19 +198,22 @@ def begin_backward(call: ModelCall) -> None:
     """A gradient of the call's outputs arrived: what autograd recomputes of its model next, in this graph task, is of
     this call."""
     graph_task = current_graph_task_id()
-    announced = _in_backward.get(graph_task)
-    if announced is None:
-        for failed in [number for number, others in _in_backward.items() if not any(other() for other in others)]:
-            _in_backward.pop(failed, None)  # autograd calls nothing back after errors
-        announced = _in_backward[graph_task] = []
-        at_end_of_backward(functools.partial(_end_backward, graph_task))
-    if not announced or announced[-1]() is not call:
-        announced.append(weakref.ref(call))
+    with _changing:
+        announced = _in_backward.get(graph_task)
+        if announced is None:
+            for failed in [number for number, others in _in_backward.items() if not any(other() for other in others)]:
+                del _in_backward[failed]  # autograd calls nothing back after errors
+            announced = _in_backward[graph_task] = []
+            at_end_of_backward(functools.partial(_end_backward, graph_task))
+        if not announced or announced[-1]() is not call:
+            announced.append(weakref.ref(call))
     call.state.recomputed, call.state.made_compiled = call, False
 
 
 def _end_backward(graph_task: int) -> None:
-    for reference in _in_backward.pop(graph_task, ()):
+    with _changing:
+        announced = _in_backward.pop(graph_task, [])
+    for reference in announced:
         call = reference()
         if call is not None and call.state.recomputed is call:
             call.state.recomputed = None

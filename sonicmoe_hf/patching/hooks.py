@@ -226,6 +226,8 @@ class ModelEntryHook:
         if state.balancing is not None:
             call.share = share_of_batch(model, kwargs)
         recording, replay = recording_of(state), replay_of(state)
+        if model.training and not call.gradients:
+            state.replayed_unseen = replay is not None
         if recording is None and replay is None:
             return
         if is_compiled() or state.policy is not None:
@@ -279,7 +281,7 @@ def _check_implementation(layer: Layer) -> None:
 
 def _check_not_recomputed(model: nn.Module, state: PatchState) -> None:
     """Raise RuntimeError where a call that begins in backward has work to do that its first forward left out."""
-    asked = state.policy is not None or state.balancing is not None or state.counting
+    asked = state.policy is not None or state.balancing is not None or state.counting or state.replayed_unseen
     if model.training and (asked or state.num_routing_contexts):  # backward runs in a thread of its own
         raise RuntimeError(
             "reentrant checkpointing around a whole model runs it without gradients first, so that token rounding, "

@@ -165,6 +165,18 @@ def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would
     assert calls.in_progress() is None
 
 
+def test_so_it_is_where_backward_runs_after_replaying():
+    model, inputs = build("qwen3_moe", use_cache=False), batch()
+    sonicmoe_hf.patch_model(model)
+    with sonicmoe_hf.record_routing(model) as routing:
+        model(**inputs)
+    with sonicmoe_hf.replay_routing(model, routing):
+        loss = whole(model, inputs, CHECKPOINTING["reentrant"])
+    with pytest.raises(RuntimeError, match="runs it without gradients first"):
+        loss.backward()
+    whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
+
+
 # hooks of tensors
 
 
