@@ -1,4 +1,4 @@
-"""Two gloo ranks: LoadBalancing's scale, its counts and its biases, under every kind of parallelism."""
+"""Two gloo ranks: the load of the experts, LoadBalancing's scale, counts and biases, under every kind of parallelism."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from helpers.parallel import (
     mean_of_ranks,
     pretend_to_have_gpus,
 )
-from helpers.ranks import Ranks
-from helpers.training import TILE, Examples, Watch, arguments
+from helpers.ranks import WORLD, Ranks
+from helpers.training import TILE, Examples, Watch, arguments, trainer_for
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.patching.support import find_layers
 from sonicmoe_hf.routing import TokenRounding
 
@@ -173,6 +173,45 @@ def test_under_fsdp1_in_bf16_biases_move_by_less_than_bf16_can_tell_and_are_save
             assert torch.equal(bias, kept) and torch.equal(bias, other)
             assert torch.allclose(steps, steps.round(), atol=1e-3), "fp32 near 1 tells 1e-7"
             assert steps.abs().max().round() == STEPS, "an expert's load was above or below the mean in every step"
+
+
+# the load of all ranks
+
+
+def trained_load(rank, folder):
+    trainer = trainer_for(
+        build("qwen3_moe"), folder, [TokenRoundingCallback(tile=TILE)], padding=True, per_device_train_batch_size=4,
+        max_steps=2,
+    )  # fmt: skip
+    callback = sonicmoe_hf.attach(trainer)
+    watch = Watch(trainer.model)
+    trainer.train()
+    assert trainer.args.world_size == WORLD and trainer.args.parallel_mode.value == "distributed"
+    own = [torch.bincount(routing.expert_index.flatten(), minlength=9)[:8] for _, routing in watch.calls]
+    return own, callback.history, [log for log in trainer.state.log_history if "loss" in log]
+
+
+def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):
+    (own_0, history_0, logs_0), (own_1, history_1, logs_1) = ranks.run(trained_load, str(tmp_path))
+    assert history_0 == history_1 and logs_0 == logs_1, "every rank knows the sum"
+    assert not all(torch.equal(a, b) for a, b in zip(own_0, own_1)), "each rank has tokens of its own"
+    for step, log in enumerate(history_0):
+        for layer, rows in enumerate(log["rows_per_expert"].values()):
+            assert rows == (own_0[2 * step + layer] + own_1[2 * step + layer]).tolist()
+        assert log["moe/load_cv"] == logs_0[step]["moe/load_cv"]
+
+
+def load_under_expert_parallelism(rank, folder):
+    model = load_parallel(folder, "expert")
+    callback = ExpertLoadCallback()
+    callback.on_train_begin(None, TrainerState(), None, model=model)
+    model(**batch()).loss.backward()
+    return callback.collect(model, step=1)
+
+
+def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    assert ranks.run(load_under_expert_parallelism, str(tmp_path)) == [{}, {}]
 
 
 # ranks that have the same batch, or other layers

@@ -18,16 +18,14 @@ from helpers.parallel import (
     mean_of_ranks,
 )
 from helpers.ranks import WORLD, Ranks
-from helpers.training import POLICY, TILE, Watch, trainer_for
+from helpers.training import POLICY, Watch
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
 from sonicmoe_hf.patching.experts import has_expert_parallelism, is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
 
@@ -298,43 +296,7 @@ def test_adapters_of_biases_under_our_expert_parallelism_raise(ranks, tmp_path):
         assert "leave down_proj_bias out of target_parameters" in message
 
 
-# metrics
-
-
-def trained_load(rank, folder):
-    trainer = trainer_for(
-        build("qwen3_moe"), folder, [TokenRoundingCallback(tile=TILE)], padding=True, per_device_train_batch_size=4,
-        max_steps=2,
-    )  # fmt: skip
-    callback = sonicmoe_hf.attach(trainer)
-    watch = Watch(trainer.model)
-    trainer.train()
-    assert trainer.args.world_size == WORLD and trainer.args.parallel_mode.value == "distributed"
-    own = [torch.bincount(routing.expert_index.flatten(), minlength=9)[:8] for _, routing in watch.calls]
-    return own, callback.history, [log for log in trainer.state.log_history if "loss" in log]
-
-
-def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):
-    (own_0, history_0, logs_0), (own_1, history_1, logs_1) = ranks.run(trained_load, str(tmp_path))
-    assert history_0 == history_1 and logs_0 == logs_1, "every rank knows the sum"
-    assert not all(torch.equal(a, b) for a, b in zip(own_0, own_1)), "each rank has tokens of its own"
-    for step, log in enumerate(history_0):
-        for layer, rows in enumerate(log["rows_per_expert"].values()):
-            assert rows == (own_0[2 * step + layer] + own_1[2 * step + layer]).tolist()
-        assert log["moe/load_cv"] == logs_0[step]["moe/load_cv"]
-
-
-def load_under_expert_parallelism(rank, folder):
-    model = load_parallel(folder, "expert")
-    callback = ExpertLoadCallback()
-    callback.on_train_begin(None, TrainerState(), None, model=model)
-    model(**batch()).loss.backward()
-    return callback.collect(model, step=1)
-
-
-def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
-    build("qwen3_moe").save_pretrained(tmp_path)
-    assert ranks.run(load_under_expert_parallelism, str(tmp_path)) == [{}, {}]
+# packed experts
 
 
 def packed_with_adapters(format, **changes):
