@@ -13,6 +13,8 @@ from packaging.requirements import Requirement
 
 from . import backends
 from .config import TokenRounding
+from .errors import DoctorError
+from .kernels.quantized import FORMATS
 from .native.config_only import build_on_meta
 from .native.modeling import sizes_of
 from .patching.experts import expert_parallel_remedy, has_expert_parallelism
@@ -200,8 +202,17 @@ def _quantisation(config) -> str | None:
         declared = getattr(part, "quantization_config", None)
         if declared:
             method = declared.get("quant_method", "unnamed method") if isinstance(declared, dict) else declared
-            return PACKED_AS + declared["experts"] if method == QUANT_METHOD else str(method)
+            return _packed_as(declared) if method == QUANT_METHOD else str(method)
     return None
+
+
+def _packed_as(declared: dict | str) -> str:
+    experts = declared.get("experts") if isinstance(declared, dict) else None
+    if experts not in tuple(FORMATS):
+        raise DoctorError(
+            f"config.json: the experts' format in quantization_config is {experts!r}, not {' or '.join(FORMATS)}"
+        )
+    return PACKED_AS + experts
 
 
 def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:

@@ -98,6 +98,13 @@ def test_a_model_that_would_take_hours_to_build_is_named_at_once(family, damage,
     assert words in refusal(capsys, write(tmp_path, {**entries_of(family), **damage}))
 
 
+@pytest.mark.parametrize("declared", [{}, {"experts": "nf5"}, {"experts": ["nf4"]}])
+def test_experts_packed_in_no_format_are_named(declared, tmp_path, capsys):
+    config = {**entries_of("qwen3_moe"), "quantization_config": {"quant_method": "sonicmoe_hf", **declared}}
+    words = f"the experts' format in quantization_config is {declared.get('experts')!r}, not nf4 or mxfp4"
+    assert words in refusal(capsys, write(tmp_path, config))
+
+
 def test_a_number_of_layers_that_a_model_counts_from_its_end_is_no_count(tmp_path):
     assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), "vision_feature_layer": -2})]) == 0
 
