@@ -34,11 +34,13 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
         "| model | fast experts | [experts in 4 bits](docs/lora.md#experts-in-4-bits) | token rounding "
         "| native checkpoints |",
     ): "a count of models",
+    ("README.md", "| | PyTorch | Triton | Transformers | PEFT |"): "versions",
     ("docs/backends.md", "| exit code | meaning |"): "numbers of the command line",
     ("docs/layout.md", "| entry | value |"): "a version's number",
     ("docs/layout.md", "| layout | experts on disk | families |"): "the names of formats",
     ("docs/layout.md", "| tensor | shape | |"): "sizes",
     ("docs/lora.md", "| fused | computed by PEFT, which forms W + B A at each call |"): "bits",
+    ("docs/lora.md", "| refused | take |"): "values of options",
     ("docs/lora.md", "| to adapt | say |"): "numbers of layers",
     ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",
