@@ -35,9 +35,11 @@ def check_distributed(model: PreTrainedModel, weights: list[str]) -> None:
                 f"DistributedConfig({name}={sizes[name]}) does not take packed experts; load the model without it, and "
                 f"{SHARDING}"
             )
-    split = {re.sub(r"\.\d+(?=\.)", ".*", name) for name in weights} & set(model.tp_plan or ())
-    if sizes["tp_size"] > 1 and sizes["ep_size"] == 1 and split:
-        raise UnsupportedModelError(SPLIT)
+    by_experts = sizes["ep_size"] > 1 or getattr(config, "enable_expert_parallel", False)  # the latter until 5.20
+    if sizes["tp_size"] > 1 and not by_experts:
+        patterns = {re.sub(r"\.\d+(?=\.)", ".*", name) for name in weights}
+        if not patterns.isdisjoint(model.tp_plan):
+            raise UnsupportedModelError(SPLIT)
 
 
 def _refusing(initialize: Callable) -> Callable:

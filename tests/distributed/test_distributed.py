@@ -281,7 +281,7 @@ def adapted_in_parallel(rank, folder, kind, targets):
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["expert", "tensor", "both"])
+@pytest.mark.parametrize("kind", ["expert", "tensor", *["both"] * HAS_EP_SIZE])
 def test_adapters_of_experts_that_transformers_splits_raise_and_name_the_remedy(ranks, kind, tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
     for message in ranks.run(adapted_in_parallel, str(tmp_path), kind, EXPERTS):
