@@ -17,6 +17,7 @@ SHARED_MEMORY = 227 * 1024  # bytes of a block, on Hopper
 REGISTERS = 504  # of a thread of each of three warpgroups together
 GAP = 256  # bytes between two tensors
 PREEMPTED = 1 / 32  # of the waits that need not wait
+ORDERING = ("sync_warp", "sync_threads", "barrier")  # of memory; others only bring threads together
 REDRAWN = 1 / 300  # of the steps after which other warps are slow
 
 
@@ -107,7 +108,7 @@ class Block:
     def __init__(self, index):
         self.index = index
         self.shared = None  # Memory, when it is laid out
-        self.barriers, self.meetings = {}, {}
+        self.barriers, self.meetings, self.barriers_are_visible = {}, {}, False
         self.registers = 0  # of a thread of each warp, added up: more than at the start
         self.unfenced = None  # by 16 bits of shared memory: whether TMA might not see what was written
 
@@ -115,7 +116,7 @@ class Block:
 class Warp:
     def __init__(self, block, index):
         self.block, self.index, self.slow = block, index, 0.0
-        self.accumulators = []
+        self.threads, self.accumulators = [], []
         self.issued, self.groups, self.fenced = [], [], False  # wgmmas
 
 
@@ -125,6 +126,7 @@ class Thread:
         self.index = 32 * warp.index + lane
         self.lag = 4.0 if is_slow else 0.0
         self.waits_for = "nothing"
+        self.has_accessed = False  # shared memory since its warp was in step
         self.num_accumulators = 0
         self.accumulates = {}  # the scale of D, by MMA
         self.copies, self.landing = [], deque()  # cp.async: of now, and on their way
@@ -161,6 +163,7 @@ class Machine:
         for warp in self.warps:
             for lane in range(lanes):
                 thread = Thread(warp, lane, lane in slow_lanes)
+                warp.threads.append(thread)
                 running[thread] = kernel()
                 self.wake(thread)
         draw = self.random.random
@@ -236,6 +239,9 @@ class Machine:
 
     def _end(self, meeting):
         meeting.met = True
+        if meeting.kind in ORDERING:
+            for thread in (*meeting.waiting, self.current):
+                thread.has_accessed = False
         for other in meeting.waiting:
             self.wake(other)
 

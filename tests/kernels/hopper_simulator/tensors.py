@@ -138,6 +138,11 @@ class Pointer:
         return self.address
 
 
+def note_access(pointer):
+    if pointer.space == "smem":
+        state.thread.has_accessed = True
+
+
 class Layout:
     """Shape and strides; compact with the first mode contiguous unless strides are given."""
 
@@ -229,6 +234,7 @@ class Tensor:
 
     def _element(self, index):
         pointer, kind = self.iterator, self.pointer.kind
+        note_access(pointer)
         place = 0
         for i, (mode, step, extent) in zip(index, self.modes):
             if not 0 <= i < extent:
@@ -277,6 +283,7 @@ class Tensor:
 
     def _vector(self):
         pointer, (count,) = self.iterator, self.shape
+        note_access(pointer)
         width = pointer.kind.bytes
         if pointer.address % 16 or count * width != 16:
             raise SimulationError(f"a copy of 16 bytes at {pointer.address}")

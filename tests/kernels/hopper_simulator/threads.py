@@ -22,9 +22,21 @@ def elect_one():
 
 def barrier_at(pointer):
     barrier = state.thread.block.barriers.get(pointer.address)
-    if barrier is None:
-        raise SimulationError(f"no barrier was initialised at {pointer.address}")
+    if barrier is None or not state.thread.block.barriers_are_visible:
+        raise SimulationError(f"no barrier was initialised at {pointer.address}, or without a fence")
     return barrier
+
+
+def mbarrier_init_fence():
+    state.thread.block.barriers_are_visible = True
+
+
+def mbarrier_arrive(pointer, arrive_count=1):
+    """For other lanes too, whose accesses to shared memory must have been ordered before."""
+    thread = state.thread
+    if any(other.has_accessed for other in thread.warp.threads if other is not thread):
+        raise SimulationError(f"{thread} arrives for lanes whose accesses may come later: no sync_warp")
+    barrier_at(pointer).arrive(arrive_count)
 
 
 def mbarrier_init(pointer, count):
@@ -162,6 +174,7 @@ def wait_for_stores(groups, read=False):
 
 def written(places):
     thread = state.thread
+    thread.has_accessed = True
     thread.block.unfenced[places] = True
     thread.unfenced.append(places)
 
