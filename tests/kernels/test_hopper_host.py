@@ -1,6 +1,7 @@
 """What the Hopper backend does on the host: which calls go to its kernels and which fall back to Triton, and what the
 compiled kernels are called with. Nothing is compiled or launched."""
 
+import operator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -43,20 +44,22 @@ def operands(**replaced):
     return SimpleNamespace(**(named | replaced))
 
 
-def call(function, t):
-    if function == "up":
-        return hopper.up(t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.extra)
-    if function == "down":
-        return hopper.down(t.a, t.down, t.down_bias, t.rows, t.extra)
-    if function == "input_rows":
-        return hopper.input_rows(t.h, t.gate_up, t.rows, t.extra)
-    if function == "down_backward":
-        return hopper.down_backward(
+def arguments_of(function, t):
+    """Of the functions of a backend (interface.py)."""
+    return {
+        "up": (t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.extra),
+        "down": (t.a, t.down, t.down_bias, t.rows, t.extra),
+        "input_rows": (t.h, t.gate_up, t.rows, t.extra),
+        "down_backward": (
             t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.extra
-        )
-    if function == "gate_up_gradient":
-        return hopper.gate_up_gradient(t.h, t.x, t.rows, t.gate_up)
-    return hopper.down_gradient(t.dout, t.a, t.rows, t.down)
+        ),
+        "gate_up_gradient": (t.h, t.x, t.rows, t.gate_up),
+        "down_gradient": (t.dout, t.a, t.rows, t.down),
+    }[function]  # fmt: skip
+
+
+def call(function, t):
+    return getattr(hopper, function)(*arguments_of(function, t))
 
 
 @pytest.fixture
@@ -84,15 +87,28 @@ def triton(monkeypatch):
     return portable
 
 
+def same(found, expected):
+    """Whether two lists of arguments are the same numbers and the same tensors, which may be other views."""
+
+    def told(value):
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+        return value
+
+    return [told(value) for value in found] == [told(value) for value in expected]
+
+
 def falls_back(function, t, launched, triton):
-    """Whether Triton alone computes it, and gets what the Hopper backend got."""
+    """Whether Triton alone computes it, from the same arguments."""
     launched.clear()
     fallback = getattr(triton, function)
     fallback.reset_mock()
-    call(function, t)
+    fallback.return_value = of(2, 3, 4)
+    found = call(function, t)
     assert len(launched) + fallback.call_count == 1
-    if fallback.called and function in ("up", "down_backward"):
-        assert fallback.call_args.args[-1] is t.extra and fallback.call_args.args[-2:-1] == (True,)
+    if fallback.called:
+        assert same([found], [fallback.return_value])
+        assert all(map(operator.is_, fallback.call_args.args, arguments_of(function, t)))
     return fallback.called
 
 
@@ -265,17 +281,6 @@ def test_a_factor_off_alignment_and_a_rank_that_is_no_multiple_of_eight_fall_bac
     moved = moved if extra.factor_ENJ.is_contiguous() else moved.mT
     assert falls_back(function_with_extra, operands(extra=extra._replace(factor_ENJ=moved)), launched, triton)
     assert falls_back(function_with_extra, operands(extra=adapter(function_with_extra, 12)), launched, triton)
-
-
-def same(found, expected):
-    """Whether two lists of arguments are the same numbers and the same tensors, which may be other views."""
-
-    def told(value):
-        if isinstance(value, torch.Tensor):
-            return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
-        return value
-
-    return [told(value) for value in found] == [told(value) for value in expected]
 
 
 def test_what_the_kernels_are_called_with(launched, triton):
