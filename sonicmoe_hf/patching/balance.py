@@ -174,6 +174,7 @@ class TokenCounts:
 
 @torch.no_grad()
 def update_bias(bias_E: torch.Tensor, counted_E: torch.Tensor, rate: float | torch.Tensor) -> None:
-    """Raise a router's correction bias by `rate` where experts had fewer tokens than the mean, lower it elsewhere."""
-    counted_E = counted_E.float()
-    bias_E.add_(rate * (counted_E.mean() - counted_E).sign())
+    """Raise a router's correction bias by `rate` where experts had fewer tokens than the mean, lower it where more.
+
+    counted_E: int64. No floating point: the mean of large counts that are equal would not be one of them."""
+    bias_E.add_(rate * (counted_E.sum() - counted_E.numel() * counted_E).sign())
