@@ -185,6 +185,22 @@ def test_doctor_names_the_format_of_packed_experts(capsys, tmp_path):
     assert facts["model"]["quantisation"] == "packed as nf4" and "packed as nf4, frozen" in layers["reason"]
 
 
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_doctor_finds_what_a_multimodal_config_declares_of_its_text_model(capsys, tmp_path, place):
+    declared = {"quantization_config": {"quant_method": "fp8"}}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+              "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+    text = {**SMALL, "num_experts": 8, "moe_intermediate_size": 16, "head_dim": 32}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**text, **(declared if place == "inside" else {})}, vision_config=vision,
+        **(declared if place == "outside" else {}),
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    code, facts = doctor_json(capsys, str(tmp_path))
+    assert code == 1 and facts["model"]["quantisation"] == "fp8" and not facts["model"]["supported"]
+    assert all("the checkpoint is quantised (fp8)" in layers["reason"] for layers in facts["model"]["layers"])
+
+
 def test_doctor_says_that_a_dense_model_has_nothing_to_accelerate(capsys, tmp_path):
     config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
     config.save_pretrained(tmp_path)

@@ -299,10 +299,14 @@ def test_adapters_of_biases_under_our_expert_parallelism_raise(ranks, tmp_path):
 # packed experts
 
 
-def packed_with_adapters(format, **changes):
-    model = sonicmoe_hf.quantize_experts(
-        build("qwen3_moe", hidden_size=64, moe_intermediate_size=64, **changes), format
-    )
+OF_64 = {
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+}
+
+
+def packed_with_adapters(format, family="qwen3_moe", **changes):
+    model = sonicmoe_hf.quantize_experts(build(family, **OF_64[family], **changes), format)
     sonicmoe_hf.patch_model(model)
     return with_lora(model, target_modules=["q_proj"])
 
@@ -318,8 +322,8 @@ def test_packed_experts_are_replicated_beside_adapters(ranks):
     assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def packed_under_fsdp2(rank, format, precision, checkpointing, folder):
-    peft = packed_with_adapters(format)
+def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
+    peft = packed_with_adapters(format, family)
     whole = copy.deepcopy(peft)
     if checkpointing:
         peft.gradient_checkpointing_enable({"use_reentrant": False})
@@ -351,13 +355,18 @@ def packed_under_fsdp2(rank, format, precision, checkpointing, folder):
 
 
 @pytest.mark.parametrize(
-    "format, precision, tolerance", [("nf4", torch.float32, 1e-5), ("mxfp4", torch.bfloat16, 0.2)]
-)
+    "format, family, precision, tolerance",
+    [
+        ("nf4", "qwen3_moe", torch.float32, 1e-5), ("mxfp4", "qwen3_moe", torch.bfloat16, 0.2),
+        ("nf4", "gpt_oss", torch.float32, 1e-5), ("mxfp4", "gpt_oss", torch.float32, 1e-5),
+    ],
+)  # fmt: skip
 def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
-    ranks, format, precision, tolerance, tmp_path
+    ranks, format, family, precision, tolerance, tmp_path
 ):
-    _, expected = mean_of_ranks(packed_with_adapters(format))
-    for actual in ranks.run(packed_under_fsdp2, format, precision, format == "nf4", str(tmp_path)):
+    """gpt-oss's are stored transposed."""
+    _, expected = mean_of_ranks(packed_with_adapters(format, family))
+    for actual in ranks.run(packed_under_fsdp2, format, family, precision, format == "nf4", str(tmp_path)):
         assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
 
 

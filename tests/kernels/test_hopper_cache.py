@@ -61,6 +61,37 @@ def test_a_kernel_is_found_on_disk_and_a_damaged_one_is_made_again(tmp_path, mon
     assert len(list(tmp_path.glob("hopper/*"))) == 2, "no temporary file is left"
 
 
+@pytest.mark.parametrize("changed", [*cache.DISTRIBUTIONS, "Python", "a source", "a parameter"])
+def test_a_kernel_of_other_versions_sources_or_parameters_is_not_found(tmp_path, monkeypatch, changed):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    source = tmp_path / "folder" / "kernel.py"
+    source.write_text("x = 1")
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "folder" / "cache.py"))
+    name, parameters = SMALL_KERNEL
+
+    def path():
+        getattr(cache._environment, "cache_clear", lambda: None)()
+        return cache.path_of(name, parameters)
+
+    path_before = path()
+    assert path() == path_before
+    if changed == "a parameter":
+        parameters = *parameters[:-1], "another"
+    elif changed == "a source":
+        source.write_text("x = 2")
+    elif changed == "Python":
+        monkeypatch.setattr(cache.sys, "version", "3.99")
+    else:
+        version = cache._version
+        monkeypatch.setattr(cache, "_version", lambda name: "99" if name == changed else version(name))
+    assert path() != path_before
+    compile_kernel = mock.Mock(__name__=name, return_value="compiled", spec=[])
+    monkeypatch.setattr(cache, "is_intact", lambda found: found == path_before)
+    monkeypatch.setattr(cache, "_save", mock.Mock())
+    assert cache.cached(compile_kernel)(*parameters) == "compiled", "what lies there is of the others"
+
+
 @pytest.mark.slow
 def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))

@@ -222,6 +222,16 @@ def test_square_weights_of_an_older_peft_may_be_the_other_way_round(version, tmp
     assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), "PEFT up to 0.19.0")
 
 
+@pytest.mark.parametrize("version", ["0.19.1", "0.20.0", "1.0.dev0"])
+def test_square_weights_of_a_peft_that_takes_in_for_in_are_merged(version, tmp_path):
+    make(tmp_path / "base", "olmoe", dtype=torch.float32)
+    adapted = adapt(tmp_path / "base", "olmoe", HUB[:1], tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert relative_error(logits(load(tmp_path / "merged")), logits(adapted)) < 1e-5, ORDER_OF_SUMS
+
+
 def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
     make(tmp_path / "base", "qwen3_moe", tie_word_embeddings=True)
     adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter", modules_to_save=["embed_tokens"])

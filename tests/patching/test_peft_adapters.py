@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -282,6 +283,41 @@ def test_threads_that_share_a_model_each_have_their_adapters():
         for thread in threads:
             thread.join()
     assert all(torch.equal(logits, expected[i]) for i in range(len(inputs)) for logits in found[i])
+
+
+def test_a_call_keeps_its_adapters_when_another_threads_ends_inside_it():
+    """The second call begins inside the first, and computes when the first has ended."""
+    model = with_lora(patched(small("qwen3_moe"))).eval()
+    experts = next(find_layers(model)).experts
+    outermost = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    inputs = [torch.randn(4, 32), torch.randint(0, 8, (4, 2)), torch.rand(4, 2)]
+    inside = [threading.Event(), threading.Event()]
+    ended = threading.Event()
+    number = threading.local()
+
+    def meet(module, arguments):
+        mine = getattr(number, "of_call", None)
+        if mine is not None:
+            inside[mine].set()
+            assert (inside[1] if mine == 0 else ended).wait(20)
+
+    def call(mine):
+        number.of_call = mine
+        assert mine == 0 or inside[0].wait(20)
+        with torch.no_grad():
+            out = outermost(*inputs)
+        if mine == 0:
+            ended.set()
+        return out
+
+    experts.register_forward_pre_hook(meet)
+    with torch.no_grad():
+        expected = outermost(*inputs)
+        with model.disable_adapter():
+            assert relative_error(outermost(*inputs), expected) > 0.05, "the adapters do something"
+    with fused(), ThreadPoolExecutor(2) as pool:
+        found = [future.result() for future in [pool.submit(call, mine) for mine in (0, 1)]]
+    assert all(torch.equal(out, expected) for out in found)
 
 
 def test_after_an_error_no_adapter_stays_behind():

@@ -109,6 +109,13 @@ def test_calls_are_replayed_in_order_and_tensors_do_too():
     unknown = torch.full_like(tensors[1], -1)
     with torch.no_grad(), replay_routing(model, unknown):
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "ids below 0 keep the router's choice"
+    some, other = tensors[1].clone(), tensors[1].clone()
+    some[:, 1::3, 0], other[:, 1::3] = -1, tensors[0][:, 1::3]
+    with torch.no_grad(), replay_routing(model, some), record_routing(model) as used:
+        model(**inputs[0])
+    chosen, layers = used.tensors()[0].long(), slice(0, 1)  # of the first layer, which sees what it saw at first
+    assert torch.equal(chosen[layers], other[layers]), "one id below 0 keeps all of the router's choice for that token"
+    assert (chosen >= 0).all() and torch.equal(chosen[:, 0::3], other[:, 0::3])
     with torch.no_grad():
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "nothing is left behind"
 

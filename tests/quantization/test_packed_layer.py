@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf import PackedWeight, moe_experts
+from sonicmoe_hf.comparing import relative_error
 from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.functional import LowRank
 from sonicmoe_hf.kernels import eager
@@ -58,6 +59,22 @@ def test_it_computes_what_dequantised_weights_give(name, layout, save):
         dense = [weight.transpose(1, 2) for weight in dense]
     expected = out_and_gradients(*dense, leaves, index, save=save, layout=layout.removeprefix("transposed_"))
     assert_same(out_and_gradients(gate_up, down, leaves, index, save=save, layout=layout), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
+@pytest.mark.parametrize("packed", ["gate_up", "down"])
+def test_one_weight_may_be_packed_alone(name, layout, packed):
+    weights, (leaves, index) = dict(zip(("gate_up", "down"), packed_weights(name, layout))), inputs()
+    dense = {weight: tensor.dequantize().contiguous() for weight, tensor in weights.items()}
+    found = out_and_gradients(*{**dense, packed: weights[packed]}.values(), leaves, index, layout=layout)
+    expected = out_and_gradients(*dense.values(), leaves, index, layout=layout)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5, "fp32: another order of sums"
+    dense_weight = torch.nn.Parameter(dense["down" if packed == "gate_up" else "gate_up"])
+    trained = {**dense, packed: weights[packed], "down" if packed == "gate_up" else "gate_up": dense_weight}
+    out = moe_experts(leaves[0], *trained.values(), (index, leaves[1]), layout=layout)
+    (gradient,) = torch.autograd.grad(out.square().sum(), dense_weight)
+    assert gradient.shape == dense_weight.shape and gradient.isfinite().all() and gradient.any()
 
 
 def test_it_computes_in_the_packed_weights_dtype_or_autocasts():

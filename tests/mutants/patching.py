@@ -1,0 +1,129 @@
+"""Of what patching does in a model call: balance, calls and their threads, adapters, conversion, the 4-bit quantiser."""
+
+from . import Mutation
+
+BALANCE = "tests/patching/test_balance.py"
+THREADS = "tests/patching/test_threads.py"
+
+MUTATIONS = [
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "(counted_E.sum() - counted_E.numel() * counted_E).sign()",
+        "(counted_E.median() - counted_E).sign()",
+        "biases follow the median and not the mean",
+        BALANCE,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "(counted_E.sum() - counted_E.numel() * counted_E).sign()",
+        "((counted_E.sum() >= counted_E.numel() * counted_E) * 2 - 1)",
+        "the bias of an expert that has the mean rises",
+        BALANCE,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "(counted_E.sum() - counted_E.numel() * counted_E).sign()",
+        "(counted_E.float().mean() - counted_E.float()).sign()",
+        "of large counts that are equal some are above the mean",
+        BALANCE,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "        counted_E.add_(now_E)\n",
+        "        counted_E.copy_(now_E)\n",
+        "biases follow the last micro-batch alone",
+        f"{BALANCE} tests/trainer/test_balancing.py::test_biases_follow_the_counts_of_a_whole_step_and_are_saved",
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "ones_TK = ones_TK * valid_T.to(dtype).unsqueeze(1)",
+        "ones_TK = ones_TK * valid_T.any().to(dtype)",
+        "padding counts",
+        BALANCE,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "count = valid_T.sum().clamp(min=1)",
+        "count = valid_T.sum()",
+        "a micro-batch of padding alone has a loss of NaN",
+        BALANCE,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/balance.py",
+        "f_E / count * (probabilities_TE.sum(0) / count)",
+        "f_E / count * (probabilities_TE.sum(0) / num_tokens)",
+        "the mean of the probabilities counts padding",
+        BALANCE,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/adapters.py",
+        "_thread = threading.local()  # given",
+        '_thread = type("", (), {})()  # given',
+        "adapters of one thread's call reach another's",
+        THREADS,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/calls.py",
+        "_thread = threading.local()  # call",
+        '_thread = type("", (), {})()  # call',
+        "a call of one thread is taken for part of another's",
+        THREADS,
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/calls.py",
+        "    if call is None or call.state is not state or call.name != name:\n        return None\n",
+        "    if call is None:\n        return None\n",
+        "the end of one model's call ends another's",
+        THREADS,
+    ),
+    Mutation(
+        "sonicmoe_hf/trainer/resume.py",
+        "if id(state[name]) not in loaded_ids",
+        "if name in state",
+        "resuming warns of tied weights' second name",
+        "tests/trainer/test_resume.py::test_tied_weights_stay_tied_and_the_name_that_is_not_saved_is_not_missed",
+    ),
+    Mutation(
+        "sonicmoe_hf/patching/recorded.py",
+        "torch.where((given_TK >= 0).all(-1, keepdim=True), given_TK, index_TK)",
+        "torch.where(given_TK >= 0, given_TK, index_TK)",
+        "a token with one id below 0 is replayed with experts of both",
+        "tests/patching/test_replay.py::test_calls_are_replayed_in_order_and_tensors_do_too",
+    ),
+    Mutation(
+        "sonicmoe_hf/native/adapter_rules.py",
+        "version < NOT_SWAPPED",
+        "version <= NOT_SWAPPED",
+        "adapters of PEFT 0.19.1 are refused",
+        "tests/native/test_merge.py::test_square_weights_of_a_peft_that_takes_in_for_in_are_merged",
+    ),
+    Mutation(
+        "sonicmoe_hf/quantization/state.py",
+        "not bool(torch.isfinite(state).all())",
+        "bool(torch.isnan(state).any())",
+        "infinite scales of packed weights are taken",
+        "tests/quantization/test_packed_checkpoints.py::test_damaged_packed_weights_are_errors_that_name_them",
+    ),
+    Mutation(
+        "sonicmoe_hf/doctor.py",
+        "for part in (config, config.get_text_config()):",
+        "for part in (config,):",
+        "doctor does not see that a multimodal model's text model is quantised",
+        "tests/cli/test_cli.py::test_doctor_finds_what_a_multimodal_config_declares_of_its_text_model",
+    ),
+    Mutation(
+        "kernels/hopper/cache.py",
+        'digest.update("\\n".join([*versions, sys.version]).encode())',
+        "digest.update(sys.version.encode())",
+        "kernels that another version compiled are loaded",
+        "tests/kernels/test_hopper_cache.py::test_a_kernel_of_other_versions_sources_or_parameters_is_not_found",
+    ),
+    Mutation(
+        "sonicmoe_hf/quantization/sharding.py",
+        "return PackedWeight(Quantized(codes, scales, state), format, param_dtype, is_transposed), ()",
+        "return PackedWeight(Quantized(codes, scales, state), format, param_dtype), ()",
+        "packed experts that are stored transposed come back from FSDP2 as if they were not",
+        "tests/distributed/test_distributed.py::"
+        "test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients",
+    ),
+]
