@@ -75,8 +75,8 @@ def test_what_a_kernel_was_compiled_for_goes_straight_to_it():
 
 
 OTHERS = {
-    "dtype": {"tensors": (Pointer(), Pointer(torch.float32))},
-    "device": {"tensors": (Pointer(device=1), Pointer(device=1))},
+    "dtype": {"tensors": (Pointer(), Pointer(torch.float16))},
+    "device": {"tensors": (Pointer(device=1), Pointer(torch.float32, device=1))},
     "None": {"tensors": (Pointer(), None)},
     "constant": {"constants": (128,)},
     "option": {"num_warps": 8},
@@ -85,7 +85,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("change", OTHERS)
 def test_a_kernel_is_compiled_anew_for_another(change):
-    kernel, usual = Kernel(), {"tensors": (Pointer(), Pointer())}
+    kernel, usual = Kernel(), {"tensors": (Pointer(), Pointer(torch.float32))}
     for _ in range(2):
         ask(kernel, **usual)
         ask(kernel, **usual | OTHERS[change])

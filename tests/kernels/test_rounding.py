@@ -44,6 +44,10 @@ def test_more_tokens_than_registers_hold(device, monkeypatch):
         check_against_definition(kernels, device, matrix("few levels", 70, 2, 1), rounding, 16)
 
 
+def test_tokens_of_more_experts_than_the_gradient_takes_in_one_step(device):
+    check_against_definition(kernels, device, matrix("probabilities", 20, 24, 20), "nearest", 4)
+
+
 def test_no_tokens_leave_no_rows(device):
     found = check_against_definition(kernels, device, matrix("probabilities", 0, 4, 2), "nearest", 8)
     assert (found.rows.tiles == -1).all()
