@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +52,21 @@ class Factors(NamedTuple):
     num_experts: int
 
 
+class Scratch:
+    """Memory for one tensor at a time, of any shape. Temporaries made anew between tensors that stay would leave holes in
+    the heap, of twice the size of what is written."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def of(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor, in the place of the one before."""
+        size = math.prod(shape)
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=self._memory.dtype)
+        return self._memory[:size].view(shape)
+
+
 class LoraWeights:
     """A LoRA adapter, opened and checked against the checkpoint `source`.
 
@@ -76,6 +92,7 @@ class LoraWeights:
         self._check_ties()
         self._layer: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: tuple[tuple[str, int], torch.Tensor] | None = None
+        self._scratch = Scratch()
 
     def _check_plain(self) -> None:
         set_otherwise = {key: value for key, value in self.config.items() if key not in PLAIN and value}
@@ -182,10 +199,18 @@ class LoraWeights:
         """The adapter's own copy of a weight (modules_to_save)."""
         return self._tensor(self.replaced[weight])
 
-    def product(self, weight: str) -> torch.Tensor:
-        """What is added to a matrix, in fp32."""
-        a, b, scale, _ = self.factors[weight]
-        return scale * (self._tensor(b).float() @ self._tensor(a).float())
+    def _product(self, b: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
+        """scale * b @ a in the scratch memory, where it lasts until the next product."""
+        self._last = None
+        return torch.matmul(b, a, out=self._scratch.of((*b.shape[:-1], a.shape[-1]))).mul_(scale)
+
+    def products(self, weight: str, max_rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """What is added to a matrix, in fp32, some rows at a time; each lasts until the next."""
+        name_a, name_b, scale, _ = self.factors[weight]
+        a, b = self._tensor(name_a).float(), self._tensor(name_b).float()
+        for start in range(0, b.shape[0], max_rows):
+            rows = slice(start, start + max_rows)
+            yield rows, self._product(b[rows], a, scale)
 
     def expert_product(self, weight: str, expert: int) -> torch.Tensor:
         """What is added to one expert's slice of a parameter that holds all, in fp32. The last one is kept: gate and up
@@ -193,7 +218,7 @@ class LoraWeights:
         if self._last is None or self._last[0] != (weight, expert):
             a, b = self._factors_of_experts(weight)
             scale = self.factors[weight].scale
-            product = scale * (b[expert] @ (a if weight.endswith("bias") else a[expert]))
+            product = self._product(b[expert], a if weight.endswith("bias") else a[expert], scale)
             self._last = ((weight, expert), product.T if product.dim() == 2 and self.layout == "gpt_oss" else product)
         return self._last[1]
 

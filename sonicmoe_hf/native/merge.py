@@ -19,9 +19,11 @@ from .convert import Conversion, write_checkpoint
 from .files import ADAPTER_CONFIG
 from .hub import local_folder
 from .layouts import holder
-from .lora_weights import LoraWeights
-from .plan import TARGETS
+from .lora_weights import LoraWeights, Scratch
+from .plan import TARGETS, finite_bounds
 from .source import Source
+
+MAX_PRODUCT = 1 << 22  # values of a matrix's product that are computed at a time
 
 
 def merge_adapter(
@@ -66,6 +68,7 @@ class _MergedSource(Source):
     def __init__(self, folder: Path, adapter_folder: Path):
         super().__init__(folder)
         self.adapter = LoraWeights(adapter_folder, self)
+        self._totals: dict[torch.dtype, Scratch] = {}
 
     def read(self, name: str) -> torch.Tensor:
         """As Source's: a tensor outside the experts with its product added, or the adapter's own in its place."""
@@ -73,27 +76,28 @@ class _MergedSource(Source):
         if model_name in self.adapter.replaced:
             return self.adapter.replacement(model_name).to(weight.dtype)
         if model_name in self.adapter.factors:
-            return _sum(model_name, weight, self.adapter.product(model_name))
+            for rows, product in self.adapter.products(model_name, max(1, MAX_PRODUCT // weight.shape[1])):
+                weight[rows].copy_(self._sum(model_name, weight[rows], product))
         return weight
 
     def part(self, block: str, part: str, expert: int) -> torch.Tensor:
-        """As Source's, with this expert's product added."""
+        """As Source's, with this expert's product added: exact, and in memory that the next part is written to."""
         weight = super().part(block, part, expert)
         stored = holder(self.adapter.layout, part)
         name = f"{block}.{stored.name}"
         if name not in self.adapter.factors:
             return weight
         product = stored.parts[part](self.adapter.expert_product(name, expert))
-        return _sum(f"{part} of expert {expert} of {block}", weight, product)
+        return self._sum(f"{part} of expert {expert} of {block}", weight, product)
 
-
-def _sum(name: str, weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-    """weight + product, rounded once to the weight's dtype."""
-    exact = torch.promote_types(weight.dtype, product.dtype)
-    total = (weight.to(exact) + product).to(weight.dtype)
-    if not bool(torch.isfinite(total).all()):
-        raise CheckpointError(
-            f"{name} with the adapter added has NaN or infinite values in {weight.dtype}; look for them in the adapter "
-            "and in the base"
-        )
-    return total
+    def _sum(self, name: str, weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """weight + product, to be rounded once to the weight's dtype."""
+        exact = torch.promote_types(weight.dtype, product.dtype)
+        total = self._totals.setdefault(exact, Scratch(exact)).of(weight.shape)
+        total.copy_(weight).add_(product)
+        if not finite_bounds(total, weight.dtype):
+            raise CheckpointError(
+                f"{name} with the adapter added has NaN or infinite values in {weight.dtype}; look for them in the "
+                "adapter and in the base"
+            )
+        return total

@@ -21,6 +21,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
+def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value is finite in `dtype`, without a temporary of the tensor's size: rounding keeps the order."""
+    return is_finite(torch.stack(torch.aminmax(tensor)).to(dtype))
+
+
 class Planned(NamedTuple):
     """A tensor to be written: its name, shape and dtype, how it is made, and whether the values that it stands for are
     finite."""
@@ -77,24 +82,28 @@ def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
     cast = kept.is_floating_point and not source.expected.keep_fp32.intersection(name.split("."))
     wanted = dtype if cast and dtype is not None else kept
     return Planned(
-        source.model_name(name), source.shape_of(name), wanted, lambda: _cast(source.read(name), wanted, name)
+        source.model_name(name),
+        source.shape_of(name),
+        wanted,
+        lambda: _in_range(source.read(name), wanted, name).to(wanted),
     )
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """`tensor` in `dtype`.
+def _in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """`tensor`, whose finite values stay finite in `dtype`.
 
     Raises:
-        CheckpointError: finite values are beyond its range.
+        CheckpointError: some do not.
     """
-    cast = tensor.to(dtype)
-    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-    if narrower and bool((cast.isinf() & tensor.isfinite()).any()):
-        largest = tensor[tensor.isfinite()].abs().max().item()
+    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max or finite_bounds(tensor, dtype):
+        return tensor
+    finite = tensor[tensor.isfinite()]
+    if finite.numel() and not finite_bounds(finite, dtype):
         raise CheckpointError(
-            f"{name} has values up to {largest:.3g}, which are infinite in {dtype}; cast to bfloat16 or float32"
+            f"{name} has values up to {finite.abs().max().item():.3g}, which are infinite in {dtype}; cast to bfloat16 "
+            "or float32"
         )
-    return cast
+    return tensor
 
 
 def _experts_of(
@@ -159,6 +168,6 @@ def _is_finite_dense(source: Source, block: str, named: Named) -> bool:
 
 def _assembler(source: Source, block: str, named: Named, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     def read(part: str, expert: int) -> torch.Tensor:
-        return _cast(source.part(block, part, expert), dtype, f"{part} of expert {expert} of {block}")
+        return _in_range(source.part(block, part, expert), dtype, f"{part} of expert {expert} of {block}")
 
     return lambda: assemble(named, dtype, read)

@@ -4,11 +4,12 @@ import json
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.checkpoints import FAMILIES, SHARDS, config_in, make, same_bits, tensors_in
-from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, relative_error
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, relative_error
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -157,6 +158,37 @@ def test_a_kill_leaves_nothing_half_written(folders):
         assert (dst.parent / ".merged.converting").exists(), "it was killed in the middle"
     merge_adapter(*folders)
     assert sorted(path.name for path in dst.parent.iterdir()) == ["adapter", "base", "merged"]
+
+
+def _memory(key):
+    """VmRSS or VmHWM, its peak, of this process in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])
+
+
+def _merge_and_tell_peak(folders, peak):
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads
+    before = _memory("VmRSS")
+    merge_adapter(*folders)
+    peak.send(_memory("VmHWM") - before)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads a process's peak there")
+def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
+    model = build("qwen3_moe", num_experts=128, hidden_size=256, moe_intermediate_size=256).bfloat16()
+    model.save_pretrained(tmp_path / "base", max_shard_size="20MB")
+    get_peft_model(model, LoraConfig(r=2, target_parameters=HUB, init_lora_weights=False)).save_pretrained(
+        tmp_path / "adapter"
+    )
+    receiver, sender = multiprocessing.Pipe()
+    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_merge_and_tell_peak, args=(folders, sender))
+    process.start()
+    assert receiver.poll(60)
+    process.join()
+    written = sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert receiver.recv() < 1.5 * written, "fresh fp32 temporaries between the tensors of a shard took it twice"
 
 
 def assert_refused(folders, match):
