@@ -33,6 +33,7 @@ from .adapter_rules import (
 from .files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
 from .source import Source
 
+EMBEDDINGS = ("lm_head.weight", "model.embed_tokens.weight")  # which PEFT saves whole if one of them is adapted
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -116,7 +117,9 @@ class LoraWeights:
         pairs: dict[str, dict[str, str]] = {}
         for name in self.headers:
             key = name.removeprefix(PREFIX)
-            match = KEY.match(key)
+            match, weight = KEY.match(key), key.replace(".base_layer.", ".")
+            if weight in EMBEDDINGS and self._is_base_weight(name, weight):
+                continue
             if match is not None:
                 pairs.setdefault(self._weight_of(name, match), {})[match["side"]] = name
             elif "lora_" in key or key not in self.carried:
@@ -152,6 +155,13 @@ class LoraWeights:
             f"{self.path}: {name} adapts no weight of {self.source.folder}; of experts only the fused parameters are "
             "known (target_parameters): load adapters of Transformers 4 with PEFT in Transformers 5, and save them"
         )
+
+    def _is_base_weight(self, name: str, weight: str) -> bool:
+        """Whether the adapter's tensor `name` is the base's own weight, which PEFT saves with adapters of such layers."""
+        if weight not in self.carried or self.headers[name].shape != self.carried[weight]:
+            return False
+        stored = Source.read(self.source, self.source.stored_name(weight))  # without the adapter's product
+        return torch.equal(self._tensor(name).to(stored.dtype), stored)
 
     def _check_replacement(self, name: str, shape: tuple[int, ...]) -> None:
         if self.headers[name].shape != shape:

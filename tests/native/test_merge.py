@@ -106,6 +106,23 @@ def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
         assert relative_error(logits(load(folder)), expected) < 1e-5, ORDER_OF_SUMS
 
 
+def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
+    make(tmp_path / "base", "qwen3_moe")
+    config = LoraConfig(r=2, target_modules=["lm_head"], target_parameters=HUB, init_lora_weights=False)
+    adapted = get_peft_model(load(tmp_path / "base"), config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(path)
+    copy = "base_model.model.lm_head.base_layer.weight"
+    assert copy in weights, "PEFT saves it where embeddings are adapted"
+    expected = logits(adapted)
+    convert_checkpoint(tmp_path / "base", tmp_path / "fp32", "hub", dtype="float32")
+    merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "merged")
+    assert relative_error(logits(load(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    save_file({**weights, copy: 2 * weights[copy]}, path)
+    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"), "is neither plain LoRA nor")
+
+
 def test_a_bf16_base_is_rounded_once(tmp_path):
     make(tmp_path / "base", "qwen3_moe")
     adapted = adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter")  # the same weights, in fp32
