@@ -127,6 +127,7 @@ class Thread:
         self.lag = 4.0 if is_slow else 0.0
         self.waits_for = "nothing"
         self.has_accessed = False  # shared memory since its warp was in step
+        self.follows_unordered = False  # accesses of other lanes, when it was elected
         self.num_accumulators = 0
         self.accumulates = {}  # the scale of D, by MMA
         self.copies, self.landing = [], deque()  # cp.async: of now, and on their way

@@ -16,7 +16,12 @@ def _is_first_lane():
 
 def elect_one():
     """elect.sync, for which all lanes of a warp come together."""
-    yield from state.gpu.meet_warp("elect_one")
+    warp = state.thread.warp
+
+    def note():
+        warp.threads[0].follows_unordered = any(other.has_accessed for other in warp.threads[1:])
+
+    yield from state.gpu.meet_warp("elect_one", action=note)
     return _is_first_lane()
 
 
@@ -32,9 +37,9 @@ def mbarrier_init_fence():
 
 
 def mbarrier_arrive(pointer, arrive_count=1):
-    """For other lanes too, whose accesses to shared memory must have been ordered before."""
+    """By an elected lane for the others too, whose accesses to shared memory must have been ordered before."""
     thread = state.thread
-    if any(other.has_accessed for other in thread.warp.threads if other is not thread):
+    if thread.follows_unordered:
         raise SimulationError(f"{thread} arrives for lanes whose accesses may come later: no sync_warp")
     barrier_at(pointer).arrive(arrive_count)
 
