@@ -76,7 +76,7 @@ $(VENV)/.installed: CONSTRAINTS := constraints.txt
 $(OLDEST)/.installed: CONSTRAINTS := .ci/oldest.txt
 $(OLDEST)/.installed: PYTHON := $(OLDEST_PYTHON)
 $(NEWEST)/.installed: CONSTRAINTS := .ci/newest.txt
-%/.installed: pyproject.toml constraints.txt .ci/oldest.txt .ci/newest.txt
+%/.installed: pyproject.toml setup.py constraints.txt .ci/oldest.txt .ci/newest.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: none found; set PYTHON=/path/to/python3"; exit 1; }
 	@"$(PYTHON)" -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed: this is {v}; set PYTHON=/path/to/python3")'
 	test -x $*/bin/python || "$(PYTHON)" -m venv $*
