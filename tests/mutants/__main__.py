@@ -7,6 +7,7 @@ tests fail without one.
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,18 +16,20 @@ from pathlib import Path
 from . import REPOSITORY, by_module, mutated
 
 LIMIT = 600  # seconds for a mutation's tests; one that hangs is seen too
-PASSED, FAILED = 0, 1  # pytest's exit codes; others say that it could not run the tests
+PASSED, FAILED = 0, 1  # pytest's exit codes; others say that it could not run the tests, but for those of crashes
+CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
 
 
 def exit_code(folder, tests):
-    """Of pytest, for these tests of the copy; FAILED also for tests that hang."""
+    """Of pytest, for these tests of the copy; FAILED also for tests that hang, or that end the process."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests.split()]
     # no bytecode: a change within a second and of the same length would not be noticed
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        return subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=LIMIT).returncode
+        code = subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=LIMIT).returncode
     except subprocess.TimeoutExpired:
         return FAILED
+    return FAILED if code in CRASHES else code
 
 
 def main(names):
