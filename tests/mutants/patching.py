@@ -60,7 +60,7 @@ MUTATIONS = [
         "_thread = threading.local()  # given",
         '_thread = type("", (), {})()  # given',
         "adapters of one thread's call reach another's",
-        THREADS,
+        "tests/patching/test_peft_adapters.py::test_a_call_keeps_its_adapters_when_another_threads_ends_inside_it",
     ),
     Mutation(
         "sonicmoe_hf/patching/calls.py",
@@ -73,8 +73,8 @@ MUTATIONS = [
         "sonicmoe_hf/patching/calls.py",
         "    if call is None or call.state is not state or call.name != name:\n        return None\n",
         "    if call is None:\n        return None\n",
-        "the end of one model's call ends another's",
-        THREADS,
+        "a model whose call never began ends that of the model around it",
+        "tests/patching/test_calls.py",
     ),
     Mutation(
         "sonicmoe_hf/trainer/resume.py",

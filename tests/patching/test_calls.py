@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import sonicmoe_hf
 from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.patch import router_hooks, start_counting
+from sonicmoe_hf.private.torch import remove_hooks
 
 SAME = "the same computation"
 
@@ -85,6 +86,24 @@ def test_a_hook_may_call_the_model_that_it_is_in():
     assert_all_close(loss_and_gradients(model, batch(padding=True)), expected, 1e-6, SAME)
     assert relative_error(inside[0], alone) < 1e-6, "evaluation inside training uses top-k"
     assert calls.in_progress() is None
+
+
+def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
+    model, refused = build("qwen3_moe"), build("qwen3_moe", seed=1)
+    sonicmoe_hf.patch_model(model, POLICY)
+    sonicmoe_hf.patch_model(refused, POLICY)
+    gate = refused.model.layers[0].mlp.gate
+    remove_hooks(gate, lambda hook: True)
+
+    def call_the_other(block, args):
+        for _ in range(2):  # as often as calls are in progress: of the model, and of its stack of layers
+            with pytest.raises(RuntimeError, match="came into the model after patch_model"):
+                refused(**batch())
+
+    model.model.layers[0].mlp.register_forward_pre_hook(call_the_other)
+    watch = Watch(model)
+    model(**batch())
+    assert watch.rounded() == [True, True] and calls.in_progress() is None
 
 
 def test_a_part_of_the_model_called_after_an_interrupted_call_is_no_part_of_that_call():
