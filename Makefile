@@ -1,6 +1,7 @@
 # Everything a contributor runs. Each target makes the environment it needs; nothing is installed outside this folder.
 #   make demo          train a small model with token rounding, on any machine, in a few minutes
 #   make test          the tests, with the versions of constraints.txt
+#   make test-slow     the rest of them: what compiles for long, and the benchmarks' own
 #   make test-oldest   those that other packages' versions can change, with the oldest versions we support, on Python 3.10
 #   make test-newest   the same with the newest
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
@@ -26,13 +27,16 @@ NEWEST := .venv-newest
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-oldest test-newest mutants test-gpu lint format bench docs wheel clean
+.PHONY: demo test test-slow test-oldest test-newest mutants test-gpu lint format bench docs wheel clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
 
 test: $(VENV)/.installed
-	$(RUN) $(VENV)/bin/python $(PYTEST) $(ARGS)
+	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed
+	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and slow" $(ARGS)
 
 test-oldest: $(OLDEST)/.installed
 	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not pinned" $(ARGS)

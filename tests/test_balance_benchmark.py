@@ -10,7 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from sonicmoe_hf.patching.support import find_layers
 
-pytestmark = pytest.mark.pinned
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 

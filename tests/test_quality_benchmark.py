@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.benchmarks import imported
 
-pytestmark = pytest.mark.pinned
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 

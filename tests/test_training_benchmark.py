@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers.benchmarks import imported
 
-pytestmark = pytest.mark.pinned
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1")
 
