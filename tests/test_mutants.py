@@ -3,6 +3,8 @@
 import pytest
 from mutants import REPOSITORY, Mutation, by_module, mutated
 
+pytestmark = pytest.mark.pinned
+
 
 @pytest.mark.parametrize("name", by_module())
 def test_the_text_of_every_mutation_stands_in_the_source_once(name):

@@ -14,6 +14,8 @@ from helpers.models import CONFIGS
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.native import config_only
 
+pytestmark = pytest.mark.pinned
+
 DAMAGE = ("eight", -4, None, [1], 10**9)
 ONE_LAYER = {"num_hidden_layers": 1}  # with experts: building models is what takes the time here
 

@@ -11,6 +11,8 @@ from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, wa
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.native import files
 
+pytestmark = pytest.mark.pinned
+
 COMMANDS = {
     "doctor": ["doctor", "{}"],
     "doctor as JSON": ["doctor", "{}", "--json"],

@@ -11,6 +11,8 @@ from peft import LoraConfig, get_peft_model
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
 from sonicmoe_hf.native import atomic_folder, convert
 
+pytestmark = pytest.mark.pinned
+
 
 @pytest.fixture
 def hub(tmp_path):

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
 from sonicmoe_hf.cli.main import main
 
+pytestmark = pytest.mark.pinned
+
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 EXPERTS = "num_local_experts" if "num_local_experts" in CONFIGS["qwen3_moe"]().to_dict() else "num_experts"
 NORM = "model.layers.0.input_layernorm.weight"
