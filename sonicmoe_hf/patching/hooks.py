@@ -74,7 +74,7 @@ class RouterHook:
         if call is None:
             return None
         changed = None
-        if is_compiled() and (call.outermost.replayed is not None or call.outermost.recorded is not None):
+        if (call.outermost.replayed is not None or call.outermost.recorded is not None) and is_compiled():
             raise RuntimeError(NOT_RECORDED)
         if call.outermost.replayed is not None:
             given_TK = call.outermost.replayed.next_run(self.layer_name, recomputing)
