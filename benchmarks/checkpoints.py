@@ -104,7 +104,7 @@ def same_checkpoints(first: Path, second: Path) -> bool:
     """Whether two checkpoints hold the same tensors, byte by byte."""
     from safetensors import safe_open
 
-    from sonicmoe_hf.comparing import same_bytes
+    from sonicmoe_hf.checkpoints.comparing import same_bytes
 
     def tensors(folder):
         handles = [safe_open(path, framework="pt") for path in folder.glob("*.safetensors")]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from shapes import Shape
 
-from sonicmoe_hf import backends
-from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.moe_experts import moe_experts
 
 
 class Unavailable(Exception):

@@ -43,7 +43,7 @@ from quality_training import (
 from transformers import Dots1Config
 
 import sonicmoe_hf
-from sonicmoe_hf.config import TokenRounding
+from sonicmoe_hf.layer.config import TokenRounding
 
 TILES_PER_EXPERT = 4  # of nearest
 

@@ -24,7 +24,7 @@ from measuring import captured, relative_errors
 from moe_layer import Table, first_step, interleaved_times, memory
 from shapes import add_shapes, chosen_shapes, problem
 
-from sonicmoe_hf import backends
+from sonicmoe_hf.layer import backends
 
 OURS = "sonicmoe-hf"
 FROZEN = (OURS, "frozen")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sonicmoe_hf.comparing import relative_error
+from sonicmoe_hf.checkpoints.comparing import relative_error
 
 ADAPTERS = ("A1", "B1", "A2", "B2")
 

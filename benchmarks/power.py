@@ -19,9 +19,9 @@ import provenance
 import torch
 from shapes import Shape, add_shapes, chosen_shapes, problem
 
-from sonicmoe_hf import backends
-from sonicmoe_hf.dispatch import dispatch
 from sonicmoe_hf.kernels.interface import Activation
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.dispatch import dispatch
 
 SECONDS = 1.0
 QUERY = ("power.draw.instant", "clocks.sm", "clocks_event_reasons.sw_power_cap", "clocks_event_reasons.hw_slowdown",

@@ -30,8 +30,8 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.backends import VARIABLE
 from sonicmoe_hf.demo.model import random_packed_model
+from sonicmoe_hf.layer.backends import VARIABLE
 
 GPT_OSS = {  # config.json of openai/gpt-oss-20b; what it leaves out are the defaults
     "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,

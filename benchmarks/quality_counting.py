@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.routing import Routing
 
 
 class RowCounter:

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3MoeConfi
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import sonicmoe_hf
-from sonicmoe_hf.config import ROUNDINGS, TokenRounding
+from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
+from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.routing import Routing
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]  # does a step at every next(), and returns the result

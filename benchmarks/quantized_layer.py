@@ -26,9 +26,10 @@ from lora_layer import Step, relative_errors, times
 from moe_layer import Table, captured, memory, quantiles
 from shapes import BYTES_PER_SECOND, SHAPES, Shape, add_shapes, chosen_shapes, problem
 
-from sonicmoe_hf import PackedWeight, backends
-from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels.quantized import FORMATS, dequantize, quantize
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.moe_experts import moe_experts
 
 PARTS = ("check", "dequantize", "generate", "train")
 GENERATED = (1, 8, 64, 128, 256, 512)  # tokens

@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "starting.csv"
 
 def first_step(shape: Shape, backend: str) -> float:
     """Seconds, of this process's first."""
-    from sonicmoe_hf.functional import moe_experts
+    from sonicmoe_hf.layer.moe_experts import moe_experts
 
     x, gate_up, down, expert, weight, dout = problem(shape)
     leaves = [tensor.requires_grad_() for tensor in (x, gate_up, down, weight)]

@@ -23,7 +23,7 @@ from measuring import graph_of, largest_error
 from shapes import Shape, problem
 from sweep_triton import as_tensors
 
-from sonicmoe_hf import warmup
+from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, Tile

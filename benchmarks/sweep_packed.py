@@ -21,7 +21,7 @@ from shapes import Shape
 from sweep_triton import NothingKept, interleaved_us
 from triton.runtime import JITFunction
 
-from sonicmoe_hf.comparing import relative_error
+from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize

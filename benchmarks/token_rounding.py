@@ -25,13 +25,13 @@ from measuring import captured
 from moe_layer import Table
 from shapes import Shape
 
-from sonicmoe_hf import backends
-from sonicmoe_hf.config import DEFAULT_TILE, ROUNDINGS, TokenRounding
-from sonicmoe_hf.dispatch import dispatch
-from sonicmoe_hf.functional import moe_experts
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.config import DEFAULT_TILE, ROUNDINGS, TokenRounding
+from sonicmoe_hf.layer.dispatch import dispatch
+from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.routing import Routing, rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching.fast_topk import FastTopK
-from sonicmoe_hf.routing import Routing, rounded_routing
 
 SHAPES = ("16384,4096,1024,256,4", "16384,1536,1024,128,2", "16384,1536,256,512,8", "16384,4096,512,256,8",
           "16384,2048,512,512,10", "16384,2048,768,128,8", "24576,1536,256,128,8")  # fmt: skip

@@ -34,7 +34,7 @@ from quality_comparison import SWEPT, compare, compare_tiles, replica_sd
 from quality_runs import do_missing, parser_of, read_rows
 from quality_training import METHODS, PRESETS, Preset, Run, measure
 
-from sonicmoe_hf.config import ROUNDINGS
+from sonicmoe_hf.layer.config import ROUNDINGS
 
 BALANCING = ("layer", "none")
 TILES_PER_EXPERT = (8, 4, 2, 1)

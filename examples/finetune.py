@@ -40,13 +40,13 @@ from transformers import (
 )
 
 import sonicmoe_hf
-from sonicmoe_hf.backends import VARIABLE
-from sonicmoe_hf.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, random_model, small_config
 from sonicmoe_hf.demo.throughput import ThroughputCallback
-from sonicmoe_hf.native.adapter import import_peft
-from sonicmoe_hf.routing import TokenRounding
+from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
+from sonicmoe_hf.layer.routing import TokenRounding
+from sonicmoe_hf.lora.convert import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles

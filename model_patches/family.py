@@ -57,7 +57,7 @@ class NativeFamily(Family):
     """A family with a native layout of its checkpoints too (sonicmoe_hf.native).
 
     experts, config, model, causal_lm: class names. hub_layout: how its checkpoints on the hub store experts, a name of
-        sonicmoe_hf.native.layouts.CHECKPOINT_LAYOUTS.
+        sonicmoe_hf.checkpoints.layouts.CHECKPOINT_LAYOUTS.
     """
 
     experts: str

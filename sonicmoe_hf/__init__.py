@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 from . import registration
 
 if TYPE_CHECKING:
-    from . import backends, functional, routing
-    from .config import TokenRounding
+    from .checkpoints.convert import convert_checkpoint
+    from .checkpoints.inspect import inspect_checkpoint
+    from .checkpoints.modeling import SonicMoEExperts
     from .errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
-    from .functional import moe_experts
-    from .native.adapter import convert_adapter
-    from .native.convert import convert_checkpoint
-    from .native.inspect import inspect_checkpoint
-    from .native.merge import merge_adapter
-    from .native.modeling import SonicMoEExperts
+    from .layer import backends, routing
+    from .layer import moe_experts as functional
+    from .layer.config import TokenRounding
+    from .layer.moe_experts import moe_experts
+    from .lora.config import lora_config
+    from .lora.convert import convert_adapter
+    from .lora.merge import merge_adapter
     from .patching.patch import (
         PatchReport,
         from_pretrained,
@@ -34,34 +36,32 @@ if TYPE_CHECKING:
     from .patching.recorded import RecordedRouting
     from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
-    from .peft_config import lora_config
     from .quantization.packed_weight import PackedWeight
     from .quantization.quantize import quantize_experts
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
-_MODULES = {  # of this package: what of each is exported here; a module with nothing is exported itself
-    "backends": (),
-    "functional": ("moe_experts",),
-    "routing": (),
-    "config": ("TokenRounding",),
+_MODULES = {  # of this package: what of each is exported here
+    "checkpoints.convert": ("convert_checkpoint",),
+    "checkpoints.inspect": ("inspect_checkpoint",),
+    "checkpoints.modeling": ("SonicMoEExperts",),
     "errors": ("CheckpointError", "UnsupportedExpertsError", "UnsupportedModelError"),
-    "native.adapter": ("convert_adapter",),
-    "native.convert": ("convert_checkpoint",),
-    "native.inspect": ("inspect_checkpoint",),
-    "native.merge": ("merge_adapter",),
-    "native.modeling": ("SonicMoEExperts",),
+    "layer.config": ("TokenRounding",),
+    "layer.moe_experts": ("moe_experts",),
+    "lora.config": ("lora_config",),
+    "lora.convert": ("convert_adapter",),
+    "lora.merge": ("merge_adapter",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.recorded": ("RecordedRouting",),
     "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
-    "peft_config": ("lora_config",),
     "quantization.packed_weight": ("PackedWeight",),
     "quantization.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip
+_EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "layer.routing"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
@@ -107,8 +107,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     if name in _HOME:
         value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    elif name in __all__:
-        value = importlib.import_module(f".{name}", __name__)
+    elif name in _EXPORTED_MODULES:
+        value = importlib.import_module(f".{_EXPORTED_MODULES[name]}", __name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

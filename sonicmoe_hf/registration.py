@@ -15,8 +15,8 @@ REGISTRATIONS = (  # when this module has been imported, so is that one of ours,
     ("transformers.modeling_utils", "patching.unreached_warning"),
     ("transformers.modeling_utils", "quantization.quantizer"),
     ("transformers.distributed.expert_parallel", "expert_parallel.register"),
-    ("transformers.models.auto.configuration_auto", "native.registry"),
-    ("peft", "patching.peft_adapters"),
+    ("transformers.models.auto.configuration_auto", "checkpoints.registry"),
+    ("peft", "lora.peft_wrapper"),
 )
 
 

@@ -16,14 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .config import CONSUMER_WARPS, EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
-from .gemm_common import (
-    epilogue_layout,
-    partition,
-    set_up_shared,
-    shared_vector,
-    storage,
-    tiles_and_counter,
-)
+from .gemm_common import epilogue_layout, partition, set_up_shared, shared_vector, storage, tiles_and_counter
 from .mainloop import consumer_fragments, multiply_tile, narrow_fragment
 from .residual import RESIDUAL_BYTES, Residual
 from .varlen import varlen_epi_tiles

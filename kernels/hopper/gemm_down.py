@@ -7,15 +7,7 @@ from cutlass import Int32, const_expr
 
 from .config import CONSUMER_WARPS, EPI_TILE_N, MAX_PINGPONG_COLUMNS, THREADS, TILE_M, WARPGROUP_M, Tile
 from .epilogue import EpilogueWarpsKernel
-from .gemm_common import (
-    epilogue_layout,
-    one_stage,
-    partition,
-    set_up_shared,
-    storage,
-    store_atom,
-    tiles_and_counter,
-)
+from .gemm_common import epilogue_layout, one_stage, partition, set_up_shared, storage, store_atom, tiles_and_counter
 from .mainloop import advance_by, consumer_fragments, multiply, multiply_tile, narrow_fragment
 from .varlen import varlen_epi_tiles, varlen_rows
 from .varlen_m import VarlenMKernel, add_bias, extra_atoms, extra_depth

@@ -14,15 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from .config import EPI_TILE_N, K_BLOCK, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
-from .gemm_common import (
-    advance,
-    epilogue_store,
-    load_atom,
-    look_up_tokens,
-    one_stage,
-    operand_layout,
-    partition,
-)
+from .gemm_common import advance, epilogue_store, load_atom, look_up_tokens, one_stage, operand_layout, partition
 from .mainloop import columns_of_last_tile, consumer_mma
 from .ptx import copy_async
 from .tile_scheduler import NO_WORK, rasterize

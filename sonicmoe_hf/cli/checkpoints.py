@@ -92,9 +92,9 @@ def _add_inspect(commands) -> None:
 def _run_convert(arguments) -> int:
     from rich.console import Console
 
+    from ..checkpoints.convert import convert_checkpoint
     from ..errors import CheckpointError
-    from ..native.adapter import convert_adapter, is_adapter
-    from ..native.convert import convert_checkpoint
+    from ..lora.convert import convert_adapter, is_adapter
 
     if is_adapter(arguments.src):
         for option in OF_MODELS:
@@ -128,7 +128,7 @@ def _run_convert(arguments) -> int:
 
 
 def _run_merge(arguments) -> int:
-    from ..native.merge import merge_adapter
+    from ..lora.merge import merge_adapter
 
     start = time.perf_counter()
     with _progress_bar() as on_progress:
@@ -180,7 +180,7 @@ class _progress_bar:
 
 
 def _run_inspect(arguments) -> int:
-    from ..native.inspect import inspect_checkpoint
+    from ..checkpoints.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(arguments.path, arguments.revision)
     if arguments.json:

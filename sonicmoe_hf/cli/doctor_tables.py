@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import backends
-from ..doctor import Device, ModelReport, devices, untested_versions, versions
+from ..layer import backends
 from ..patching.experts import expert_parallel_remedy
+from .doctor import Device, ModelReport, devices, untested_versions, versions
 
 YES, NO = "[green]yes[/]", "[red]no[/]"
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from .. import __version__
-from ..config import LAYOUTS, ROUNDINGS
 from ..errors import CheckpointError, DoctorError, WarmupError
 from ..kernels.activation import ACTIVATIONS
+from ..layer.config import LAYOUTS, ROUNDINGS
 from .checkpoints import add_commands
 
 MAX_DIGITS = 12  # of a number on the command line
@@ -130,8 +130,7 @@ def _add_warmup(commands) -> None:
 
 
 def _run_doctor(arguments) -> int:
-    from .. import doctor
-    from . import doctor_tables
+    from . import doctor, doctor_tables
 
     if (arguments.batch_size is None) != (arguments.sequence_length is None):
         raise CommandError("--batch-size and --sequence-length belong together: give both")
@@ -185,8 +184,8 @@ def _run_demo(arguments) -> int:
 def _run_warmup(arguments) -> int:
     import torch
 
-    from .. import warmup
-    from ..native.config_only import build_on_meta
+    from ..checkpoints.config_only import build_on_meta
+    from . import warmup
 
     if (arguments.model is None) == (not arguments.shape):
         raise CommandError(
@@ -205,7 +204,7 @@ def _run_warmup(arguments) -> int:
 
 
 def _print_warmup(kinds, processes) -> int:
-    from .. import warmup
+    from . import warmup
 
     began = time.perf_counter()
     total, outcomes = warmup.warm_up(kinds, processes)

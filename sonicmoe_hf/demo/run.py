@@ -30,9 +30,9 @@ from transformers.utils import logging
 
 import sonicmoe_hf
 
-from ..comparing import relative_error, same_bytes
-from ..config import TokenRounding
-from ..doctor import versions
+from ..checkpoints.comparing import relative_error, same_bytes
+from ..cli.doctor import versions
+from ..layer.config import TokenRounding
 from . import corpus, plots
 from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
 

@@ -10,8 +10,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from .. import backends
 from ..kernels.interface import Rows
+from ..layer import backends
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older versions' name
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .. import backends
-from ..dispatch import dispatch
+from ..layer import backends
+from ..layer.dispatch import dispatch
+from ..layer.routing import Routing
 from ..patching import calls
-from ..routing import Routing
 from .collectives import exchange, gather, largest, rows_of_tokens, scatter_sum, sum_of_rows
 
 NOBODY = -1  # the expert of a pair that is none

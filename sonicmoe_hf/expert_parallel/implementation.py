@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from ..layer.routing import Routing
 from ..private.transformers import experts_implementation
-from ..routing import Routing
 from .collectives import sum_gradients, sum_over_ranks
 from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
 

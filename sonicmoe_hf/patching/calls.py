@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..config import TokenRounding
+from ..layer.config import TokenRounding
 from ..private.torch import at_end_of_backward, current_graph_task_id, running_modules
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from transformers.activations import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedExpertsError
-from ..functional import Activation, moe_experts
+from ..layer.moe_experts import Activation, moe_experts
+from ..layer.routing import MISPLACED, Routing
 from ..private.transformers import default_apply_gate
-from ..routing import MISPLACED, Routing
-from .adapters import adapters_of
+from .active_adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .. import backends, custom_op
+from ..layer import backends
+from ..layer import torch_op as custom_op
 from ..private.torch import current_function_mode
 
 MOST_EXPERTS, MOST_TAKEN = 1024, 32

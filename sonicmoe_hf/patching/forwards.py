@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_imp
 
 REPLACED = "_sonicmoe_hf_replaced"  # attribute of experts: Liger's forward, which unpatching binds again
 LIGERS = "LigerExperts"  # its class
-NATIVE = "sonicmoe_hf.native.modeling.SonicMoEExperts.forward"
+NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
 PARALLEL = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 LIGER_SWITCH = (
     "keep Liger from the experts by its switch swiglu=False (Trainer: liger_kernel_config={'swiglu': False}), given "

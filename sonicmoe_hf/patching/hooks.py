@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import TokenRounding
+from ..layer.config import TokenRounding
+from ..layer.routing import MISPLACED, rounded_routing
 from ..model_patches import FAMILIES
 from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation, parallel_mesh
-from ..routing import MISPLACED, rounded_routing
 from . import calls, fast_topk
 from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..errors import UnsupportedModelError
+from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation

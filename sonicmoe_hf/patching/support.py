@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..config import TokenRounding
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
+from ..layer.config import TokenRounding
 from ..model_patches import FAMILIES, Family
 from .experts import (
     check_weights,

@@ -17,9 +17,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
-from ..config import check_choice
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
+from ..layer.config import check_choice
 from ..patching.experts import weight_names
 from .packed_weight import PackedWeight, as_parameter
 from .refusals import check_distributed

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from ..config import TokenRounding
+from ..layer.config import TokenRounding
 from ..patching.expert_load import TOTALS
 from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.patch import (

@@ -10,9 +10,10 @@ import torch
 import transformers
 
 import sonicmoe_hf
-from sonicmoe_hf import backends, doctor
+from sonicmoe_hf.cli import doctor
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.demo import run
+from sonicmoe_hf.layer import backends
 
 SMALL = {
     "vocab_size": 64,

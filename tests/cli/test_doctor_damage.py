@@ -11,8 +11,8 @@ import pytest
 import transformers
 from helpers.models import CONFIGS
 
+from sonicmoe_hf.checkpoints import config_only
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.native import config_only
 
 pytestmark = pytest.mark.pinned
 

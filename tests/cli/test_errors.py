@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers.checkpoints import make
 
-from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, warmup
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
+from sonicmoe_hf.checkpoints import files
+from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.native import files
 
 pytestmark = pytest.mark.pinned
 

@@ -8,7 +8,7 @@ import torch
 from helpers.models import build
 from safetensors.torch import load_file, save_file
 
-from sonicmoe_hf.comparing import same_bytes
+from sonicmoe_hf.checkpoints.comparing import same_bytes
 
 SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
 FAMILIES = ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, O
 from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Ernie4_5_VLMoeTextConfig
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
 
-from sonicmoe_hf.comparing import relative_error
+from sonicmoe_hf.checkpoints.comparing import relative_error
 
 VOCABULARY = 64
 ORDER_OF_SUMS = "fp32: the same numbers summed in another order"

@@ -4,8 +4,8 @@ import torch
 from helpers.models import batch
 from transformers import Trainer, TrainingArguments
 
+from sonicmoe_hf.layer.routing import Routing, TokenRounding
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.routing import Routing, TokenRounding
 
 TILE = 4
 CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}

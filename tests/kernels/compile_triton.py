@@ -23,12 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
 from sonicmoe_hf.kernels.triton import config
-from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.layer.config import ROUNDINGS
+from sonicmoe_hf.layer.lora_operands import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 NAMES = {

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import torch
 from moe_problems import layer, routing_ids, run, stored
 
-from sonicmoe_hf.config import TokenRounding
-from sonicmoe_hf.functional import LowRank, moe_experts
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.hopper.config import MIN_WIDE_DEPTH
+from sonicmoe_hf.layer.config import TokenRounding
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.layer.routing import Routing, rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.routing import Routing, rounded_routing
 
 H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as input_rows does
 FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 rows per expert
@@ -21,7 +21,7 @@ FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 ro
 
 def keep_tensors_apart():
     """Give each tensor an allocation of its own also where moe_experts has several in one."""
-    dispatching, op = import_module("sonicmoe_hf.dispatch"), import_module("sonicmoe_hf.experts_op")
+    dispatching, op = import_module("sonicmoe_hf.layer.dispatch"), import_module("sonicmoe_hf.layer.experts_op")
     dispatching._dispatch_together, pack_all = dispatching._dispatch, op.pack_all
 
     def own(tensor):

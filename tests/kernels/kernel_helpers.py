@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from sonicmoe_hf.comparing import relative_error
+from sonicmoe_hf.checkpoints.comparing import relative_error
 
 
 def errors(results, expected) -> dict[str, float]:

@@ -7,11 +7,11 @@ from unittest import mock
 
 import torch
 
-from sonicmoe_hf.config import LAYOUTS
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.routing import Routing
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.routing import Routing
 
 INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from moe_problems import poisoned
 
-from sonicmoe_hf.config import TokenRounding
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.interface import Weighting
+from sonicmoe_hf.layer.config import TokenRounding
 
 KINDS = ("probabilities", "few levels", "all equal", "signed zeros", "wide", "forbidden", "few others", "one expert")
 EVERYTHING_COUNTS = 0  # of `min_pairs`: padding never makes it fall back

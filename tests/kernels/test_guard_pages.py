@@ -12,11 +12,11 @@ from moe_problems import layer, routing_ids
 from rounding_problems import matrix
 from test_rank import SCALE, adapter
 
-from sonicmoe_hf.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
-from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
+from sonicmoe_hf.layer.lora_operands import pack
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or sys.platform != "linux", reason="guards memory of the CPU, by Linux's calls"

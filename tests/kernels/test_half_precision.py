@@ -14,7 +14,7 @@ from test_rank import SCALE, adapter
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.triton import bias_gradient
-from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.layer.lora_operands import pack
 
 BAR = 1.02
 

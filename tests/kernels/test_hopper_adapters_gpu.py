@@ -11,15 +11,15 @@ from kernel_helpers import errors, same_bits
 from moe_problems import layer, poisoned, routing_ids, stored
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
-from sonicmoe_hf.comparing import relative_error
-from sonicmoe_hf.config import LAYOUTS
-from sonicmoe_hf.functional import LowRank, moe_experts
+from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as portable
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_bucket
 from sonicmoe_hf.kernels.interface import Activation, Extra
-from sonicmoe_hf.low_rank import pack
-from sonicmoe_hf.routing import Routing
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.lora_operands import pack
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.layer.routing import Routing
 
 pytestmark = [
     pytest.mark.gpu,

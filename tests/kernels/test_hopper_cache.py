@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from sonicmoe_hf import warmup
-from sonicmoe_hf.config import LAYOUTS
+from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.kernels.interface import Activation, Rows
-from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.lora_operands import pack
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")

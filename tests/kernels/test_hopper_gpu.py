@@ -9,12 +9,12 @@ from kernel_helpers import captured, errors, same_bits
 from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
-from sonicmoe_hf import backends
-from sonicmoe_hf.config import LAYOUTS
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as portable
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.moe_experts import moe_experts
 
 pytestmark = [
     pytest.mark.gpu,

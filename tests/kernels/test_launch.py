@@ -3,12 +3,12 @@
 import torch
 from moe_problems import layer, routing_ids, run
 
-from sonicmoe_hf.dispatch import dispatch
-from sonicmoe_hf.experts_op import Inputs, Options
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton.launch import cdiv, next_power_of_2
-from sonicmoe_hf.routing import Routing
+from sonicmoe_hf.layer.dispatch import dispatch
+from sonicmoe_hf.layer.experts_op import Inputs, Options
+from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.routing import Routing
 
 T, H, I, E, K = 21, 24, 16, 3, 2
 OURS = torch.ops.sonicmoe_hf

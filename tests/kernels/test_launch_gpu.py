@@ -10,14 +10,14 @@ from kernel_helpers import errors, same_bits
 from moe_problems import layer, routing_ids, run
 from triton import knobs
 
-from sonicmoe_hf import backends
-from sonicmoe_hf.dispatch import dispatch
-from sonicmoe_hf.experts_op import Inputs, Options
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
-from sonicmoe_hf.routing import Routing
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.dispatch import dispatch
+from sonicmoe_hf.layer.experts_op import Inputs, Options
+from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.routing import Routing
 
 pytestmark = pytest.mark.gpu
 OURS = torch.ops.sonicmoe_hf

@@ -14,13 +14,13 @@ from moe_problems import layer, poisoned, routing_ids
 from test_rank import adapter
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import eager, quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, quantize
 from sonicmoe_hf.kernels.triton import packed_tile
-from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.layer.lora_operands import pack
+from sonicmoe_hf.layer.moe_experts import moe_experts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 

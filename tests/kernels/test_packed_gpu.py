@@ -9,12 +9,12 @@ from test_launch_gpu import skip_unless_it_runs_here
 from test_rank import adapter
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.config import LAYOUTS
-from sonicmoe_hf.functional import LowRank, moe_experts
 from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.kernels.triton import config
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 pytestmark = pytest.mark.gpu
 BACKENDS = pytest.mark.parametrize("backend", ("hopper", "triton"))

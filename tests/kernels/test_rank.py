@@ -7,11 +7,11 @@ from kernel_helpers import errors
 from moe_problems import layer, poisoned, routing_ids
 from test_triton import SHAPES, TOLERANCE, logical_view
 
-from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.low_rank import pack
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.lora_operands import pack
 
 SCALE = 0.7
 

@@ -8,9 +8,9 @@ from moe_problems import layer, routing_ids, stored, upcast
 from test_launch_gpu import skip_unless_it_runs_here
 from test_rank import adapter
 
-from sonicmoe_hf.config import LAYOUTS
-from sonicmoe_hf.functional import LowRank, moe_experts
-from sonicmoe_hf.routing import Routing
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.layer.routing import Routing
 
 pytestmark = pytest.mark.gpu
 BACKENDS = pytest.mark.parametrize("backend", ("hopper", "triton"))

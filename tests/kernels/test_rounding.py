@@ -4,11 +4,11 @@ import pytest
 import torch
 from rounding_problems import KINDS, check_against_definition, matrix
 
-from sonicmoe_hf.config import ROUNDINGS
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Weighting
 from sonicmoe_hf.kernels.triton import rounding as rounding_kernels
+from sonicmoe_hf.layer.config import ROUNDINGS
 
 SIZES = {"odd": (70, 5, 2, 8), "one token": (1, 4, 2, 1), "every expert": (33, 3, 3, 4), "one expert": (40, 1, 1, 16)}
 

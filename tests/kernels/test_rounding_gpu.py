@@ -8,12 +8,12 @@ from kernel_helpers import captured, errors, same_bits
 from moe_problems import layer
 from rounding_problems import KINDS, check_against_definition, matrix
 
-from sonicmoe_hf.config import ROUNDINGS, TokenRounding
-from sonicmoe_hf.functional import moe_experts
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.triton.config import max_row_tiles
+from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
+from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.routing import rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.routing import rounded_routing
 
 pytestmark = pytest.mark.gpu
 FAMILY, ROUTER = FAMILIES["qwen3_moe"], SimpleNamespace(norm_topk_prob=True)

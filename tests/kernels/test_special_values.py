@@ -10,9 +10,9 @@ import pytest
 import torch
 from moe_problems import INPUTS, layer, routing_ids, run, upcast
 
-from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import reference
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+from sonicmoe_hf.layer.config import LAYOUTS
 
 NAN, INF = float("nan"), float("inf")
 E, K = 5, 2

@@ -8,8 +8,8 @@ import torch
 from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error
 
 import sonicmoe_hf
-from sonicmoe_hf import backends
 from sonicmoe_hf.kernels import triton as kernels
+from sonicmoe_hf.layer import backends
 from sonicmoe_hf.patching import fast_topk
 
 SIZES = {"odd": (37, 5, 3), "all of them": (9, 3, 3), "one": (4, 1, 1), "many": (300, 128, 8), "most": (40, 300, 32)}

@@ -10,11 +10,11 @@ import torch
 from kernel_helpers import errors
 from moe_problems import layer, poisoned, routing_ids, run, stored
 
-from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
 from sonicmoe_hf.kernels.triton.config import max_row_tiles, tile_rows
+from sonicmoe_hf.layer.config import LAYOUTS
 
 TOLERANCE = 2e-5
 # T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; the same in multiples of 16 bytes, which

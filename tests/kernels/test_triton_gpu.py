@@ -12,11 +12,11 @@ from kernel_helpers import captured, errors, same_bits
 from moe_problems import layer, poisoned, rounded_once, routing_ids, run, upcast
 from triton import JITFunction
 
-from sonicmoe_hf import backends
-from sonicmoe_hf.config import LAYOUTS
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import ACTIVATIONS
 from sonicmoe_hf.kernels.triton import bias_gradient, gemm_dgated, gemm_down, gemm_up, gemm_wgrad
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.config import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 CAP = 5e-3

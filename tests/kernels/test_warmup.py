@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sonicmoe_hf import doctor, warmup
+from sonicmoe_hf.checkpoints import config_only
+from sonicmoe_hf.cli import doctor, warmup
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.native import config_only
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")

@@ -2,8 +2,8 @@
 
 from . import Mutation
 
-FUNCTIONAL = "tests/test_functional.py"
-LOW_RANK = "tests/test_low_rank.py"
+FUNCTIONAL = "tests/layer/test_moe_experts.py"
+LOW_RANK = "tests/layer/test_lora_operands.py"
 QUANTIZED = "tests/kernels/test_quantized.py"
 
 MUTATIONS = [
@@ -12,7 +12,7 @@ MUTATIONS = [
         "missing_P = (expert_P < 0) | (expert_P >= num_experts)",
         "missing_P = expert_P >= num_experts",
         "an expert id of -1 is taken for an expert",
-        "tests/test_dispatch.py",
+        "tests/layer/test_dispatch.py",
     ),
     Mutation(
         "kernels/eager.py",
@@ -36,14 +36,14 @@ MUTATIONS = [
         f"{FUNCTIONAL}::test_lower_precision_stays_near_the_fp32_reference",
     ),
     Mutation(
-        "sonicmoe_hf/low_rank.py",
+        "sonicmoe_hf/layer/lora_operands.py",
         "one.b.to(dtype) * one.scale for one in by_expert",
         "one.b.to(dtype) * adapter[0].scale for one in by_expert",
         "adapters of one weight all get the first one's scale",
         f"{LOW_RANK}::test_adapters_of_one_weight_add_up_each_with_its_own_scale",
     ),
     Mutation(
-        "sonicmoe_hf/low_rank.py",
+        "sonicmoe_hf/layer/lora_operands.py",
         "factors = (factor for one in adapter for factor in (one.a, one.b))",
         "factors = [adapter[0].a]",
         "adapters of one weight are added up in fp32, though one of the factors is fp64",
@@ -54,10 +54,10 @@ MUTATIONS = [
         "unknown_P = ~missing_P & ((token_P < 0) | (token_P >= num_tokens))",
         "unknown_P = ~missing_P & (token_P < 0)",
         "a token past the last one is taken for none",
-        "tests/test_dispatch.py::test_a_token_that_is_not_there_is_named",
+        "tests/layer/test_dispatch.py::test_a_token_that_is_not_there_is_named",
     ),
     Mutation(
-        "sonicmoe_hf/low_rank.py",
+        "sonicmoe_hf/layer/lora_operands.py",
         "is_copied = (rank, source_dtype, source_strides) != (padded, dtype, strides)",
         "is_copied = (rank, source_strides) != (padded, strides)",
         "an adapter in fp32 whose rank is a multiple of 8 is read as the experts' bf16",

@@ -56,11 +56,11 @@ MUTATIONS = [
         BALANCE,
     ),
     Mutation(
-        "sonicmoe_hf/patching/adapters.py",
+        "sonicmoe_hf/patching/active_adapters.py",
         "_thread = threading.local()  # given",
         '_thread = type("", (), {})()  # given',
         "adapters of one thread's call reach another's",
-        "tests/patching/test_peft_adapters.py::test_a_call_keeps_its_adapters_when_another_threads_ends_inside_it",
+        "tests/lora/test_peft_wrapper.py::test_a_call_keeps_its_adapters_when_another_threads_ends_inside_it",
     ),
     Mutation(
         "sonicmoe_hf/patching/calls.py",
@@ -91,11 +91,11 @@ MUTATIONS = [
         "tests/patching/test_replay.py::test_calls_are_replayed_in_order_and_tensors_do_too",
     ),
     Mutation(
-        "sonicmoe_hf/native/adapter_rules.py",
+        "sonicmoe_hf/lora/rules.py",
         "version < NOT_SWAPPED",
         "version <= NOT_SWAPPED",
         "adapters of PEFT 0.19.1 are refused",
-        "tests/native/test_merge.py::test_square_weights_of_a_peft_that_takes_in_for_in_are_merged",
+        "tests/lora/test_merge.py::test_square_weights_of_a_peft_that_takes_in_for_in_are_merged",
     ),
     Mutation(
         "sonicmoe_hf/quantization/state.py",
@@ -105,7 +105,7 @@ MUTATIONS = [
         "tests/quantization/test_packed_checkpoints.py::test_damaged_packed_weights_are_errors_that_name_them",
     ),
     Mutation(
-        "sonicmoe_hf/doctor.py",
+        "sonicmoe_hf/cli/doctor.py",
         "for part in (config, config.get_text_config()):",
         "for part in (config,):",
         "doctor does not see that a multimodal model's text model is quantised",
@@ -123,7 +123,7 @@ MUTATIONS = [
         "return PackedWeight(Quantized(codes, scales, state), format, param_dtype, is_transposed), ()",
         "return PackedWeight(Quantized(codes, scales, state), format, param_dtype), ()",
         "packed experts that are stored transposed come back from FSDP2 as if they were not",
-        "tests/distributed/test_distributed.py::"
+        "tests/patching/test_distributed.py::"
         "test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients",
     ),
 ]

@@ -2,8 +2,8 @@
 
 from . import Mutation
 
-DEFINITION = "tests/test_routing.py::test_the_definition_of_token_rounding"
-ROUTING = "tests/test_routing.py"
+DEFINITION = "tests/layer/test_routing.py::test_the_definition_of_token_rounding"
+ROUTING = "tests/layer/test_routing.py"
 
 MUTATIONS = [
     Mutation(
@@ -53,17 +53,17 @@ MUTATIONS = [
         "        chosen_TE.sum(-1, keepdim=True) > 0, (gradient_TE",
         "        chosen_TE.sum(-1, keepdim=True) < 0, (gradient_TE",
         "the gradient of normalised weights lacks that of their sum",
-        "tests/test_functional.py::test_gradcheck_with_token_rounded_routing",
+        "tests/layer/test_moe_experts.py::test_gradcheck_with_token_rounded_routing",
     ),
     Mutation(
-        "sonicmoe_hf/routing.py",
+        "sonicmoe_hf/layer/routing.py",
         'if self.rows is None or (self.rows_backend == "eager" and backend != "eager"):',
         "if self.rows is None:",
         "rows without tiles are given to kernels that read tiles",
         ROUTING,
     ),
     Mutation(
-        "sonicmoe_hf/routing.py",
+        "sonicmoe_hf/layer/routing.py",
         "if weights is None or weights is self.weights or weights.dtype != self.weights.dtype:",
         "if weights is None or weights is self.weights:",
         "weights that mixed precision cast take the place of the exact ones",

@@ -23,10 +23,10 @@ from helpers.architectures import (
 from helpers.models import ORDER_OF_SUMS, assert_all_close, relative_error, twin
 
 import sonicmoe_hf
+from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.model_patches import FAMILIES, deepseek_v2, deepseek_v3, mixtral, olmoe
 from sonicmoe_hf.patching.experts import IMPLEMENTATION, UnsupportedExpertsError
 from sonicmoe_hf.patching.support import load_family_class
-from sonicmoe_hf.routing import TokenRounding
 
 REFUSED = {
     "Inkling2Experts": "_apply_gate is not one that sonicmoe_hf implements",

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-from sonicmoe_hf.native.modeling import NATIVE
+from sonicmoe_hf.checkpoints.modeling import NATIVE
 from sonicmoe_hf.patching.forwards import INTERFACE_CODE, is_bound_by_liger
 from sonicmoe_hf.patching.support import find_layers
 

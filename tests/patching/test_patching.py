@@ -15,6 +15,7 @@ from transformers import (
 )
 
 import sonicmoe_hf
+from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching.hooks import ModelEntryHook, ModelExitHook
 from sonicmoe_hf.patching.patch import patch_state, router_hooks
@@ -25,7 +26,6 @@ from sonicmoe_hf.patching.support import (
     load_family_class,
     supports,
 )
-from sonicmoe_hf.routing import TokenRounding
 
 
 def states(model):

@@ -13,9 +13,9 @@ from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
-from sonicmoe_hf import backends
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.patching import calls, fast_topk
-from sonicmoe_hf.routing import TokenRounding
 
 SAME = "the same computation"
 PATIENCE = 20  # seconds that a thread waits for the others

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sonicmoe_hf import PackedWeight, moe_experts
-from sonicmoe_hf.comparing import relative_error
-from sonicmoe_hf.config import LAYOUTS
-from sonicmoe_hf.functional import LowRank
+from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.moe_experts import LowRank
 from sonicmoe_hf.quantization.packed_weight import as_parameter
 
 T, H, I, E, K, R = 7, 64, 64, 4, 2, 3

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-from sonicmoe_hf.routing import TokenRounding
+from sonicmoe_hf.layer.routing import TokenRounding
 
 SAME_COMPUTATION = "the same kernels on the same numbers: only the order of additions in autograd may differ"
 

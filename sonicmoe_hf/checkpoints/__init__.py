@@ -1,0 +1,1 @@
+"""Checkpoints: the native layout, its models, and conversion to it and back."""

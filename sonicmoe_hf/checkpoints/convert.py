@@ -1,0 +1,248 @@
+"""convert_checkpoint: a checkpoint from the hub layout to the native one and back, streamed shard by shard.
+
+Memory: the shard being written, and the pages of the one source file that is open. The result appears whole or not at
+all: it is written into a hidden folder beside its destination and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
+from ..errors import CheckpointError
+from ..kernels.quantized import FORMATS
+from ..layer.config import check_choice
+from ..quantization.quantizer import ExpertsQuantizationConfig
+from . import nvfp4
+from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
+from .comparing import same_bytes
+from .configs import hub_config, native_config
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
+from .hub import local_folder
+from .packed import LOSS, Quantiser
+from .plan import TARGETS, Planned, plan, target_layout
+from .source import DTYPES, Source
+
+SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([KMGT]B|B?)", re.IGNORECASE)
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
+DTYPE_ENTRIES = {
+    "dtype",
+    "torch_dtype",
+}  # of config.json: Transformers 5's name, and the one before, which may both be there
+
+
+class Conversion(NamedTuple):
+    """What convert_checkpoint did.
+
+    path: the new checkpoint. family, source_layout, target_layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS.
+    tensors, nbytes, shards: what was written. notices: what else a user should know, in sentences.
+    """
+
+    path: Path
+    family: str
+    source_layout: str
+    target_layout: str
+    tensors: int
+    nbytes: int
+    shards: int
+    notices: list[str]
+
+
+def convert_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    layout: str = "native",
+    *,
+    dtype: str | None = None,
+    dequantize: bool | None = None,
+    quantize: str | None = None,
+    max_shard_size: int | str = "5GB",
+    verify: bool = False,
+    revision: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Convert a checkpoint between the hub layout and the native one. Weights are moved; they change only if a cast,
+    quantisation or dequantisation is asked for.
+
+    Args:
+        src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
+        dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
+        dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so with
+            a notice, False refuses.
+        quantize: "nf4" or "mxfp4" packs the experts (native layout only; see `quantize_experts`); MXFP4 ones stay as
+            they are.
+        max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
+        verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
+        revision: of a hub id. on_progress: called with (bytes done, bytes in all).
+    Returns:
+        What was done.
+    Raises:
+        CheckpointError: a tensor, file or config entry is unknown, missing, wrong or contradictory, the disk is full or
+            `dst` exists; the message names it and nothing is written.
+    Example:
+        sonicmoe_hf.convert_checkpoint("Qwen/Qwen3-30B-A3B", "qwen3-native", layout="native")
+    """
+    check_choice("layout", layout, TARGETS)
+    if dtype is not None:
+        check_choice("dtype", dtype, DTYPES)
+    if quantize is not None:
+        check_choice("quantize", quantize, FORMATS)
+        if layout != "native":
+            raise CheckpointError(
+                f"quantize={quantize!r} needs layout='native': engines that read the hub layout do not know it"
+            )
+        if dequantize:
+            raise CheckpointError(f"quantize={quantize!r} and dequantize=True contradict each other; leave one out")
+    dst = new_folder(dst)
+    source = Source(local_folder(src, revision))
+    return write_checkpoint(source, dst, layout, dtype, dequantize, max_shard_size, verify, on_progress, quantize)
+
+
+def write_checkpoint(
+    source: Source,
+    dst: Path,
+    layout: str,
+    dtype: str | None,
+    dequantize: bool | None,
+    max_shard_size: int | str,
+    verify: bool,
+    on_progress: Callable[[int, int], None] | None,
+    quantize: str | None = None,
+) -> Conversion:
+    """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments."""
+    keeps = quantize is not None and source.quantisation == quantize
+    notices = [] if keeps else _quantisation_notices(source, dequantize)
+    quantiser = None if quantize is None else Quantiser(quantize)
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantiser)
+    files, skipped = _other_files(source)
+    if skipped:
+        notices.append(f"not carried over: {', '.join(skipped)}")
+    shards = _shards(planned, max_shard_size)
+    nbytes = sum(tensor.nbytes for tensor in planned)
+    progress = _Progress(nbytes * (1 + verify), on_progress)
+    with appearing_whole(dst, nbytes, files, len(shards)) as folder:
+        _write_shards(folder, shards, planned, verify, progress)
+        _write_config(folder, source, layout, dtype, quantize)
+        for file in files:
+            copy_file(source.folder / file, folder / file)
+        if verify:
+            _compare(folder, shards, planned, progress)
+        source.close()
+    if quantiser is not None:
+        notices.append(f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantiser.notice())
+    target = target_layout(source, layout)
+    return Conversion(dst, source.family.name, source.layout, target, len(planned), nbytes, len(shards), notices)
+
+
+def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
+    if source.quantisation is None:
+        return []
+    if dequantize is False:
+        raise CheckpointError(
+            f"{source.folder} is quantised ({source.quantisation}): conversion can only dequantise such weights"
+        )
+    if dequantize:
+        return []
+    dtype = str(source.dense_dtype).removeprefix("torch.")
+    notices = [f"the weights were {source.quantisation} and are {dtype} now"]
+    if source.packed_here:
+        notices.append(
+            f"what rounding to {source.quantisation} lost stays lost: about {LOSS[source.quantisation]}% of a weight "
+            "(root mean square), unless the model was trained in that format, as gpt-oss was"
+        )
+    return notices
+
+
+def _other_files(source: Source) -> tuple[list[Path], list[str]]:
+    """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
+    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE, nvfp4.FILE}
+    files, skipped = [], []
+    for path in sorted(source.folder.iterdir()):
+        if path.name in weights or path.name.startswith("."):
+            continue
+        if path.is_dir() and path.name in COPIED_FOLDERS:
+            files += [file.relative_to(source.folder) for file in sorted(path.rglob("*")) if file.is_file()]
+        elif path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
+            files.append(Path(path.name))
+        else:
+            skipped.append(path.name)
+    for file in files:
+        refuse_link_outside(source.folder / file, source.folder)
+    return files, skipped
+
+
+def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
+    """File name -> names of its tensors."""
+    shells = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in planned}
+    return split_torch_state_dict_into_shards(shells, max_shard_size=_in_bytes(max_shard_size)).filename_to_tensors
+
+
+def _in_bytes(max_shard_size: int | str) -> int:
+    number = SIZE.fullmatch(str(max_shard_size))
+    size = int(float(number[1]) * UNITS[number[2].upper()]) if number else 0
+    if size < 1:
+        raise CheckpointError(
+            f"max_shard_size is {reprlib.repr(max_shard_size)}; give bytes, 1 or more, or text such as '5GB'"
+        )
+    return size
+
+
+class _Progress:
+    def __init__(self, total: int, on_progress):
+        self.total, self.done, self.on_progress = total, 0, on_progress
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
+
+
+def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, progress: _Progress) -> None:
+    by_name = {tensor.name: tensor for tensor in planned}
+    for file, names in shards.items():
+        made = {}
+        for name in names:
+            made[name] = by_name[name].make()
+            if verify and not by_name[name].is_finite(made[name]):
+                raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
+            progress.add(by_name[name].nbytes)
+        save_file(made, folder / file, metadata={"format": "pt"})
+        sync(folder / file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in planned)
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_config(folder: Path, source: Source, layout: str, dtype: str | None, quantize: str | None) -> None:
+    config = dict(source.hub_config)
+    config.pop("quantization_config", None)
+    if source.quantisation is not None:
+        dtype = dtype or str(source.dense_dtype).removeprefix("torch.")
+    if quantize is not None:
+        config["quantization_config"] = ExpertsQuantizationConfig(quantize).to_dict()
+    if dtype is not None:
+        config.update(dict.fromkeys(DTYPE_ENTRIES.intersection(config) or ("dtype",), dtype))
+    convert = native_config if layout == "native" else hub_config
+    write_json(folder / CONFIG_FILE, convert(config, source.family))
+
+
+def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) -> None:
+    """Every tensor as it was written against the same tensor made once more, byte by byte."""
+    by_name = {tensor.name: tensor for tensor in planned}
+    for file, names in shards.items():
+        with opened(folder / file) as handle:
+            for name in names:
+                written, again = handle.get_tensor(name), by_name[name].make()
+                if not same_bytes(written, again):
+                    raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
+                progress.add(by_name[name].nbytes)

@@ -1,0 +1,173 @@
+"""What a converted checkpoint will hold, tensor by tensor, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..layer.config import check_choice
+from .layouts import Named, assemble, holder, layer_tensors
+from .packed import Quantiser, parts_of, row_view
+from .source import Source
+
+TARGETS = ("native", "hub")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    return bool(torch.isfinite(tensor).all())
+
+
+def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every value is finite in `dtype`, without a temporary of the tensor's size: rounding keeps the order."""
+    return is_finite(torch.stack(torch.aminmax(tensor)).to(dtype))
+
+
+class Planned(NamedTuple):
+    """A tensor to be written: its name, shape and dtype, how it is made, and whether the values that it stands for are
+    finite."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+    is_finite: Callable[[torch.Tensor], bool] = is_finite
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def target_layout(source: Source, target: str) -> str:
+    """The name in CHECKPOINT_LAYOUTS of "native" or "hub" for this checkpoint's family."""
+    check_choice("layout", target, TARGETS)
+    return "native" if target == "native" else source.family.hub_layout
+
+
+def plan(
+    source: Source, target: str, dtype: torch.dtype | None = None, quantiser: Quantiser | None = None
+) -> list[Planned]:
+    """The tensors of the converted checkpoint, in the order of the source's files.
+
+    Args:
+        source: the opened checkpoint. target: "native" or "hub". dtype: to cast to; None keeps what is stored.
+        quantiser: packs the experts' weights. None keeps dense ones, and makes packed ones dense.
+    Raises:
+        CheckpointError: the experts of a layer differ in dtype, are packed in another format than the quantiser's, or
+            have rows that it does not take.
+    """
+    layout = target_layout(source, target)
+    block_of: dict[str, str] = {}
+    for block in source.expected.blocks:
+        for named in source.expert_tensors(block):
+            block_of[named.name] = block
+            block_of.update(dict.fromkeys((part.name for part in source.packed_parts(named)), block))
+    carried, planned, done = set(source.carried), [], set()
+    for name in source.tensors:
+        if name in carried:
+            planned.append(_carried(source, name, dtype))
+        elif name in block_of and block_of[name] not in done:
+            done.add(block_of[name])
+            planned += _experts_of(source, block_of[name], layout, dtype, quantiser)
+    return planned
+
+
+def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
+    """A tensor outside the experts, as it is."""
+    kept = source.dtype_of(name)
+    cast = kept.is_floating_point and not source.expected.keep_fp32.intersection(name.split("."))
+    wanted = dtype if cast and dtype is not None else kept
+    return Planned(
+        source.model_name(name),
+        source.shape_of(name),
+        wanted,
+        lambda: _in_range(source.read(name), wanted, name).to(wanted),
+    )
+
+
+def _in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """`tensor`, whose finite values stay finite in `dtype`.
+
+    Raises:
+        CheckpointError: some do not.
+    """
+    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max or finite_bounds(tensor, dtype):
+        return tensor
+    finite = tensor[tensor.isfinite()]
+    if finite.numel() and not finite_bounds(finite, dtype):
+        raise CheckpointError(
+            f"{name} has values up to {finite.abs().max().item():.3g}, which are infinite in {dtype}; cast to bfloat16 "
+            "or float32"
+        )
+    return tensor
+
+
+def _experts_of(
+    source: Source, block: str, layout: str, dtype: torch.dtype | None, quantiser: Quantiser | None
+) -> Iterator[Planned]:
+    sizes = source.expected.blocks[block]
+    stored = {named.name: named for named in source.expert_tensors(block)}
+    for named in layer_tensors(layout, block, sizes):
+        experts = range(sizes.num_experts) if named.expert is None else [named.expert]
+        needed = {
+            f"{block}.{holder(source.layout, part).name.format(expert=expert)}"
+            for part in named.stored.parts
+            for expert in experts
+        }
+        if quantiser is not None and not named.stored.is_bias and all(map(source.is_packed, needed)):
+            yield from _moved(source, block, named, quantiser)
+            continue
+        dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
+        if dtype is None and len(set(dtypes.values())) > 1:
+            first, other = next((a, b) for a in dtypes for b in dtypes if dtypes[a] != dtypes[b])
+            raise CheckpointError(
+                f"{first} is {dtypes[first]}, {other} is {dtypes[other]}: {named.name} needs one dtype; give dtype="
+            )
+        wanted = dtype or next(iter(dtypes.values()))
+        make = _assembler(source, block, named, wanted)
+        if quantiser is None or named.stored.is_bias:
+            yield Planned(named.name, named.shape, wanted, make)
+        else:
+            yield from (Planned(*part, make_part) for part, make_part in quantiser.parts(named, make))
+
+
+def _moved(source: Source, block: str, named: Named, quantiser: Quantiser) -> Iterator[Planned]:
+    """A packed weight in native order, its blocks as they are."""
+    if source.quantisation != quantiser.format:
+        raise CheckpointError(
+            f"{named.name} would be packed as {quantiser.format}, but is {source.quantisation} already, and rounding "
+            "twice loses more: keep that format, or convert the bf16 checkpoint"
+        )
+    if quantiser.format == "nf4":
+        raise CheckpointError(
+            f"{source.folder} is packed as nf4 already; from_pretrained loads it as it is (NF4's scales have scales of "
+            "256 neighbouring blocks, which cannot be put into another order)"
+        )
+    for place, part in enumerate(parts_of(named.name, named.shape, quantiser.format, "native")):
+
+        def make(place=place, part=part):
+            tensor = torch.empty(part.shape, dtype=part.dtype)
+            for expert in range(tensor.shape[0]):
+                for row_part in named.stored.parts:
+                    rows = row_view("native", row_part)(tensor[expert])
+                    rows.copy_(source.packed_rows(block, row_part, expert)[place])
+            return tensor
+
+        yield Planned(*part, make, is_finite if place == 0 else lambda scales: _is_finite_dense(source, block, named))
+
+
+def _is_finite_dense(source: Source, block: str, named: Named) -> bool:
+    """Whether the values of a packed weight are finite, which its bytes do not show."""
+    experts = range(source.expected.blocks[block].num_experts)
+    return all(is_finite(source.part(block, part, expert)) for expert in experts for part in named.stored.parts)
+
+
+def _assembler(source: Source, block: str, named: Named, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    def read(part: str, expert: int) -> torch.Tensor:
+        return _in_range(source.part(block, part, expert), dtype, f"{part} of expert {expert} of {block}")
+
+    return lambda: assemble(named, dtype, read)

@@ -1,0 +1,274 @@
+"""What `sonicmoe-hf doctor` reports: versions, devices and backends, and what a model's layers get, without weights."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from ..checkpoints.config_only import build_on_meta
+from ..checkpoints.modeling import sizes_of
+from ..errors import DoctorError
+from ..kernels.quantized import FORMATS
+from ..layer import backends
+from ..layer.config import TokenRounding
+from ..patching.experts import expert_parallel_remedy, has_expert_parallelism
+from ..patching.layer_ranges import LayerRange, collapse
+from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
+from ..quantization.quantizer import QUANT_METHOD
+from .warmup import placement
+
+PACKAGES = (
+    "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
+)  # fmt: skip
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PACKED_AS = "packed as "
+NO_REMEDY = "use a checkpoint that is not quantised"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, and for each dtype the backend that would run on it, or the error of choosing one, and why."""
+
+    name: str
+    description: str
+    backends: dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class RoundingForecast:
+    """What token rounding would do for one batch size; rows are means over the experts."""
+
+    tokens: int
+    num_experts: int
+    top_k: int
+    tile: int
+    applies: bool
+    tokens_needed: int
+
+    def sentence(self) -> str:
+        """The forecast in words."""
+        rows = self.tokens * self.top_k / self.num_experts
+        routing = f"{self.tokens} tokens, top-{self.top_k} of {self.num_experts} experts: {rows:.0f} rows per expert, "
+        routing += f"{rows / self.tile:.1f} tiles of {self.tile}"
+        if self.applies:
+            return f"token rounding applies ({routing})"
+        return (
+            f"token rounding falls back to top-k ({routing}); it needs {self.tokens_needed} tokens per forward on each "
+            "device: raise the batch size or the sequence length, or pass a smaller tile"
+        )
+
+
+@dataclass(frozen=True)
+class Here:
+    """What would compute the layers on this machine: its best device, the checkpoint's dtype, the backend and why."""
+
+    device: str
+    dtype: str
+    backend: str
+    reason: str
+
+    @property
+    def accelerates(self) -> bool:
+        """Whether kernels run on a GPU, and not the reference in plain PyTorch."""
+        return self.backend in backends.KERNELS and self.device != "cpu"
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What the layers of one model get. `quantisation` is the checkpoint's method, None for plain weights."""
+
+    name: str
+    architecture: str
+    quantisation: str | None
+    layers: list[LayerRange]
+    here: Here
+    rounding: list[RoundingForecast] = field(default_factory=list)
+
+    @property
+    def supported(self) -> bool:
+        """Whether there are mixture-of-experts layers and sonicmoe_hf computes all of them, on whatever machine."""
+        return bool(self.layers) and all(layers.support.accelerated for layers in self.layers)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether all layers are supported, and this machine has kernels for them."""
+        return self.supported and self.here.accelerates
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that matter; "not installed" where one is missing."""
+    by_package = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            by_package[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            by_package[package] = "not installed"
+    by_package["torch"] = torch.__version__
+    return by_package
+
+
+def untested_versions() -> list[str]:
+    """A sentence for each installed package whose version is outside the range that sonicmoe-hf was tested with."""
+    try:
+        requirements = [Requirement(line) for line in importlib.metadata.requires("sonicmoe-hf") or []]
+    except importlib.metadata.PackageNotFoundError:  # not installed: imported from a checkout, which declares nothing
+        return []
+    installed = versions()
+    return [
+        f"{requirement.name} {installed[requirement.name]} is outside the versions that sonicmoe-hf was tested with, "
+        f"{requirement.specifier}: run the tests, or install one of these"
+        for requirement in requirements
+        if installed.get(requirement.name, "not installed") != "not installed"
+        and not requirement.specifier.contains(installed[requirement.name], prereleases=True)
+    ]
+
+
+def devices() -> list[Device]:
+    """Every CUDA device, and the CPU."""
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        description = f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+        devices.append(Device(f"cuda:{index}", description, _backends(torch.device("cuda", index))))
+    description = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    devices.append(Device("cpu", description, _backends(torch.device("cpu"))))
+    return devices
+
+
+def _backends(device: torch.device) -> dict[str, tuple[str, str]]:
+    return {_name(dtype): _backend(device, dtype) for dtype in DTYPES}
+
+
+def _backend(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend and why, or "error" and the error of choosing one."""
+    try:
+        name, reason = backends.choose(device, dtype)
+        return name, reason
+    except ValueError as error:
+        return "error", str(error)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _here(dtype: torch.dtype | None) -> Here:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return Here(str(device), _name(dtype), *_backend(device, dtype))
+
+
+def examine(
+    name: str, *, batch_size: int | None = None, sequence_length: int | None = None, tile: int | None = None
+) -> ModelReport:
+    """What the layers of a hub model or a local folder get. Only its config is read.
+
+    Args:
+        name: hub id or folder. batch_size, sequence_length: of one forward on one device; with both, the report says
+            whether token rounding applies. tile: M, rows; None is the policy's own.
+    Raises:
+        DoctorError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
+    """
+    model = build_on_meta(name)
+    quantisation = _quantisation(model.config)
+    support = supports(model)
+    if quantisation is not None and quantisation.startswith(PACKED_AS):
+        support = [
+            layer._replace(reason=f"{layer.reason}; its experts are {quantisation}, frozen") for layer in support
+        ]
+    elif quantisation is not None:
+        reason = (
+            f"the checkpoint is quantised ({quantisation}): its experts would never reach sonicmoe_hf; "
+            f"{REMEDIES.get(quantisation, NO_REMEDY)}"
+        )
+        support = [layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in support]
+    rounding = []
+    if batch_size is not None and sequence_length is not None:
+        rounding = _forecasts(model, support, batch_size * sequence_length, TokenRounding(tile=tile))
+    layers = collapse(support, _placements(model, support))
+    return ModelReport(name, type(model).__name__, quantisation, layers, _here(model.dtype), rounding)
+
+
+def _quantisation(config) -> str | None:
+    """The quantisation method that the checkpoint's config declares, also inside a multimodal model; of ours, the format
+    with PACKED_AS before it."""
+    for part in (config, config.get_text_config()):
+        declared = getattr(part, "quantization_config", None)
+        if declared:
+            method = declared.get("quant_method", "unnamed method") if isinstance(declared, dict) else declared
+            return _packed_as(declared) if method == QUANT_METHOD else str(method)
+    return None
+
+
+def _packed_as(declared: dict | str) -> str:
+    experts = declared.get("experts") if isinstance(declared, dict) else None
+    if experts not in tuple(FORMATS):
+        raise DoctorError(
+            f"config.json: the experts' format in quantization_config is {experts!r}, not {' or '.join(FORMATS)}"
+        )
+    return PACKED_AS + experts
+
+
+def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:
+    """One forecast for each kind of layer (experts, top-k) where token rounding works."""
+    kinds: dict[tuple[int, int], bool] = {}
+    for layer in supported_layers(model, support, "token_rounding"):
+        num_experts, top_k = layer.experts.num_experts, layer.router.top_k
+        kinds[num_experts, top_k] = policy.applies(tokens, top_k, num_experts)
+    needed = policy.min_tiles_per_expert * policy.tile_rows
+    return [
+        RoundingForecast(tokens, experts, top_k, policy.tile_rows, applies, int(-(-needed * experts // top_k)))
+        for (experts, top_k), applies in kinds.items()
+    ]
+
+
+def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
+    """For supported layers by name: what runs on the Hopper kernels on a Hopper GPU."""
+    if backends.missing_for_hopper():
+        return {}
+    sizes = {layer.name: sizes_of(layer.experts) for layer in supported_layers(model, support, "accelerated")}
+    return {name: placement(size.hidden, size.intermediate) for name, size in sizes.items()}
+
+
+def as_json(report: ModelReport | None) -> dict:
+    """Everything doctor prints, as plain data."""
+    facts: dict[str, Any] = {
+        "versions": versions(),
+        "untested_versions": untested_versions(),
+        "backend_override": os.environ.get(backends.VARIABLE),
+        "expert_parallelism": {"token_rounding": has_expert_parallelism(), "how": expert_parallel_remedy()},
+        "devices": [asdict(device) for device in devices()],
+    }
+    if report is not None:
+        layers = [_layer_as_json(layers, report.here) for layers in report.layers]
+        rounding = [{**asdict(forecast), "sentence": forecast.sentence()} for forecast in report.rounding]
+        facts["model"] = {
+            "name": report.name,
+            "architecture": report.architecture,
+            "quantisation": report.quantisation,
+            "supported": report.supported,
+            "accelerated": report.accelerated,
+            "here": asdict(report.here),
+            "layers": layers,
+            "token_rounding": rounding,
+        }
+    return facts
+
+
+def _layer_as_json(layers: LayerRange, here: Here) -> dict:
+    support = layers.support._asdict()
+    supported = support.pop("accelerated")
+    return {
+        "layers": layers.name,
+        "count": layers.count,
+        **support,
+        "supported": supported,
+        "accelerated": supported and here.accelerates,
+        "kernels": layers.kernels,
+    }

@@ -1,0 +1,83 @@
+"""A routing decision as the kernels want it: rows sorted by expert, and the way back to tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.interface import Rows
+from . import backends
+from . import torch_op as custom_op
+
+
+def _dispatch(
+    expert_P: torch.Tensor,
+    token_P: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    sentinels: bool,
+    backend: str,
+) -> list[torch.Tensor]:
+    return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
+
+
+def _dispatch_together(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+    """The same, whose results may share memory, as those of an op must not."""
+    return backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=True)
+
+
+def fake_rows(expert_P, num_tokens, num_experts, backend):
+    """The shapes of the Rows of these pairs, as empty tensors."""
+    num_pairs = expert_P.numel()
+    num_tiles = backends.load(backend).tile_table_length(num_pairs, num_experts)
+    sizes = ((num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3))
+    return [expert_P.new_empty(size, dtype=torch.int32) for size in sizes]
+
+
+def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+    return fake_rows(expert_P, num_tokens, num_experts, backend)
+
+
+_DISPATCH = custom_op.Op(_dispatch, _fake_dispatch)
+_functional = custom_op.for_torch_func(_DISPATCH, "dispatch")
+
+
+def dispatch(
+    expert_index: torch.Tensor,
+    num_tokens: int,
+    num_experts: int,
+    token_index: torch.Tensor | None = None,
+    *,
+    sentinels: bool = False,
+    backend: str | None = None,
+) -> Rows:
+    """Sort routed pairs by expert.
+
+    Args:
+        expert_index: [T, K], or any shape of P pairs with `token_index`; integer expert ids.
+        num_tokens, num_experts: T and E.
+        token_index: the token of each pair, same shape; None for [T, K], where pair p belongs to token p // K.
+        sentinels: ids outside 0..E-1 mean "no expert" (expert parallelism) instead of an error. A pair without an expert
+            may name any token.
+    Returns:
+        `kernels.interface.Rows`; within an expert, rows keep the order of the pairs.
+    Raises:
+        ValueError: an id names no expert, or no token (on a CPU, where looking is free; on a GPU a device-side assertion
+            fails later, as for any index out of range), or shapes disagree.
+    """
+    if expert_index.dtype.is_floating_point or expert_index.dtype in (torch.bool, torch.complex64):
+        raise ValueError(f"expert_index has dtype {expert_index.dtype}; expert ids are integers")
+    if token_index is None:
+        if expert_index.dim() != 2 or expert_index.shape[0] != num_tokens:
+            raise ValueError(
+                f"expert_index has shape {tuple(expert_index.shape)}; without token_index it must be [T, K] with "
+                f"T = {num_tokens} tokens"
+            )
+    elif token_index.shape != expert_index.shape:
+        raise ValueError(
+            f"token_index has shape {tuple(token_index.shape)}, expert_index {tuple(expert_index.shape)}; "
+            "they list the same pairs"
+        )
+    if backend is None:
+        backend = backends.choose(expert_index.device, torch.float32).name
+    run = custom_op.choose(_functional, _DISPATCH, _dispatch_together, expert_index, token_index)
+    return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

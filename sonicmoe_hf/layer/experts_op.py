@@ -1,0 +1,317 @@
+"""The op of `moe_experts`: forward and backward, written once over the backends' functions.
+
+Both are torch ops, so that torch.compile sees two opaque calls; where nothing traces, the ops' functions are called
+without the dispatcher. What is saved for backward is h, x if it is needed, and the routing (`save="preactivation"`), or x
+and the routing (`save="input"`, h is computed again), and rows of the adapters' rank; never the activations a, the rows
+y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and y = a W2^T as kernels/interface.py says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.interface import Activation, PackedOperand, Rows
+from . import backends
+from . import torch_op as custom_op
+from .lora_operands import pack_all, padded_rank
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _without_autocast(device: torch.device, backend: str):
+    """For the eager backend, whose products are PyTorch's; kernels know no autocast, and the switch takes time."""
+    if backend == "eager" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
+
+
+class Inputs(NamedTuple):
+    """The tensors that a layer can be differentiated by, in the order of `needs` and of the gradients. Factors a and b
+    are LowRank's. Backward has no x where it needs none. Of packed weights gate_up and down are the codes; they, scales
+    and state (kernels/quantized.py) have no gradient."""
+
+    x: torch.Tensor | None
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    weight: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    gate_up_a: torch.Tensor | None
+    gate_up_b: torch.Tensor | None
+    down_a: torch.Tensor | None
+    down_b: torch.Tensor | None
+    gate_up_scales: torch.Tensor | None = None
+    gate_up_state: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
+    down_state: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """What else decides the function that a layer computes, and the backend. The scales are the adapters'; formats are
+    those of packed weights, "" of dense ones."""
+
+    activation: str
+    alpha: float
+    limit: float
+    transposed: bool
+    interleaved: bool
+    gate_up_scale: float
+    down_scale: float
+    backend: str
+    gate_up_format: str = ""
+    down_format: str = ""
+
+
+class Keep(NamedTuple):
+    """Which results of forward backward is given: h, u = scale x A1^T, v = scale a A2^T."""
+
+    h: bool
+    u: bool
+    v: bool
+
+
+class Kept(NamedTuple):
+    """Those results; None for what is computed again, or not needed."""
+
+    h: torch.Tensor | None
+    u: torch.Tensor | None
+    v: torch.Tensor | None
+
+
+class _Layer:
+    """A layer's weights as logical views, its adapters as the kernels take them, and its first half, which backward
+    computes again where h was not kept. dtype: what is computed in."""
+
+    def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
+        self.kernels = backends.load(options.backend)
+        self.inputs, self.rows, self.options, self.dtype = inputs, rows, options, dtype
+        self.interleaved = options.interleaved
+        self.activation = Activation(options.activation, options.alpha, options.limit)
+        self.gate_up_adapter, self.down_adapter = pack_all(
+            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
+              self._is_in_last(inputs.gate_up, options.gate_up_format)),
+             (inputs.down_a, inputs.down_b, options.down_scale, self._is_in_last(inputs.down, options.down_format))],
+            rows.offsets.shape[0] - 1, dtype, self.kernels,
+        )  # fmt: skip
+
+    def _is_in_last(self, weight, format) -> bool:
+        """Whether in the logical view [E, out, in], which for a packed weight is not there yet, `in` is contiguous."""
+        return bool(format) or weight.stride(1 if self.options.transposed else 2) == 1
+
+    def _logical_view(self, weight, scales, state, format):
+        """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
+        if format:
+            return self.kernels.dequantize(weight, scales, state, format, self.dtype, self.rows)
+        return weight.transpose(1, 2) if self.options.transposed else weight
+
+    def _operand(self, *packed):
+        """`_logical_view`, or the packed weight itself where the kernels of up and down read that."""
+        if packed[-1] and self.kernels.reads_packed(self.dtype, self.rows):
+            return PackedOperand(*packed)
+        return self._logical_view(*packed)
+
+    @property
+    def _gate_up(self):
+        inputs = self.inputs
+        return inputs.gate_up, inputs.gate_up_scales, inputs.gate_up_state, self.options.gate_up_format
+
+    @property
+    def _down(self):
+        inputs = self.inputs
+        return inputs.down, inputs.down_scales, inputs.down_state, self.options.down_format
+
+    @property
+    def gate_up(self) -> torch.Tensor:
+        return self._logical_view(*self._gate_up)
+
+    @property
+    def down(self) -> torch.Tensor:
+        return self._logical_view(*self._down)
+
+    @property
+    def down_operand(self) -> torch.Tensor | PackedOperand:
+        """What `down` of the kernels takes."""
+        return self._operand(*self._down)
+
+    def up(self, u_PJ, want_h: bool, want_a: bool):
+        """u, computed unless it is given (None without an adapter), h and a."""
+        x, bias, adapter, extra = self.inputs.x, self.inputs.gate_up_bias, self.gate_up_adapter, None
+        if adapter is not None:
+            if u_PJ is None:
+                u_PJ = self.kernels.rank_rows(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
+            extra = adapter.extra_forward(u_PJ)
+        h_R2I, a_RI = self.kernels.up(
+            x, self._operand(*self._gate_up), bias, self.rows, self.activation, self.interleaved,
+            want_h=want_h, want_a=want_a, extra=extra,
+        )  # fmt: skip
+        return u_PJ, h_R2I, a_RI
+
+
+def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> list[torch.Tensor]:
+    """[out_TH], and after it what `keep` says."""
+    x_TH = inputs.x
+    assert x_TH is not None  # only backward may be without
+    with _without_autocast(x_TH.device, options.backend):
+        layer = _Layer(inputs, rows, options, x_TH.dtype)
+        kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
+        u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
+        if adapter is not None:
+            v_PJ = kernels.rank_rows(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
+            extra = adapter.extra_forward(v_PJ)
+        y_RH = kernels.down(a_RI, layer.down_operand, inputs.down_bias, rows, extra=extra)
+        out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
+    return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), keep) if wanted)]
+
+
+def _fake_forward(inputs, rows, options, keep):
+    num_rows, x = rows.token.shape[0], inputs.x
+    widths = (
+        inputs.gate_up.shape[2 if options.transposed and not options.gate_up_format else 1],
+        *(None if a is None else padded_rank(a, rows.offsets.shape[0] - 1) for a in (inputs.gate_up_a, inputs.down_a)),
+    )
+    return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, keep) if wanted)]
+
+
+def _experts_backward(
+    dout: torch.Tensor, kept: Kept, inputs: Inputs, rows: Rows, options: Options, needs: list[bool]
+) -> list[torch.Tensor]:
+    """`_run_backward` as an op."""
+    return _run_backward(dout, [kept], inputs, rows, options, needs)
+
+
+def _run_backward(dout, held: list[Kept], inputs: Inputs, rows: Rows, options: Options, needs) -> list[torch.Tensor]:
+    """The gradients that `needs` asks for, in the order of Inputs.
+
+    `held` holds what was kept; it is taken out, so that it is freed when it has been used. So is everything else: dx
+    comes first, whose rows are the largest; weights' gradients stay, and come last.
+    """
+    need, dout = Inputs._make(needs), dout.contiguous()
+    with _without_autocast(dout.device, options.backend):
+        layer = _Layer(inputs, rows, options, dout.dtype)
+        gradients, dh, a, u = _down_backward(layer, need, dout, held)
+        gradients |= _up_backward(layer, need, dh, u, dout.shape[0])
+        kernels, x = layer.kernels, inputs.x
+        if need.gate_up:
+            gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, layer.gate_up)
+        if need.gate_up_bias:
+            gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up_bias)
+        del dh
+        if need.down:
+            gradients["down"] = kernels.down_gradient(dout, a, rows, layer.down)
+        if need.down_bias:
+            gradients["down_bias"] = kernels.down_bias_gradient(
+                dout, inputs.weight.reshape(-1), rows, inputs.down_bias
+            )
+    if options.transposed:
+        gradients |= {name: gradients[name].transpose(1, 2) for name in ("gate_up", "down") if name in gradients}
+    return [gradients[name] for name, needed in zip(Inputs._fields, need) if needed]
+
+
+def _down_backward(layer: _Layer, need: Inputs, dout, held: list[Kept]):
+    """(gradients of the routing weights and of the second adapter, dh, a', u); None for what is not needed."""
+    kernels, inputs, rows, adapter = layer.kernels, layer.inputs, layer.rows, layer.down_adapter
+    h, u, v = held.pop()
+    weight_P, gradients, dv, extra, dh, a = inputs.weight.reshape(-1), {}, None, None, None, None
+    want_dh = need.x or need.gate_up or need.gate_up_bias or need.gate_up_a or need.gate_up_b
+    want_a = need.down or need.down_a
+    want_da = want_dh or need.weight
+    if adapter is not None and (want_da or need.down_a or need.down_b):
+        dv, gradients["down_b"] = kernels.rank_backward(
+            dout, adapter.b_ENJ, v, weight_P, rows, adapter.scale, gathered=True,
+            want_rank=want_da or need.down_a, like_ENj=inputs.down_b if need.down_b else None,
+        )  # fmt: skip
+        extra = adapter.extra_backward(dv) if want_da else None
+    if want_da or want_a:
+        if h is None:
+            u, h, _ = layer.up(u, want_h=True, want_a=False)
+        dh, a, dw_P = kernels.down_backward(
+            dout, layer.down, inputs.down_bias, h, weight_P, rows, layer.activation, layer.interleaved,
+            want_dh=want_dh, want_a=want_a, want_dw=need.weight, extra=extra,
+        )  # fmt: skip
+        if need.weight:
+            gradients["weight"] = dw_P.view(inputs.weight.shape)
+    if need.down_a:
+        gradients["down_a"] = kernels.factor_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down_a)
+    return gradients, dh, a if need.down else None, u
+
+
+def _up_backward(layer: _Layer, need: Inputs, dh, u, num_tokens: int):
+    """Gradients of x and of the first adapter."""
+    kernels, inputs, rows, adapter = layer.kernels, layer.inputs, layer.rows, layer.gate_up_adapter
+    gradients, du, extra = {}, None, None
+    if adapter is not None and (need.x or need.gate_up_a or need.gate_up_b):
+        du, gradients["gate_up_b"] = kernels.rank_backward(
+            dh, adapter.b_ENJ, u, None, rows, adapter.scale, gathered=False,
+            want_rank=need.x or need.gate_up_a, like_ENj=inputs.gate_up_b if need.gate_up_b else None,
+        )  # fmt: skip
+        extra = adapter.extra_backward(du) if need.x else None
+    if need.x:
+        dx_RH = kernels.input_rows(dh, layer.gate_up, rows, extra=extra)
+        gradients["x"] = kernels.combine(dx_RH, None, rows, num_tokens)
+    if need.gate_up_a:
+        gradients["gate_up_a"] = kernels.factor_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up_a)
+    return gradients
+
+
+def _fake_backward(dout, kept, inputs, rows, options, needs):
+    likes = inputs._replace(x=dout.new_empty(dout.shape), weight=inputs.weight.new_empty(inputs.weight.shape))
+    return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
+
+
+_FORWARD = custom_op.Op(_experts_forward, _fake_forward)
+_BACKWARD = custom_op.Op(_experts_backward, _fake_backward)
+
+
+def _setup_context(ctx, arguments, output):
+    inputs, rows, ctx.options, keep = arguments
+    ctx.set_materialize_grads(False)
+    needs = Inputs._make(ctx.needs_input_grad[: len(inputs)])
+    results = iter(output[1:])
+    kept = [next(results) if wanted else None for wanted in keep]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.given = [tensor is not None for tensor in inputs]
+    x, *others = inputs
+    keep_x = not keep.h or needs.gate_up or needs.gate_up_a
+    keep_x = keep_x or custom_op.transformed()  # there, for the refusal of second derivatives
+    ctx.save_for_backward(*kept, x if keep_x else None, *others, *rows)
+
+
+def _backward(ctx, dout):
+    """The gradients of Inputs, None where nobody asks for one."""
+    if dout is None:
+        return ()
+    h, u, v, *others = ctx.saved_tensors
+    inputs, rows = Inputs._make(others[: len(ctx.given)]), Rows._make(others[len(ctx.given) :])
+    # next_functions has one entry for each argument that is a tensor, in their order
+    nodes = iter(ctx.next_functions)
+    needs = custom_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
+    if custom_op.is_batch(dout):
+        run = custom_op.for_each_gradient(_BACKWARD)
+        gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
+    elif torch.is_grad_enabled() or custom_op.traced(dout):
+        run = custom_op.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
+        dout = custom_op.to_be_refused(dout) if run is _BACKWARD else dout
+        gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
+    else:
+        held = [Kept(h, u, v)]
+        del h, u, v
+        # unless the graph is retained; undocumented, what torch.compile's backward calls
+        ctx.maybe_clear_saved_tensors()
+        gradients = _run_backward(dout, held, inputs, rows, ctx.options, needs)
+    computed = iter(gradients)
+    return [next(computed) if needed else None for needed in needs]
+
+
+custom_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = custom_op.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
+_functional = custom_op.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
+
+
+def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> torch.Tensor:
+    """out_TH. `keep` is what backward will have, where there is one (`differentiable`)."""
+    plain = _differentiable if differentiable or custom_op.forward_mode() else _experts_forward
+    return custom_op.choose(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, keep)[0]

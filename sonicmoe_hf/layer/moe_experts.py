@@ -1,0 +1,165 @@
+"""moe_experts: the one differentiable function. What it computes is in experts_op.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype
+from ..quantization.packed_weight import PackedWeight
+from . import backends, experts_op
+from .config import LAYOUTS, SAVE_POLICIES, check_choice
+from .dispatch import dispatch
+from .experts_op import Inputs, Keep, Options
+from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
+from .routing import Routing
+
+__all__ = ["Activation", "LowRank", "moe_experts"]
+
+NO_ADAPTER = (None, None, 1.0)
+
+
+def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
+    """Raise what a user can act on."""
+    dtype, device = x.dtype, x.device
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x has dtype {dtype}; use one of {', '.join(map(str, FLOAT_DTYPES))}")
+    tensors = (("gate_up", gate_up), ("down", down), ("gate_up_bias", gate_up_bias), ("down_bias", down_bias))
+    for name, tensor in tensors:
+        if tensor is not None and tensor.dtype != dtype and not isinstance(tensor, PackedWeight):
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} but x has {dtype}; cast one of them, or run under torch.autocast"
+            )
+    for name, tensor in (*tensors, ("the routing", routing.expert_index), ("its weights", routing.weights)):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} but x is on {device}; move them to one device")
+    if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        raise ValueError(
+            f"x, gate_up, down have {x.dim()}, {gate_up.dim()}, {down.dim()} dimensions; they need 2 (tokens, hidden), "
+            "3 and 3 (experts first)"
+        )
+    num_experts, width, hidden = gate_up.shape
+    down_shape = num_experts, hidden, width // 2
+    if LAYOUTS[layout][0]:  # transposed
+        hidden, width = width, hidden
+        down_shape = num_experts, width // 2, hidden
+    if x.shape[1] != hidden or width % 2 or down.shape != down_shape:
+        sizes = "[E, H, 2I] and [E, I, H]" if LAYOUTS[layout][0] else "[E, 2I, H] and [E, H, I]"
+        raise ValueError(
+            f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}, read as [T, H], {sizes} "
+            f"by layout={layout!r}, disagree; is the layout right?"
+        )
+    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
+        if bias is not None and bias.shape != (num_experts, size):
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {(num_experts, size)}")
+
+
+def _compute_dtype(x, gate_up, down):
+    """The dtype to cast to: autocast's, or that of packed weights; None where nothing is cast."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return next((weight.dtype for weight in (gate_up, down) if isinstance(weight, PackedWeight)), None)
+
+
+def _stored(name, weight, transposed):
+    """What the op takes of a weight: its tensor, or codes, scales, state and the format of a packed one."""
+    if not isinstance(weight, PackedWeight):
+        return weight, None, None, ""
+    if weight.is_transposed != transposed:
+        raise ValueError(
+            f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
+            "`layout` contradicts; quantise it in the layout that it is used in"
+        )
+    return weight.codes, weight.scales, weight.state, weight.format  # no property: torch.compile traces attributes
+
+
+def _factors(name, adapter, weight, transposed):
+    """a, b and scale of one adapter, or of several as one."""
+    if not adapter:
+        return NO_ADAPTER
+    adapter = side_by_side(adapter, weight.shape[0])
+    check_low_rank(
+        name, adapter, weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape, weight.device
+    )
+    return adapter.a, adapter.b, float(adapter.scale)
+
+
+def moe_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    routing: Routing | tuple[torch.Tensor, torch.Tensor],
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gate_up_adapter: LowRank | Sequence[LowRank] | None = None,
+    down_adapter: LowRank | Sequence[LowRank] | None = None,
+    activation: str | Activation = "swiglu",
+    layout: str = "concatenated",
+    save: str = "preactivation",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
+
+    Args:
+        x: [T, H], fp64, fp32, bf16 or fp16.
+        gate_up, down: the experts' weights in x's dtype, stored as `layout` says: [E, 2I, H] and [E, H, I], or for the
+            transposed layouts [E, H, 2I] and [E, I, H]. A `PackedWeight` stands for one of that shape: it is expanded to
+            x's dtype for as long as a product takes, and has no gradient.
+        routing: a `Routing`, or (expert_index [T, K], weights [T, K]). Weights are computed with in fp32.
+        gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+        gate_up_adapter, down_adapter: `LowRank` adapters a [E, r, H], b [E, 2I, r] and a [E, r, I], b [E, H, r] of the
+            weights (or as PEFT stores them), several of one weight summed, or None. Whatever the layout, b's rows stand
+            in the order of the 2I (or H) rows of the weight. No tensor of a weight's size is formed.
+        activation: a name of kernels.interface.ACTIVATIONS, or an `Activation` with its alpha and limit.
+        layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
+            native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).
+        save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
+        backend: overrides the automatic choice (see `sonicmoe-hf doctor`).
+    Returns:
+        [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype, else with packed weights in
+        theirs.
+    Raises:
+        ValueError: shapes, dtypes, devices or names that do not fit, with the value and the remedy.
+        NotImplementedError, RuntimeError: forward-mode and second derivatives, which there are not.
+    """
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("save", save, SAVE_POLICIES)
+    act = activation if isinstance(activation, Activation) else Activation(activation)
+    check_choice("activation", act.name, ACTIVATIONS)
+    if not isinstance(routing, Routing):
+        routing = Routing(*routing)
+    dtype_out = x.dtype
+    if (dtype := _compute_dtype(x, gate_up, down)) is not None:
+        x = x.to(dtype)
+        gate_up, down = (w if isinstance(w, PackedWeight) else w.to(dtype) for w in (gate_up, down))
+        gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
+    transposed, interleaved = LAYOUTS[layout]
+    _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
+    gate_up_a, gate_up_b, gate_up_scale = _factors("gate_up_adapter", gate_up_adapter, gate_up, transposed)
+    down_a, down_b, down_scale = _factors("down_adapter", down_adapter, down, transposed)
+
+    backend = backends.choose(x.device, x.dtype, backend).name
+    rows = routing.rows_for(backend, x.shape[0], gate_up.shape[0])
+    if rows is None:
+        rows = dispatch(
+            routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
+            sentinels=routing.sentinels, backend=backend,
+        )  # fmt: skip
+    weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
+    weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
+    gate_up, gate_up_scales, gate_up_state, gate_up_format = _stored("gate_up", gate_up, transposed)
+    down, down_scales, down_state, down_format = _stored("down", down, transposed)
+    inputs = Inputs(
+        x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b,
+        gate_up_scales, gate_up_state, down_scales, down_state,
+    )  # fmt: skip
+    needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
+    differentiable = needs_gradients and torch.is_grad_enabled()
+    keep_h = differentiable and save == "preactivation"
+    keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
+    keep_v = differentiable and down_b is not None and down_b.requires_grad
+    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend, gate_up_format, down_format)
+    out = experts_op.run(differentiable, inputs, rows, options, Keep(keep_h, keep_u, keep_v))
+    return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -1,0 +1,277 @@
+"""Routing decisions: top-k as a model gives it, and token rounding. Pure functions of tensors, on any device.
+
+Letters: T tokens, E experts, K experts per token, P routed pairs, M the tile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..kernels.interface import Rows, Weighting
+from ..kernels.rounding import rounded_mask, top_k_mask
+from . import backends
+from . import torch_op as custom_op
+from .config import ROUNDINGS, TokenRounding, check_choice
+from .dispatch import fake_rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
+
+MISPLACED = (
+    "a Routing made by token rounding reached code that wants a tensor of expert indices: token rounding needs "
+    'experts_implementation="sonicmoe_hf", under expert parallelism also ep_implementation="sonicmoe_hf", and does not '
+    "work with quantised experts; "
+    "set the routing policy to None (top-k) or undo the other setting"
+)
+
+
+class Routing:
+    """Which token goes to which expert, with which weight. A plain class: FSDP2 casts tensors inside tuples.
+
+    Args:
+        expert_index: expert ids, int; [T, K], or [P] with `token_index`.
+        weights: the same shape; any float dtype, computed with in fp32.
+        token_index: the token of each pair, [P], int; None for [T, K].
+        sentinels: ids outside 0..E-1 mean "no expert" (zero output, zero gradient) instead of an error.
+        rows: the pairs as `dispatch` would sort them, where they are known already; rows_backend: whose rows those are.
+        is_local: under expert parallelism, ids count this rank's experts and not all of the layer's.
+    """
+
+    def __init__(
+        self,
+        expert_index,
+        weights,
+        token_index=None,
+        *,
+        sentinels: bool = False,
+        rows=None,
+        rows_backend=None,
+        is_local: bool = False,
+    ):
+        if weights.shape != expert_index.shape:
+            raise ValueError(
+                f"routing weights have shape {tuple(weights.shape)}, expert indices {tuple(expert_index.shape)}; "
+                "they list the same pairs"
+            )
+        self.expert_index = expert_index
+        self.weights = weights
+        self.token_index = token_index
+        self.sentinels = sentinels
+        self.rows = rows
+        self.rows_backend = rows_backend
+        self.is_local = is_local
+
+    def weighted_by(self, weights: torch.Tensor | None) -> Routing:
+        """This routing with its weights as they came beside it, through the hooks of DeepSpeed and others on modules.
+
+        Weights in another dtype were cast on the way (FSDP's mixed precision does so with arguments): its own are exact.
+        """
+        if weights is None or weights is self.weights or weights.dtype != self.weights.dtype:
+            return self
+        return Routing(
+            self.expert_index, weights, self.token_index,
+            sentinels=self.sentinels, rows=self.rows, rows_backend=self.rows_backend, is_local=self.is_local,
+        )  # fmt: skip
+
+    def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
+        """The rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve all.
+
+        Raises:
+            ValueError: they are those of another number of tokens or experts.
+        """
+        if self.rows is None or (self.rows_backend == "eager" and backend != "eager"):
+            return None
+        sizes = self.rows.token_offsets.numel() - 1, self.rows.offsets.numel() - 1
+        if sizes != (num_tokens, num_experts):
+            raise ValueError(
+                f"the routing is of {sizes[0]} tokens and {sizes[1]} experts, but there are {num_tokens} tokens and "
+                f"{num_experts} experts"
+            )
+        return self.rows
+
+    def __repr__(self):
+        return f"Routing(expert_index={tuple(self.expert_index.shape)}, sentinels={self.sentinels})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise TypeError(MISPLACED)
+
+    def __getattr__(self, name):
+        raise AttributeError(MISPLACED if not name.startswith("_") else name)
+
+    def __floordiv__(self, other):
+        raise TypeError(MISPLACED)
+
+
+def round_tokens(
+    scores_TE: torch.Tensor,
+    top_k_index_TK: torch.Tensor,
+    *,
+    tile: int,
+    rounding: str = "nearest",
+    valid_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Token rounding (paper, section 4, algorithm 4): every expert's tokens rounded to a multiple of the tile.
+
+    An expert that top-k sends f tokens gets n, a multiple of `tile` next to f: for n < f it loses its f - n top-k tokens
+    with the lowest scores, for n > f it gains the n - f other tokens with the highest. Where fewer others exist, n is
+    rounded down. Between equal scores the lower token index ranks higher. No expert's column is sorted.
+
+    Args:
+        scores_TE: S of every expert for every token, ranked in fp32; -inf keeps an expert from being added to a token.
+        top_k_index_TK: the model's own top-k, integer.
+        tile: M, rows. rounding: see `TokenRounding`.
+        valid_T: bool; False marks padding tokens, which are never added, never counted, and get no expert.
+    Returns:
+        mask_TE, bool: token t goes to expert e.
+    Raises:
+        ValueError: unknown rounding, bad tile, or shapes that disagree.
+    """
+    check_choice("rounding", rounding, ROUNDINGS)
+    if tile < 1:
+        raise ValueError(f"tile is {tile}; it counts rows and must be at least 1")
+    if scores_TE.dim() != 2 or top_k_index_TK.dim() != 2 or len(scores_TE) != len(top_k_index_TK):
+        raise ValueError(
+            f"scores {tuple(scores_TE.shape)} and top_k_index {tuple(top_k_index_TK.shape)} must be [T, E] and [T, K]"
+        )
+    (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
+    if valid_T is not None and tuple(valid_T.shape) != (num_tokens,):
+        raise ValueError(f"valid_T has shape {tuple(valid_T.shape)}; it must be ({num_tokens},), one per token")
+    scores_TE = scores_TE.detach()
+    top_k_TE = top_k_mask(scores_TE, top_k_index_TK)
+    return rounded_mask(scores_TE, top_k_TE, valid_T, _uniform(rounding, num_experts, device), rounding, tile)
+
+
+def _uniform(rounding: str, num_experts: int, device: torch.device, batch_group: ProcessGroup | None = None):
+    """What stochastic rounding draws: a number from [0, 1) for every expert, on all ranks of `batch_group` the same; None
+    for other roundings."""
+    if rounding != "stochastic":
+        return None
+    uniform_E = torch.rand(num_experts, device=device)
+    if batch_group is not None:
+        torch.distributed.broadcast(uniform_E, group=batch_group, group_src=0)
+    return uniform_E
+
+
+class _Rounding(NamedTuple):
+    """How `Backend.round_rows` is to round: its arguments that are no tensors, but for the weighting."""
+
+    rounding: str
+    tile: int
+    min_pairs: int
+    num_pairs: int
+    dtype: torch.dtype
+    backend: str
+
+
+def _round_rows(
+    scores: torch.Tensor,
+    ranking: torch.Tensor,
+    top_k_index: torch.Tensor,
+    valid: torch.Tensor | None,
+    uniform: torch.Tensor | None,
+    weighting: Weighting,
+    how: _Rounding,
+) -> list[torch.Tensor]:
+    """[weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
+    result = backends.load(how.backend).round_rows(
+        scores, ranking, top_k_index, valid, uniform, how.rounding, how.tile, how.min_pairs, how.num_pairs,
+        weighting, how.dtype,
+    )  # fmt: skip
+    tensors = [result.weight_P, result.expert_P, *result.rows]
+    return tensors if valid is None else [*tensors, result.fell_back]
+
+
+def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, options):
+    expert = scores.new_empty(options.num_pairs, dtype=torch.int32)
+    rows = fake_rows(expert, *scores.shape, options.backend)
+    tensors = [scores.new_empty(options.num_pairs, dtype=options.dtype), expert, *rows]
+    return tensors if valid is None else [*tensors, scores.new_empty((), dtype=torch.bool)]
+
+
+def _round_rows_backward(
+    dweight: torch.Tensor, scores: torch.Tensor, expert: torch.Tensor, rows: Rows, weighting: Weighting, backend: str
+) -> list[torch.Tensor]:
+    return [backends.load(backend).round_rows_backward(dweight, scores, expert, rows, weighting)]
+
+
+_FORWARD = custom_op.Op(_round_rows, _fake_round_rows)
+_BACKWARD = custom_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
+
+
+def _setup_context(ctx, arguments, output):
+    scores, *_, ctx.weighting, options = arguments
+    ctx.set_materialize_grads(False)
+    ctx.backend = options.backend
+    ctx.save_for_backward(scores, *output[1 : 2 + len(Rows._fields)])
+
+
+def _backward(ctx, dweight):
+    """The gradient of `scores`."""
+    if dweight is None:
+        return ()
+    scores, expert, *rows = ctx.saved_tensors
+    plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
+    run = custom_op.choose(_functional_backward, _BACKWARD, plain, dweight)
+    if custom_op.is_batch(dweight):
+        run = custom_op.for_each_gradient(_BACKWARD)
+    return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
+
+
+custom_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "token rounding")
+_differentiable = custom_op.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
+_functional = custom_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
+
+
+def rounded_routing(
+    family,
+    router,
+    logits_TE,
+    top_k_index_TK,
+    policy: TokenRounding,
+    valid_T=None,
+    *,
+    dtype: torch.dtype | None = None,
+    batch_group: ProcessGroup | None = None,
+):
+    """Token rounding as a model's router would have it.
+
+    Args:
+        family: a model_patches.Family. router: the model's router module.
+        logits_TE, top_k_index_TK: what the router returned. valid_T: bool, or None when every token counts.
+        dtype: of the weights, as the family casts them; None: the logits'.
+        batch_group: ranks that have the same tokens, and are to round them alike.
+    Returns:
+        (Routing, fell_back). The pairs are listed as rows are: expert by expert, by rising token; past them, up to the
+        policy's `max_rows`, the lists name expert E: no expert. The weights follow the family's formula on each token's
+        final set, differentiable; a token without experts gets none.
+        fell_back, False or a bool tensor, says that padding left too few tokens and top-k stands.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    top_k, device = top_k_index_TK.shape[1], logits_TE.device
+    scores_TE, ranking_TE = family.scores(router, logits_TE)
+    backend = backends.choose(device, torch.float32).name
+    plain = _differentiable if scores_TE.requires_grad or custom_op.forward_mode() else _round_rows
+    run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
+    options = _Rounding(
+        policy.rounding, policy.tile_rows, policy.min_pairs(num_experts),
+        policy.max_rows(num_tokens, top_k, num_experts),
+        logits_TE.dtype if dtype is None else dtype, backend,
+    )  # fmt: skip
+    uniform_E = _uniform(policy.rounding, num_experts, device, batch_group)
+    weight_P, expert_P, *rows = run(
+        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E,
+        family.weighting(router), options,
+    )  # fmt: skip
+    if valid_T is None:
+        fell_back = False
+    else:
+        *rows, fell_back = rows
+    rows = Rows(*rows)
+    routing = Routing(expert_P, weight_P, rows.token, sentinels=True, rows=rows, rows_backend=backend)
+    return routing, fell_back

@@ -1,0 +1,104 @@
+"""lora_config: a LoRA configuration for a mixture-of-experts model, its names read off the model's own modules."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..patching.support import check_accelerated, supported_layers
+from .convert import import_peft
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+MODULES_ALONE = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
+INITS_OF_MODULES = ("pissa", "olora", "orthogonal", "corda", "loftq", "eva", "lora_ga")
+REMEDY = "drop it, or adapt no experts: target_parameters=[]"
+
+
+def lora_config(model: nn.Module, r: int = 16, **options) -> LoraConfig:
+    """A `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`; its routers stay as they are.
+
+    Args:
+        model: a model with experts that sonicmoe_hf supports, in the hub layout or the native one, patched or not; one on
+            the meta device will do.
+        r: the rank, for every expert of its own.
+        options: any other field of `LoraConfig`; what is given wins. By default lora_alpha is 2 * r, task_type follows
+            from the model's class, target_parameters are the experts' weights, target_modules the linear layers of the
+            attention beside them. layers_to_transform chooses experts too.
+    Returns:
+        The configuration, for `peft.get_peft_model`, TRL's `peft_config=` or `model.add_adapter`.
+    Raises:
+        ModuleNotFoundError: PEFT is not installed.
+        UnsupportedModelError: a mixture-of-experts layer is not supported, or there is none.
+        ValueError: PEFT cannot do with parameters what is asked; the message names the field and the remedy.
+    Example:
+        model = peft.get_peft_model(model, sonicmoe_hf.lora_config(model, r=16))
+    """
+    peft = import_peft()
+    layers = supported_layers(model, check_accelerated(model), "accelerated")
+    names = {module: name for name, module in model.named_modules()}
+    experts = {names[layer.experts]: layer.experts for layer in layers}
+    chosen = options.get("layers_to_transform")
+    defaults = {
+        "lora_alpha": 2 * r,
+        "task_type": next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None),
+        "target_parameters": _expert_weights(model, experts, chosen),
+        "target_modules": _attention_projections(model, experts),
+    }
+    settings = {**defaults, **options, "r": r}
+    if settings["target_parameters"]:
+        _refuse_what_parameters_cannot(settings)
+    return peft.LoraConfig(**settings)
+
+
+def _refuse_what_parameters_cannot(settings: dict) -> None:
+    """Raise ValueError for options that PEFT has for modules alone, where it adapts the experts' parameters too."""
+    for field in MODULES_ALONE:
+        if settings.get(field):
+            raise ValueError(
+                f"{field} is {settings[field]!r}: PEFT has none for experts (target_parameters); {REMEDY}"
+            )
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(INITS_OF_MODULES):
+        raise ValueError(f"init_lora_weights is {init!r}: PEFT has none for experts (target_parameters); {REMEDY}")
+
+
+def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int | list[int] | None) -> list[str]:
+    """The experts' weights, under names that end as no other parameter's; by layer where layers are `chosen`."""
+    weights = [
+        f"{name}.{weight}"
+        for name, module in experts.items()
+        for weight in getattr(module, "weight_names", ("gate_up_proj", "down_proj"))
+    ]
+    if chosen is None:
+        return _shortest_endings(weights, [name for name, _ in model.named_parameters()], parts=2)
+    layers = {chosen} if isinstance(chosen, int) else set(chosen)
+    return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
+
+
+def _attention_projections(model: nn.Module, experts: dict[str, nn.Module]) -> list[str]:
+    """The linear layers of the attention in the stacks that have the experts (not in a vision tower, say)."""
+    stacks = {re.split(r"\.\d+\.", name)[0] for name in experts}
+    projections = [
+        f"{name}.{child}"
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ and name.startswith(tuple(f"{stack}." for stack in stacks))
+        for child, layer in module.named_children()
+        if isinstance(layer, nn.Linear)
+    ]
+    return _shortest_endings(projections, [name for name, _ in model.named_modules()], parts=1)
+
+
+def _shortest_endings(names: list[str], everything: list[str], parts: int) -> list[str]:
+    """What PEFT is told for `names`: their last `parts` parts where nothing else in `everything` ends so, else all of
+    them."""
+    wanted, targets = set(names), {}
+    endings = {name: ".".join(name.split(".")[-parts:]) for name in names}
+    for ending in set(endings.values()):
+        matches = {name for name in everything if name == ending or name.endswith(f".{ending}")}
+        targets[ending] = [ending] if matches <= wanted else sorted(matches & wanted)
+    return list(dict.fromkeys(target for name in names for target in targets[endings[name]]))

@@ -1,0 +1,223 @@
+"""PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
+parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), fsdp_auto_wrap_policy and
+get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
+
+PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
+the experts' forward instead. Imported when PEFT is (registration.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import model as peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import other as peft_other
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..errors import UnsupportedModelError
+from ..layer.lora_operands import LowRank, of_experts
+from ..layer.moe_experts import FLOAT_DTYPES
+from ..patching.active_adapters import Given
+from ..patching.experts import (
+    IMPLEMENTATION,
+    PARALLELISM,
+    expert_parallel_remedy,
+    expert_parallelism,
+    experts_facts,
+    is_expert_parallel,
+    is_tensor_parallel,
+    weight_names,
+)
+from ..patching.forwards import why_not_reached
+from ..private.transformers import experts_implementation, experts_implementation_at_once
+
+logger = logging.getLogger(__name__)
+_PEFTS_ACTIVATE = ParamWrapper._activate_lora
+_PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
+_PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
+_said: set[str] = set()
+
+
+class _Checked(NamedTuple):
+    """What was found out about a wrapper and its experts, and what that depends on.
+
+    obstacle: why we leave the adapter to PEFT, or None; is_reached: whether a call of the experts reaches the experts
+    interface; is_swapped: whether lora_A and lora_B stand for B and A, as in PEFT 0.19.0; parallelism: ours, or None.
+    """
+
+    depends_on: tuple
+    is_reached: bool
+    obstacle: str | None
+    is_swapped: bool
+    parallelism: Any
+
+
+_checked: weakref.WeakKeyDictionary[ParamWrapper, _Checked] = weakref.WeakKeyDictionary()
+
+
+def _base_layer(wrapper: ParamWrapper) -> Any:
+    """wrapper.get_base_layer(), which takes long; modules that look into others, as FSDP1's do, have a __getattr__."""
+    module: nn.Module = wrapper
+    while (inner := module._modules.get("base_layer")) is not None:
+        module = inner
+    return module if type(module).__getattr__ is nn.Module.__getattr__ else wrapper.get_base_layer()
+
+
+def _implementation(experts: Any) -> str | None:
+    config = getattr(experts, "config", None)
+    if torch.compiler.is_compiling() or not isinstance(config, PreTrainedConfig):
+        return experts_implementation(config)
+    return experts_implementation_at_once(config)
+
+
+def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Checked:
+    # compiled calls are checked by hooks
+    is_reached = torch.compiler.is_compiling() or why_not_reached(experts) is None
+    obstacle = _obstacle(wrapper, experts) if is_reached else None
+    is_fused = is_reached and obstacle is None
+    is_transposed = is_fused and experts_facts(experts).layout.startswith("transposed")
+    is_swapped = wrapper._did_swap_in_out_features == is_transposed  # PEFT 0.19.0 takes dimensions the other way round
+    return _Checked(depends_on, is_reached, obstacle, is_swapped, expert_parallelism(experts))
+
+
+def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
+    """`_check`, which takes long, where something has changed since the last call."""
+    if torch.compiler.is_compiling():
+        return _check(wrapper, experts)
+    instance, weight = vars(experts), experts._parameters.get(wrapper.parameter_name)
+    if weight is None or "forward" in instance:
+        return _check(wrapper, experts)
+    depends_on = experts, type(experts), instance.get("_is_expert_parallel"), instance.get(PARALLELISM), weight.dtype
+    found = _checked.get(wrapper)
+    if found is None or found.depends_on != depends_on:
+        found = _checked[wrapper] = _check(wrapper, experts, depends_on)
+    return found
+
+
+def _check_split(experts: nn.Module, name: str) -> None:
+    """Raise UnsupportedModelError where experts are split over ranks and nobody can adapt their parameter `name`: PEFT
+    has none for a rank's part."""
+    if expert_parallelism(experts) is not None:
+        if name not in weight_names(experts):
+            raise UnsupportedModelError(
+                f"{type(experts).__name__}.{name}: under expert parallelism adapters work on the experts' weights alone; "
+                f"leave {name} out of target_parameters"
+            )
+    elif is_expert_parallel(experts) or is_tensor_parallel(experts):
+        raise UnsupportedModelError(
+            f"{type(experts).__name__}.{name}: adapters of experts do not work under Transformers' own expert and tensor "
+            f"parallelism; {expert_parallel_remedy()}, or shard it by FSDP, or adapt no experts: target_parameters=[]"
+        )
+
+
+def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
+    """Why we leave this adapter of our experts to PEFT, or None. Raises as `_check_split`."""
+    name = wrapper.parameter_name
+    _check_split(experts, name)
+    if name not in weight_names(experts):
+        return f"{name} is not a weight of the experts' products"
+    if wrapper.num_experts == 1:
+        return "there is one expert"
+    dtype = getattr(experts, name).dtype
+    return None if dtype in FLOAT_DTYPES else f"{name} is stored as {dtype}"
+
+
+def _weight(linears: Any, adapter: str) -> torch.Tensor:
+    """Of a Linear, without Module.__getattr__, which takes ten times as long."""
+    linear = linears._modules[adapter]
+    parameters = linear._parameters
+    if "weight" not in parameters:
+        return linear.weight
+    return parameters["weight"]  # by [], where DeepSpeed's ZeRO-3 gathers it
+
+
+def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
+    """One adapter, as PEFT stores it where that is what `LowRank` takes."""
+    slow, fast = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
+    scale, parallelism = wrapper.scaling[adapter], checked.parallelism
+    if parallelism is None and not checked.is_swapped:
+        return LowRank(slow, fast, scale)
+    if parallelism is not None:
+        # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
+        # averages the other adapters
+        slow, fast = parallelism.with_summed_gradient(slow), parallelism.with_summed_gradient(fast)
+    a, b, _ = of_experts(LowRank(slow, fast), wrapper.num_experts)
+    if checked.is_swapped:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    if parallelism is not None:
+        a, b = a[parallelism.ranks.experts], b[parallelism.ranks.experts]
+    return LowRank(a, b, scale)
+
+
+def _activate_lora(self, active_adapters):
+    """In place of ParamWrapper's: the context in which a call of the experts computes with these adapters."""
+    adapters = [name for name in active_adapters if name in self._modules["lora_A"]._modules]
+    experts = _base_layer(self)
+    if not adapters or _implementation(experts) != IMPLEMENTATION:
+        return _PEFTS_ACTIVATE(self, active_adapters)
+    checked = _check_once(self, experts)
+    if not checked.is_reached:
+        return _PEFTS_ACTIVATE(self, active_adapters)
+    if checked.obstacle is not None:
+        _say(f"{type(experts).__name__}.{self.parameter_name}", checked.obstacle)
+        return _PEFTS_ACTIVATE(self, active_adapters)
+    factors = [_low_rank(self, name, checked) for name in adapters]
+    return Given(experts, self.parameter_name, factors)
+
+
+def _say(parameter: str, obstacle: str) -> None:
+    if parameter not in _said and not torch.compiler.is_compiling():
+        _said.add(parameter)
+        logger.warning(
+            f"sonicmoe_hf: PEFT itself computes the adapter of {parameter}, forming all adapted weights at each call: "
+            f"{obstacle}"
+        )
+
+
+class _ExceptFactors:
+    """An auto-wrap policy of FSDP that leaves some modules to the unit around them."""
+
+    def __init__(self, policy, factors: set[nn.Module]):
+        self.policy, self.factors = policy, factors
+
+    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if not recurse and module in self.factors:
+            return False
+        return self.policy(module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+
+
+def _fsdp_auto_wrap_policy(model: nn.Module):
+    """PEFT's policy makes a unit of every Linear that trains; a ParamWrapper reads its Linears' weights without calling
+    them, so they would still be sharded then."""
+    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    factors = {linear for wrapper in wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())}
+    policy = _PEFTS_POLICY(model)
+    return _ExceptFactors(policy, factors) if factors else policy
+
+
+def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
+    """PEFT asks the tensor-parallel plan of the model how to split an adapter, but the plan's rules for experts do not
+    count where expert parallelism splits them. Raises as `_check_split`: PEFT comes here before it makes an adapter."""
+    place, _, name = current_key.rpartition(".")
+    module: Any = model.get_submodule(place)
+    module = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+    if name in module._parameters and _implementation(module) == IMPLEMENTATION:
+        _check_split(module, name)
+    return (None, None) if getattr(module, "_is_expert_parallel", False) else _PEFTS_PLAN(model, current_key)
+
+
+def install() -> None:
+    """Have PEFT's ParamWrapper hand the factors to our experts, its policy for FSDP leave them in their layer, and its
+    hooks for tensor parallelism leave them whole under expert parallelism."""
+    setattr(ParamWrapper, "_activate_lora", _activate_lora)  # noqa: B010  (mypy refuses an assignment)
+    peft_other.fsdp_auto_wrap_policy = _fsdp_auto_wrap_policy
+    if _PEFTS_PLAN is not None:
+        peft_model.get_tp_plan_and_mesh = _get_tp_plan_and_mesh
+
+
+install()

@@ -1,0 +1,134 @@
+"""PEFT's own rules of LoRA: which parameters of experts it adapts, with which rank and alpha, by factors of which shape.
+
+PEFT wraps a module once for every parameter of it that is adapted, the first one innermost, so
+"experts.base_layer.lora_A" is the first of two and "experts.lora_A" the second. It stores the factors of an experts
+parameter [E, out, in] as lora_A [r*E, in] and lora_B [out, r*E], those of a matrix [out, in] as lora_A [r, in] and
+lora_B [out, r].
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..checkpoints.files import read_json
+from ..checkpoints.layouts import Sizes, holder
+from ..errors import CheckpointError
+from ..model_patches import NativeFamily
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
+    "gate_up_proj": "c_fc",
+    "gate_up_proj_bias": "c_fc_bias",
+    "down_proj": "c_proj",
+    "down_proj_bias": "c_proj_bias",
+}
+NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
+PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate_bias", "down_proj_bias": "down_bias"}
+PARTS.update({native: PARTS[hub] for hub, native in PARAMETERS.items()})
+PREFIX = "base_model.model."
+KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
+
+
+def read_adapter_config(path: Path) -> dict:
+    """adapter_config.json, whose entries that are read here are of the right kinds.
+
+    Raises:
+        CheckpointError: there is none, or it is not that of a LoRA adapter.
+    """
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters are known here")
+    kinds = {"base_model_name_or_path": str, "target_parameters": list, "rank_pattern": dict, "alpha_pattern": dict}
+    for key, kind in kinds.items():
+        value = config.get(key)
+        names = value if isinstance(value, (list, dict)) else []
+        if not isinstance(value, (kind, type(None))) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{path}: {key} is {value!r}; PEFT writes a {kind.__name__} of names there")
+    return config
+
+
+def adapted_parameters(experts: str, sizes: Sizes, config: dict, native: bool) -> list[str]:
+    """Which parameters of the module `experts` the adapter adapts, the innermost wrapper's first."""
+    order: Iterable[str] = NATIVE_ORDER if native else PARAMETERS
+    names = [name for name in order if sizes.has_bias or not name.endswith("bias")]
+    return [name for name in names if is_target_parameter(f"{experts}.{name}", config)]
+
+
+def is_target_parameter(name: str, config: dict) -> bool:
+    """Whether target_parameters names the parameter `name`."""
+    return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
+
+
+def pattern_name(weight: str, config: dict) -> str:
+    """What PEFT compares with patterns: the name of a parameter, or of the linear layer that the weight belongs to."""
+    return weight if is_target_parameter(weight, config) else weight.removesuffix(".weight")
+
+
+def resolved(config: dict, pattern: str, name: str, path: Path) -> float:
+    """The rank ("rank_pattern") or alpha ("alpha_pattern") of what PEFT calls `name`: by the first entry of the pattern
+    that matches an end of the name.
+
+    Raises:
+        CheckpointError: a name in the pattern is no regular expression, or the value is no positive number.
+    """
+    default = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[pattern]
+    patterns = config.get(pattern) or {}
+    try:
+        key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
+    except re.error as error:
+        raise CheckpointError(f"{path}: {pattern} has a name that is no pattern: {error}") from error
+    value = config.get(default) if key is None else patterns[key]
+    kinds = int if default == "r" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        raise CheckpointError(f"{path}: {default} of {name} is {value!r}; it must be a positive number")
+    return value
+
+
+def adapter_layout(family: NativeFamily, native: bool) -> str:
+    """The name in CHECKPOINT_LAYOUTS of what the family's model, or its native twin, holds in memory."""
+    if native:
+        return "native"
+    return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
+
+
+def experts_shape(sizes: Sizes, parameter: str, layout: str) -> tuple[int, tuple[int, ...]]:
+    """(E, (out, in)) of what is added to a parameter of experts in this layout. Biases [E, out] are one matrix."""
+    shape = sizes.shape(holder(layout, PARTS[parameter]).letters)
+    if len(shape) == 2:
+        return 1, shape
+    return shape[0], shape[:0:-1] if layout == "gpt_oss" else shape[1:]
+
+
+def check_factors(weight: str, shapes, products, rank: float, layout: str, config: dict, path: Path) -> None:
+    """Raise where the shapes of a weight's lora_A and lora_B are not those of this rank.
+
+    Args:
+        shapes: of lora_A and lora_B. products: (E, (out, in)). layout: of the weights that the adapter was trained on.
+    Raises:
+        CheckpointError: they are others, or do not show whether an older PEFT took out features for in.
+    """
+    num_experts, (size_out, size_in) = products
+    due = (rank * num_experts, size_in), (size_out, rank * num_experts)
+    version = [int(number) for number in re.findall(r"\d+", str(config.get("peft_version")))[:3]]
+    may_be_swapped = num_experts > 1 and layout != "gpt_oss" and version < NOT_SWAPPED
+    if tuple(shapes) != due or (may_be_swapped and size_in == size_out):
+        raise CheckpointError(
+            f"{path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, where {due[0]} and "
+            f"{due[1]} are due for r = {rank}; PEFT up to 0.19.0 took out for in, and peft_version is "
+            f"{config.get('peft_version')!r}: train the adapter with a newer PEFT"
+        )
+
+
+def both_factors(weight: str, sides: dict[str, str], path: Path) -> tuple[str, str]:
+    """The names of a weight's lora_A and lora_B.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    if missing := {"A", "B"} - set(sides):
+        raise CheckpointError(f"{path} has no lora_{min(missing)} of {weight}, though it is adapted")
+    return sides["A"], sides["B"]

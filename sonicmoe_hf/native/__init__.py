@@ -1,1 +1,0 @@
-"""The native layout: its models, and checkpoints and adapters converted to it and back."""

@@ -1,0 +1,33 @@
+"""Which adapters the experts of this thread's calls are to compute with, from whoever wraps the experts (PEFT)."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import nn
+
+from ..layer.lora_operands import LowRank
+
+_thread = threading.local()  # given: (experts, parameter name, adapters) of each wrapper in whose forward we are
+
+
+class Given:
+    """`with Given(...)`: calls of `experts` inside, in this thread, add `adapters` to that parameter."""
+
+    def __init__(self, experts: nn.Module, parameter_name: str, adapters: list[LowRank]):
+        self.entry = experts, parameter_name, adapters
+
+    def __enter__(self) -> None:
+        self.outer = getattr(_thread, "given", ())
+        _thread.given = (*self.outer, self.entry)
+
+    def __exit__(self, *_) -> None:
+        _thread.given = self.outer
+
+
+def adapters_of(experts: nn.Module, parameter_name: str) -> list[LowRank] | None:
+    """What `Given` says in this thread."""
+    for module, name, adapters in getattr(_thread, "given", ()):
+        if module is experts and name == parameter_name:
+            return adapters
+    return None

@@ -1,0 +1,129 @@
+"""benchmarks/check_figures.py: the figures of README.md and docs/ are those of the CSVs, and a wrong one is found."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.benchmarks import imported
+
+pytestmark = pytest.mark.pinned
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def check():
+    return imported("check_figures")[0]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """README.md, docs/ and the CSVs, to be changed."""
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.csv")):
+        place = tmp_path / path.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
+    return tmp_path
+
+
+def change(path, before, after):
+    """One place of a file; returns its line."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, before
+    path.write_text(text.replace(before, after), encoding="utf-8")
+    return text.count("\n", 0, text.index(before)) + 1
+
+
+def test_every_figure_of_the_documents_is_its_csvs(check):
+    assert check.faults() == []
+
+
+CHANGES = (
+    ("README.md", "| **2.96** | 3.40 |", "| **2.96** | 3.41 |", "3.41 should be 3.39978"),
+    ("README.md", "| 16384, 2048, 1024, 64, 8 (OLMoE)", "| 16384, 2048, 1024, 64, 8 (Mixtral)", "(Mixtral)'"),
+    ("docs/performance.md", "| 36.0k, 455 ms,", "| 36.0k, 456 ms,", "456 should be 455.151"),
+    ("docs/lora.md", "| 1 | 1.75 |", "| 1 | 1.76 |", "1.76 should be 1.75263"),
+    ("docs/lora.md", "at 3.7 to 3.8 TB/s", "at 3.8 to 3.8 TB/s", "3.8 should be 3.67421"),
+    ("docs/lora.md", "2200, 95.1 |", "2200 |", "'2200' has 1 figures, and there should be 2"),
+    ("docs/replay.md", "| recording | −0.1% |", "| recording | −0.2% |", "−0.2% should be -0.000774"),  # noqa: RUF001
+    ("docs/token-rounding.md", "+0.031 ± 0.009", "+0.031 ± 0.008", "0.008 should be 0.00919951"),
+)
+
+
+def test_a_figure_that_its_csv_does_not_give_is_named_with_its_line(check, copy):
+    expected = {change(copy / document, *words): (document, fault) for document, *words, fault in CHANGES}
+    found = check.faults(copy)
+    assert len(found) == len(CHANGES)
+    for line, (document, fault) in expected.items():
+        assert any(text.startswith(f"{document}:{line}: ") and fault in text for text in found), (document, fault)
+
+
+def test_a_csv_that_was_measured_again_disagrees_with_every_table_that_has_its_figure(check, copy):
+    path = copy / "benchmarks" / "results" / "moe_layer.csv"
+    text = path.read_text(encoding="utf-8")
+    row = re.search(r"\n7B,[^\n]*?,hopper,forward\+backward,eager,ms,([\d.]+),", text)
+    path.write_text(text[: row.start(1)] + "2.90" + text[row.end(1) :], encoding="utf-8")
+    found = "\n".join(check.faults(copy))
+    assert len(found.splitlines()) >= 2
+    for document in ("README.md", "docs/performance.md"):
+        assert re.search(rf"{document}:\d+: 2.96 should be 2.9 \(moe_layer.csv: median of config = 7B", found)
+
+
+def test_a_row_that_a_csv_no_longer_has_is_missed(check, copy):
+    path = copy / "benchmarks" / "results" / "replay_step.csv"
+    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [row for row in rows if ",recording," not in row or ",6," not in row]
+    path.write_text("".join(kept), encoding="utf-8")
+    found = check.faults(copy)
+    assert len(found) == 2 and all("should be nan ((no row of replay_step.csv" in fault for fault in found)
+
+
+def test_a_table_with_figures_must_be_declared(check, copy):
+    path = copy / "docs" / "replay.md"
+    table = "\n| ours | theirs |\n|---|---|\n| fast | slow |\n"
+    path.write_text(path.read_text(encoding="utf-8") + table, encoding="utf-8")
+    assert check.faults(copy) == []
+    change(path, "| fast | slow |", "| fast, 3.1 ms | slow |")
+    [fault] = check.faults(copy)
+    assert "figures that nothing declares, in the table '| ours | theirs |'" in fault
+
+
+def test_a_declared_table_or_sentence_that_is_gone_is_named(check, copy):
+    change(copy / "docs" / "lora.md", "| tokens | NF4 | MXFP4 |", "| tokens | NF4 | of MXFP4 |")
+    change(copy / "docs" / "lora.md", "On an H200 this runs", "On a GPU this runs")
+    found = check.faults(copy)
+    assert any("no table '| tokens | NF4 | MXFP4 |'" in fault for fault in found)
+    assert any("'On an H200 this runs at # to # TB/s, read and written' is declared" in fault for fault in found)
+
+
+def test_a_csv_needs_a_commit_and_a_document_that_names_it(check, copy):
+    (copy / "benchmarks" / "results" / "old.csv").write_text("shape,ms\n1,2\n", encoding="utf-8")
+    assert check.faults(copy) == ["old.csv: no document names it", "old.csv: rows without a commit"]
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "rounded"),
+    [
+        ("2.96", 2.955, True),
+        ("2.95", 2.955, True),  # either side of a half
+        ("2.97", 2.964, False),
+        ("1.76", 1.75263, False),
+        ("45.3k", 45348.2, True),
+        ("45.4k", 45348.2, False),
+        ("100,872", 100872.4, True),
+        ("+0.6%", 0.00586, True),
+        ("\N{MINUS SIGN}0.053", -0.05347, True),
+        ("0.053", -0.05347, False),
+        ("1", math.nan, False),
+    ],
+)
+def test_a_figure_may_be_half_a_unit_of_its_last_digit_away(check, written, value, rounded):
+    figure = imported("figures")[0].Figure(value, "a CSV")
+    assert check.is_rounded(written, figure) is rounded
+
+
+def test_figures_are_told_from_names(check):
+    assert check.FIGURE.findall("bf16, sm_90, Qwen3-30B-A3B, H200: 1,453, 95.1 and 0.5%; 1.2 to 3.4k") == [
+        "1,453", "95.1", "0.5%", "1.2", "3.4k",
+    ]  # fmt: skip

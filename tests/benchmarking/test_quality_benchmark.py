@@ -1,0 +1,305 @@
+"""benchmarks/token_rounding_quality.py at a tiny size: what its figures rest on."""
+
+import csv
+import dataclasses
+import importlib.metadata
+import math
+import random
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.benchmarks import imported
+
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def quality():
+    """The two modules, (training, command line)."""
+    return imported("quality_training", "token_rounding_quality")
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return imported("quality_corpus")[0]
+
+
+@pytest.fixture(scope="module")
+def tiny(quality):
+    training, _ = quality
+    return dataclasses.replace(
+        training.PRESETS["cpu"], hidden_size=32, layers=2, heads=2, experts=8, top_k=2, expert_size=16,
+        batch=4, length=32, steps=3, tile=8, held_out_windows=16,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus_file(texts, tmp_path_factory):
+    """Of our own tests, as if they were two packages."""
+    folder = tmp_path_factory.mktemp("corpus")
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
+    packages = [
+        (name, "1.0", "MIT", [(path.name, path.read_text()) for path in paths[start::2]])
+        for start, name in enumerate(("one", "two"))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "HELD_OUT_SHARE", 1 / 4)
+        texts.build(packages, folder / "corpus.npz", folder / "corpus.csv")
+    return folder / "corpus.npz"
+
+
+@pytest.fixture(scope="module")
+def corpus(texts, corpus_file):
+    return texts.load(corpus_file)
+
+
+def measured(training, preset, corpus, *run):
+    run = training.Run(*run)
+    [(_, figures)] = training.at_once(1, [run], lambda run: training.measure(preset, run, corpus, CPU, graph=False))
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"License-Expression": "Apache-2.0 AND MIT"}, "Apache-2.0 AND MIT"),
+        ({"License-Expression": "MPL-2.0 AND MIT"}, None),
+        ({"Classifier": "License :: OSI Approved :: BSD License"}, "BSD License"),
+        ({"Classifier": "License :: Other/Proprietary License"}, None),
+        ({"Classifier": "License :: OSI Approved :: GNU General Public License v3 (GPLv3)", "License": "MIT"}, None),
+        ({"License": "Apache 2.0 License"}, "Apache 2.0 License"),
+        ({"License": "License of the Foundation"}, None),
+        ({}, None),
+    ],
+)
+def test_text_is_taken_under_permissive_licences_alone(texts, fields, expected):
+    metadata = Message()
+    for name, value in fields.items():
+        metadata[name] = value
+    assert texts.permissive_licence(metadata) == expected
+
+
+def test_the_sources_of_an_installed_package_are_read(texts):
+    distributions = map(importlib.metadata.distribution, ("pluggy", "sonicmoe-hf"))
+    [(name, version, licence, files)] = texts.package_files(distributions)
+    assert (name, version, licence) == ("pluggy", importlib.metadata.version("pluggy"), "MIT License")
+    assert "import" in dict(files)["pluggy/__init__.py"]
+
+
+def test_copies_and_near_copies_of_a_file_are_left_out(texts):
+    text = "\n".join(f"    first_variable_{i} = some_function({i})" for i in range(20))
+    changed, other = text.replace("variable_2", "value_2"), text.replace("some_function", "another_function")
+    kept = texts.without_near_duplicates([("a", text), ("b", text), ("c", changed), ("d", other)])
+    assert [name for name, _ in kept] == ["a", "d"]
+
+
+def test_the_same_packages_give_the_same_text(texts, tmp_path):
+    names = [f"part_{i}.py" for i in range(200)]
+    packages = [("one", "1.0", "MIT", [(name, f"print('this is the whole of {name}')") for name in names])]
+    texts.build(packages, tmp_path / "first.npz", tmp_path / "first.csv")
+    packages[0][3].reverse()
+    texts.build(packages, tmp_path / "second.npz", tmp_path / "second.csv")
+    first, second = (texts.load(tmp_path / f"{name}.npz") for name in ("first", "second"))
+    assert torch.equal(first.train, second.train) and torch.equal(first.held_out, second.held_out)
+    assert first.description == second.description
+    assert (tmp_path / "first.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
+    with pytest.raises(FileNotFoundError, match="build it: python"):
+        texts.load(tmp_path / "third.npz")
+
+
+def test_every_method_starts_from_the_same_loss_and_trains(quality, tiny, corpus):
+    training, _ = quality
+    figures = {
+        method: measured(training, tiny, corpus, method, tiny.tile if method in training.ROUNDINGS else 0, "layer", 0)
+        for method in training.METHODS
+    }
+    # same weights and batch; routing differs from the first step on, and a random start makes little of it
+    first = [row["first_loss"] for row in figures.values()]
+    assert max(first) - min(first) < 1e-2
+    assert figures["top_k"]["train_loss_100"] not in [
+        figures[each]["train_loss_100"] for each in figures if each != "top_k"
+    ]
+    assert figures["expert_choice"]["rows_ratio"] == 1.0
+    assert figures["down"]["rows_ratio"] < 1.0 < figures["up"]["rows_ratio"]
+    assert figures["token_drop"]["rows_ratio"] <= 1.0
+
+
+def test_a_seed_fixes_a_run(quality, tiny, corpus):
+    training, _ = quality
+    first, again, other = (
+        measured(training, tiny, corpus, "stochastic", tiny.tile, "layer", seed) for seed in (0, 0, 1)
+    )
+    del first["training_seconds"], again["training_seconds"]
+    assert first == again
+    assert first["first_loss"] != other["first_loss"]
+
+
+def test_runs_done_at_once_are_those_done_alone(quality, tiny, corpus):
+    training, _ = quality
+    runs = [training.Run("nearest", tiny.tile, "layer", seed) for seed in range(3)]
+    together = training.at_once(2, runs, lambda run: training.measure(tiny, run, corpus, CPU, graph=False))
+    losses = {run: figures["held_out_loss"] for run, figures in together}
+    assert losses == {run: measured(training, tiny, corpus, *run)["held_out_loss"] for run in runs}
+
+
+def test_batches_and_start_do_not_depend_on_the_method(quality, tiny, corpus):
+    training, _ = quality
+    top_k, stochastic, replica = (
+        torch.cat([part.flatten() for part in training.build_model(tiny, training.Run(*run), CPU)[0].parameters()])
+        for run in (("top_k", 0, "layer", 0), ("stochastic", tiny.tile, "layer", 0), ("top_k", 0, "layer", 0, 1))
+    )
+    assert torch.equal(top_k, stochastic)
+    assert 0 < (replica - top_k).norm() < 2e-4 * top_k.norm()
+    drawn = [training.batches(corpus.train, tiny, seed=0) for _ in range(2)]
+    assert all(torch.equal(drawn[0](step), drawn[1](step)) for step in range(tiny.steps))
+
+
+def test_an_epoch_has_every_window_once(quality, tiny):
+    training, _ = quality
+    preset = dataclasses.replace(tiny, steps=4)
+    tokens = torch.arange(12 * preset.length)  # 12 windows: three batches
+    *epoch, after = map(training.batches(tokens, preset, seed=0), range(4))
+    assert sorted(torch.cat(epoch)[:, 0].tolist()) == list(range(0, len(tokens), preset.length))
+    assert after.shape == (preset.batch, preset.length)
+
+
+def test_the_learning_rate_rises_and_falls_to_zero(quality, tiny):
+    training, _ = quality
+    preset = dataclasses.replace(tiny, steps=100)
+    optimizer = training.make_optimizer(torch.nn.Linear(2, 2), preset, CPU)
+
+    def rate(step):
+        training.set_rate(optimizer, preset, step)
+        [value] = {group["lr"] for group in optimizer.param_groups}
+        return value / preset.learning_rate
+
+    assert [rate(step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
+    assert rate(55) == pytest.approx(0.5) and 0 < rate(99) < 1e-3
+
+
+@pytest.mark.parametrize("method", ["top_k", "nearest", "token_drop", "expert_choice"])
+def test_the_balancing_loss_reaches_the_router_under_every_method(quality, tiny, corpus, method):
+    training, _ = quality
+    ids = training.batches(corpus.train, tiny, seed=0)(0)
+    gradients = []
+    for balancing in ("layer", "none"):
+        tile = tiny.tile if method == "nearest" else 0
+        model, _ = training.build_model(tiny, training.Run(method, tile, balancing, 0), CPU)
+        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(next(training.find_layers(model)).router.weight.grad)
+    with_loss, without = gradients
+    assert without.norm() > 0 and (with_loss - without).norm() > 1e-3 * without.norm()
+
+
+@pytest.mark.parametrize("method", ["nearest", "token_drop", "expert_choice"])
+def test_evaluation_uses_top_k(quality, tiny, corpus, method):
+    training, _ = quality
+    tile = tiny.tile if method == "nearest" else 0
+    model, counters = training.build_model(tiny, training.Run(method, tile, "layer", 0), CPU)
+    plain, plain_counters = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
+    plain.set_experts_implementation("eager")
+    loss, rows = training.evaluate(model, counters, tiny, corpus.held_out)
+    expected, expected_rows = training.evaluate(plain, plain_counters, tiny, corpus.held_out)
+    assert loss == pytest.approx(expected, rel=1e-5)  # fp32: Transformers' own experts sum in another order
+    assert torch.equal(rows, expected_rows)
+
+
+def test_evaluation_refuses_any_other_routing(quality, tiny, corpus):
+    training, _ = quality
+    model, counters = training.build_model(tiny, training.Run("token_drop", 0, "layer", 0), CPU)
+    model.eval = lambda: model  # as if somebody forgot to switch to evaluation
+    with pytest.raises(RuntimeError, match="not 2 a token"):
+        training.evaluate(model, counters, tiny, corpus.held_out)
+
+
+def test_expert_choice_gives_every_expert_its_best_tokens(quality, tiny):
+    training, _ = quality
+    model, _ = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
+    router = next(training.find_layers(model)).router.train()
+    x = torch.randn(32, tiny.hidden_size)
+    logits_TE, weights_TK, index_TK = router(x)
+    scores_TE = logits_TE.softmax(-1)
+    routing = training.CapacityRouting(1.0, only_top_k=False)(router, (x,), (logits_TE, weights_TK, index_TK))[2]
+    for expert in range(tiny.experts):
+        chosen = routing.token_index[routing.expert_index == expert]
+        assert set(chosen.tolist()) == set(scores_TE[:, expert].topk(8).indices.tolist())  # 32 tokens * 2 / 8 experts
+    total = torch.zeros(32).index_add_(0, routing.token_index, routing.weights.detach())
+    chosen_once = torch.zeros(32).index_fill_(0, routing.token_index, 1.0)
+    torch.testing.assert_close(total, chosen_once)  # Qwen3's weights sum to 1 over whatever set a token has
+
+
+def test_token_drop_keeps_the_best_of_top_k_up_to_the_capacity(quality, tiny):
+    training, _ = quality
+    model, _ = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
+    router = next(training.find_layers(model)).router.train()
+    x = torch.randn(32, tiny.hidden_size)
+    logits_TE, weights_TK, index_TK = router(x)
+    routing = training.CapacityRouting(0.5, only_top_k=True)(router, (x,), (logits_TE, weights_TK, index_TK))[2]
+    for expert in range(tiny.experts):
+        named = (index_TK == expert).any(1).nonzero().flatten()
+        best = named[logits_TE.softmax(-1)[named, expert].argsort(descending=True)[:4]]  # 0.5 * 32 * 2 / 8
+        assert set(routing.token_index[routing.expert_index == expert].tolist()) == set(best.tolist())
+
+
+def test_a_second_call_skips_finished_runs(quality, tiny, corpus_file, tmp_path, monkeypatch, capsys):
+    _, command = quality
+    monkeypatch.setitem(command.PRESETS, "cpu", tiny)
+    monkeypatch.setattr(command, "PLAN", ((("top_k", 0, "layer", 0), ("nearest", 4, "none", 0)),))
+
+    def call(*arguments):
+        command.main(["--preset", "cpu", "--device", "cpu", "--seeds", "0", "--corpus", str(corpus_file),
+                      "--out", str(tmp_path), *arguments])  # fmt: skip
+        with (tmp_path / "token_rounding_quality.csv").open() as file:
+            return list(csv.DictReader(file)), capsys.readouterr().out
+
+    rows, out = call("--methods", "top_k")
+    assert "1 runs to do" in out and [row["method"] for row in rows] == ["top_k"]
+    again, out = call()
+    assert "1 runs to do" in out and again[0] == rows[0] and again[1]["method"] == "nearest"
+    assert (tmp_path / "token_rounding_quality_cpu.png").exists()
+    assert "to do" not in call()[1]
+    assert len(call("--learning-rate", "0.1", "--seconds", "0")[0]) == 2  # two to do, and no time for them
+    assert len(call("--learning-rate", "0.1")[0]) == 4
+
+
+def test_decisive_runs_come_first(quality):
+    training, command = quality
+    gpu = training.PRESETS["gpu"]
+    runs = command.planned_runs(gpu, training.METHODS, seeds=[4, 7])
+    assert len(runs) == len(set(runs)) and {run.seed for run in runs} == {4, 7}
+    assert {gpu.mean_rows / run.tile for run in runs if run.method == "nearest"} == {8, 4, 2, 1}
+    assert [run.method for run in runs[:3]] == ["top_k", "nearest", "balanced"]
+    first = runs[: 2 * len(command.PLAN[0])]
+    assert {run.method for run in first} == {"top_k", "nearest", "balanced"}
+    assert {run.seed for run in first} == {4, 7}
+
+
+def test_differences_are_found_where_seeds_are_missing(quality):
+    _, command = quality
+    draw = random.Random(0)
+    effects = {("top_k", 0): 0.0, ("nearest", 8): 0.02, ("expert_choice", 0): 0.4}
+    seeds = {0: 3.0, 1: 3.3, 2: 2.9}
+    rows = [
+        {"method": method, "tile": str(tile), "balancing": "layer", "seed": str(seed), "replica": "0",
+         "held_out_loss": str(level + effect + draw.gauss(0, 1e-3))}
+        for (method, tile), effect in effects.items()
+        for seed, level in seeds.items()
+        if (method, seed) != ("nearest", 1)
+    ]  # fmt: skip
+    table = command.by_method([*rows, {**rows[0], "balancing": "none"}], "layer")
+    comparison = command.compare(table)
+    assert comparison.freedom == 8 - (3 + 3 - 1)
+    for (method, tile), effect in effects.items():
+        if method != "top_k":
+            difference, error = comparison.over_top_k[method, tile]
+            assert difference == pytest.approx(effect, abs=4e-3) and 0 < error < 4e-3
+    both = [*rows, *({**row, "method": "balanced"} for row in rows if row["method"] == "nearest")]
+    merged = command.compare_tiles(command.by_method(both, "layer"))
+    assert merged.over_top_k["nearest or balanced", 8][0] == pytest.approx(0.02, abs=4e-3)
+    assert math.isnan(command.replica_sd(rows)) and math.isnan(command.compare({("top_k", 0): rows[:1]}).run_sd)
+    twin = {**rows[0], "replica": "1", "held_out_loss": str(float(rows[0]["held_out_loss"]) + 0.01)}
+    assert command.replica_sd([*rows, twin]) == pytest.approx(0.01 / 2**0.5)

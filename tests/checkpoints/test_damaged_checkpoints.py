@@ -1,0 +1,422 @@
+"""What conversion never does: guess, mix up, or leave half a checkpoint behind."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+from filelock import FileLock
+from helpers.checkpoints import FAMILIES, SHARDS, config_in, edit_config, make, rewrite, same_bits, tensors_in
+from helpers.models import CONFIGS
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
+from sonicmoe_hf.cli.main import main
+
+pytestmark = pytest.mark.pinned
+
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+EXPERTS = "num_local_experts" if "num_local_experts" in CONFIGS["qwen3_moe"]().to_dict() else "num_experts"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+def assert_refused(folder, match, **options):
+    """Conversion of `folder` fails with one sentence, and leaves nothing beside it."""
+    target = folder.parent / "refused"
+    with pytest.raises(CheckpointError, match=match):
+        convert_checkpoint(folder, target, **options)
+    assert not target.exists()
+    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def hub(tmp_path):
+    make(tmp_path / "hub", "qwen3_moe")
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def native(tmp_path, hub):
+    convert_checkpoint(hub, tmp_path / "native")
+    return tmp_path / "native"
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda tensors: tensors.pop(GATE), f"{GATE} is missing"),
+        (lambda tensors: tensors.pop(NORM), f"{NORM} is missing"),
+        (lambda tensors: tensors.update(mystery=torch.ones(1)), "mystery is unknown"),
+        (
+            lambda tensors: tensors.update({GATE: torch.ones(32, 16)}),
+            rf"{GATE} has shape \(32, 16\).*must be \(16, 32\)",
+        ),
+        (lambda tensors: tensors.update({NORM: torch.ones(31)}), rf"{NORM} has shape \(31,\)"),
+        (lambda tensors: tensors.update({GATE: torch.ones(16, 32)}), "needs one dtype"),
+        (lambda tensors: tensors.update({GATE: torch.ones(16, 32, dtype=torch.int32)}), "weights are floats"),
+        (lambda tensors: tensors.update({GATE: torch.ones(16, 32).to(torch.float8_e4m3fn)}), "declares no fp8"),
+        (lambda tensors: tensors.update({GATE + "_scale_inv": torch.ones(1, 1)}), "_scale_inv is unknown"),
+        (
+            lambda tensors: tensors.update({"model.layers.1.mlp.experts.c_fc": torch.ones(8, 32, 32)}),
+            "'per_expert', those of",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named_and_nothing_is_written(hub, change, match):
+    tensors = tensors_in(hub)
+    change(tensors)
+    rewrite(hub, tensors)
+    assert_refused(hub, match)
+
+
+def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
+    tensors = tensors_in(hub)
+    tensors[GATE] = tensors[GATE].float()
+    rewrite(hub, tensors)
+    assert_refused(hub, "give dtype=")
+    convert_checkpoint(hub, hub.parent / "native", dtype="float32")
+    experts = tensors_in(hub.parent / "native")["model.layers.1.mlp.experts.c_fc"]
+    assert torch.equal(experts[3, 0::2], tensors[GATE])
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": 7}, "model_type is 7"),
+        ({"model_type": "sonicmoe_qwen3_moe"}, "sonicmoe_layout_version is None"),
+        ({"model_type": "sonicmoe_qwen3_moe", "sonicmoe_layout_version": 1}, "config and files contradict each other"),
+        ({"model_type": "gpt_oss"}, "no experts of|contradict|unknown|missing"),
+        ({EXPERTS: 7}, r"is unknown"),
+        ({EXPERTS: 9}, r"experts.8.down_proj.weight .*is missing"),
+        ({"moe_intermediate_size": 24}, "has shape"),
+        ({"hidden_size": 40}, "has shape"),
+        ({"num_hidden_layers": 1}, "is unknown"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000, where"),
+        ({"num_nextn_predict_layers": "two"}, "num_nextn_predict_layers is 'two'; it must be a whole number"),
+        ({EXPERTS: 10**9}, "no experts of"),
+        ({"mlp_only_layers": [0, 1]}, "no mixture-of-experts layer"),
+        ({"hidden_size": "wide"}, "does not describe a qwen3_moe model"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
+        ({"quantization_config": {"quant_method": "sonicmoe_hf", "experts": [1]}}, r"experts are \[1\]"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are in 4 bits"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}, "no tensor is float8"),
+    ],
+)
+def test_a_config_that_contradicts_the_files_is_refused(hub, changes, match):
+    edit_config(hub, **changes)
+    assert_refused(hub, match)
+
+
+def test_a_quantisation_beside_config_json_that_is_no_object_is_named(hub):
+    (hub / "hf_quant_config.json").write_text(json.dumps({"quantization": "eight"}))
+    assert_refused(hub, "hf_quant_config.json: quantization is 'eight'; it must be an object")
+
+
+def test_a_native_config_of_another_layout_version_or_family_is_refused(native):
+    edit_config(native, sonicmoe_layout_version=2)
+    assert_refused(native, "sonicmoe_layout_version is 2")
+    edit_config(native, sonicmoe_layout_version=1, model_type="qwen3_moe")
+    assert_refused(native, "config and files contradict each other")
+    edit_config(native, model_type="sonicmoe_olmoe")
+    assert_refused(native, "unknown|missing|has shape")
+
+
+def test_a_native_config_restores_the_names_of_the_hubs_classes_and_nothing_else(native):
+    kept = config_in(native)["sonicmoe_hub_config"]
+    edit_config(native, sonicmoe_hub_config={**kept, "num_experts_per_tok": 1})
+    with pytest.raises(CheckpointError, match=r"sonicmoe_hub_config of config\.json has 'num_experts_per_tok'"):
+        convert_checkpoint(native, native.parent / "refused", "hub")
+    edit_config(native, sonicmoe_hub_config=["auto_map"])
+    assert_refused(native, r"sonicmoe_hub_config of config.json is \['auto_map'\]")
+
+
+def test_index_and_files_must_agree(hub):
+    index_file = hub / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+
+    def rewrite_index(**changes):
+        weight_map = {**index["weight_map"], **changes}
+        kept = {name: file for name, file in weight_map.items() if file is not None}
+        index_file.write_text(json.dumps({**index, "weight_map": kept}))
+
+    rewrite_index(**{NORM: None})
+    assert_refused(hub, f"{NORM} is in .* alone")
+    rewrite_index(another=index["weight_map"][NORM])
+    assert_refused(hub, "another is in model.safetensors.index.json but not in")
+    rewrite_index(**{NORM: "model-00009-of-00009.safetensors"})
+    assert_refused(hub, "model-00009-of-00009.safetensors', which is not a file")
+    rewrite_index(**{NORM: "../hub/config.json"})
+    assert_refused(hub, "which is not a file")
+    wrong = next(file for file in index["weight_map"].values() if file != index["weight_map"][NORM])
+    rewrite_index(**{NORM: wrong})
+    assert_refused(hub, f"looks for {NORM} in {wrong}")
+    index_file.write_text("[]")
+    assert_refused(hub, "must be a JSON object")
+    index_file.write_text('{"weight_map": 3}')
+    assert_refused(hub, "has no weight_map")
+
+
+def test_a_single_file_beside_an_index_is_refused_because_transformers_loads_it(hub):
+    doubled = {name: 2 * tensor for name, tensor in tensors_in(hub).items()}
+    save_file(doubled, hub / "model.safetensors", metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(hub).model.norm.weight
+    assert torch.equal(loaded, doubled["model.norm.weight"].to(loaded.dtype)), "not the shards'"
+    both = r"both model\.safetensors and model\.safetensors\.index\.json, .* remove the one"
+    assert_refused(hub, both)
+    with pytest.raises(CheckpointError, match=both):
+        inspect_checkpoint(hub)
+
+
+def test_a_single_file_that_the_index_names_is_no_contradiction(hub):
+    tensors = tensors_in(hub)
+    rewrite(hub, tensors)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect_checkpoint(hub).files == 1
+
+
+def test_what_else_transformers_would_load_in_place_of_the_files_is_refused(hub):
+    edit_config(hub, transformers_weights="another.safetensors")
+    assert_refused(hub, "transformers_weights is 'another.safetensors'")
+    edit_config(hub, transformers_weights=None)
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(hub)}
+    (hub / "adapter_config.json").write_text(json.dumps(config))
+    assert_refused(hub, r"both model\.safetensors\.index\.json and adapter_config")
+    with pytest.raises(CheckpointError, match=r"both model\.safetensors\.index\.json and adapter_config"):
+        convert_adapter(hub, hub.parent / "refused")
+
+
+def test_weights_of_another_format_beside_are_left_and_named(hub):
+    (hub / "pytorch_model.bin").write_bytes(b"older")
+    assert "pytorch_model.bin" in convert_checkpoint(hub, hub.parent / "native").notices[0]
+    assert not (hub.parent / "native" / "pytorch_model.bin").exists()
+
+
+def test_damaged_files_are_named(hub):
+    shard = sorted(hub.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    assert_refused(hub, f"{shard.name} is not a whole safetensors file")
+    shard.write_bytes(b"")
+    assert_refused(hub, f"{shard.name} is not a whole safetensors file")
+    shard.unlink()
+    assert_refused(hub, f"names '{shard.name}', which is not a file")
+    shard.write_bytes(whole)
+    (hub / "config.json").write_text("{")
+    assert_refused(hub, "config.json cannot be read")
+    (hub / "config.json").unlink()
+    assert_refused(hub, "there is no .*config.json")
+
+
+def test_other_formats_are_refused(tmp_path, hub):
+    rewrite(hub, tensors_in(hub))
+    (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
+    assert_refused(hub, "whole models in safetensors only")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        convert_checkpoint(hub / "pytorch_model.bin", tmp_path / "refused")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_verify_refuses_values_that_are_not_finite(hub, value):
+    tensors = tensors_in(hub)
+    tensors[GATE][3, 5] = value
+    rewrite(hub, tensors)
+    assert_refused(hub, "model.layers.1.mlp.experts.c_fc has NaN or infinite values", verify=True)
+    convert_checkpoint(hub, hub.parent / "moved")
+    convert_checkpoint(hub.parent / "moved", hub.parent / "back", "hub")
+    assert same_bits(tensors_in(hub.parent / "back"), tensors)
+
+
+def test_verify_refuses_mxfp4_blocks_that_stand_for_infinite_values(tmp_path):
+    make(tmp_path / "source", "gpt_oss", "mxfp4")
+    tensors = tensors_in(tmp_path / "source")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_blocks"][3, 5, 0] = 0x77  # 6.0 in every place
+    tensors[f"{name}_scales"][3, 5, 0] = 252  # 6 * 2^125 is the largest finite bf16 of the format
+    rewrite(tmp_path / "source", tensors)
+    convert_checkpoint(tmp_path / "source", tmp_path / "kept", quantize="mxfp4", verify=True)
+    tensors[f"{name}_scales"][3, 5, 0] = 253
+    rewrite(tmp_path / "source", tensors)
+    infinite = "down_proj.* has NaN or infinite|c_proj_scales has NaN or infinite"
+    assert_refused(tmp_path / "source", infinite, quantize="mxfp4", verify=True)
+
+
+def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
+    from sonicmoe_hf.checkpoints import convert
+
+    def corrupting(tensors, path, metadata):
+        save(tensors, path, metadata=metadata)
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+
+    save = convert.save_file
+    monkeypatch.setattr(convert, "save_file", corrupting)
+    assert_refused(hub, "came back from disk changed", verify=True)
+
+
+def test_a_full_disk_is_noticed_before_and_while_writing(hub, monkeypatch):
+    from sonicmoe_hf.checkpoints import atomic_folder, convert
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(atomic_folder.shutil, "disk_usage", lambda path: usage(10, 9, 1))
+    assert_refused(hub, "GB free")
+    monkeypatch.undo()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, "save_file", full)
+    assert_refused(hub, "cannot be written: .*No space left")
+
+
+def test_bad_arguments_are_refused(hub):
+    with pytest.raises(ValueError, match="layout is 'fused'"):
+        convert_checkpoint(hub, hub.parent / "x", "fused")
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        convert_checkpoint(hub, hub.parent / "x", dtype="int8")
+    for size in ("much", -5, 0):
+        assert_refused(hub, "max_shard_size", max_shard_size=size)
+
+
+def test_an_existing_target_is_never_touched(hub):
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        convert_checkpoint(hub, hub)
+    (hub.parent / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        convert_checkpoint(hub, hub.parent / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert_checkpoint(hub, hub.parent / "file" / "below")
+    (hub.parent / "empty").mkdir()
+    convert_checkpoint(hub, hub.parent / "empty")
+    assert inspect_checkpoint(hub.parent / "empty").layout == "native"
+
+
+def test_two_conversions_into_one_folder_do_not_meet(hub):
+    with FileLock(hub.parent / ".native.converting.lock"):
+        (hub.parent / ".native.converting").mkdir()
+        with pytest.raises(CheckpointError, match="another conversion into"):
+            convert_checkpoint(hub, hub.parent / "native")
+        assert (hub.parent / ".native.converting").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a place where nobody can write")
+def test_a_place_that_cannot_be_written_is_not_taken_for_another_conversion(hub):
+    with pytest.raises(CheckpointError, match=r"/proc/native cannot be written: .*(No such file|denied|Read-only)"):
+        convert_checkpoint(hub, "/proc/native")
+
+
+@pytest.fixture
+def interruptible():
+    """A test run that a shell started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys, interruptible):
+    from sonicmoe_hf.checkpoints import convert
+
+    monkeypatch.setattr(convert, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    assert main(["convert", str(hub), str(hub.parent / "native"), "--layout", "native"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "sonicmoe-hf: interrupted"
+    assert sorted(path.name for path in hub.parent.iterdir()) == ["hub"]
+
+
+def _process(src, dst):
+    """A forked process that converts: started, it is at work at once."""
+    options = {"max_shard_size": SHARDS}
+    process = multiprocessing.get_context("fork").Process(target=convert_checkpoint, args=(src, dst), kwargs=options)
+    process.start()
+    return process
+
+
+def _seconds_of_a_process(src, dst):
+    start = time.perf_counter()
+    process = _process(src, dst)
+    process.join()
+    assert process.exitcode == 0
+    shutil.rmtree(dst)
+    return time.perf_counter() - start
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_a_kill_at_any_moment_leaves_nothing_or_the_whole(tmp_path):
+    """50 processes killed with SIGKILL at random moments of a conversion, each after the litter of the one before."""
+    make(tmp_path / "hub", "qwen3_moe", num_hidden_layers=3)
+    convert_checkpoint(tmp_path / "hub", tmp_path / "expected", max_shard_size=SHARDS)
+    duration = min(_seconds_of_a_process(tmp_path / "hub", tmp_path / f"timed {i}") for i in range(3))
+    expected, target = tensors_in(tmp_path / "expected"), tmp_path / "native"
+    dice, outcomes = random.Random(0), {"nothing": 0, "the whole": 0, "litter": 0}
+    for _ in range(50):
+        process = _process(tmp_path / "hub", target)
+        time.sleep(dice.uniform(0, 1.3 * duration))
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        outcomes["litter"] += (tmp_path / ".native.converting").exists()
+        outcomes["the whole" if target.exists() else "nothing"] += 1
+        if target.exists():
+            assert same_bits(tensors_in(target), expected)
+            assert config_in(target) == config_in(tmp_path / "expected")
+            shutil.rmtree(target)
+    convert_checkpoint(tmp_path / "hub", target, max_shard_size=SHARDS)
+    assert same_bits(tensors_in(target), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "hub", "native"]
+    assert outcomes["nothing"] > 3 and outcomes["litter"] > 3, f"the moments were not spread well: {outcomes}"
+
+
+def _spoil(dice, content: bytes, header: int) -> bytes:
+    """Flip, cut, insert or double bytes, mostly where the structure is."""
+    spoiled = bytearray(content)
+    for _ in range(dice.choice((1, 1, 2, 5))):
+        position = dice.randrange(min(header, len(spoiled)) if dice.random() < 0.9 else len(spoiled))
+        action = dice.randrange(5)
+        if action == 0:
+            spoiled[position] ^= 1 << dice.randrange(8)
+        elif action == 1:
+            spoiled[position] = dice.choice(b'0123456789"{}[],:-e.')
+        elif action == 2:
+            del spoiled[position : position + dice.choice((1, 8, 200))]
+        elif action == 3:
+            spoiled[position:position] = bytes(dice.randrange(256) for _ in range(dice.choice((1, 8))))
+        else:
+            spoiled[position:position] = spoiled[position : position + 64]
+    return bytes(spoiled)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spoiled_files_give_clean_errors(tmp_path, family):
+    """Headers, indices and configs with random damage: a CheckpointError, or a conversion that went well."""
+    make(tmp_path / "hub", family)
+    files = [p for p in sorted((tmp_path / "hub").iterdir()) if p.suffix in (".safetensors", ".json")]
+    files = [p for p in files if p.name != "generation_config.json"]
+    dice, refused = random.Random(family), 0
+    for _ in range(60):
+        path = dice.choice(files)
+        whole = path.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little") if path.suffix == ".safetensors" else len(whole)
+        path.write_bytes(_spoil(dice, whole, header))
+        try:
+            convert_checkpoint(tmp_path / "hub", tmp_path / "native")
+        except CheckpointError as error:
+            refused += 1
+            assert str(error)
+            assert not (tmp_path / "native").exists()
+        else:
+            inspect_checkpoint(tmp_path / "native")
+            shutil.rmtree(tmp_path / "native")
+        path.write_bytes(whole)
+    assert refused > 30, refused

@@ -1,0 +1,397 @@
+"""Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
+
+import contextlib
+import importlib.util
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.adapters import fused, with_lora
+from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients
+from helpers.native import in_native_names, save_both
+from helpers.parallel import OWN_BATCH, gathered, gradients, mean_of_ranks
+from helpers.ranks import WORLD, Ranks
+from helpers.training import POLICY, TILE, Watch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
+from transformers.distributed import DistributedConfig
+
+import sonicmoe_hf
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRounding
+from sonicmoe_hf.demo.corpus import standard_library
+from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.layer.routing import Routing
+from sonicmoe_hf.patching import calls
+from sonicmoe_hf.patching.experts import expert_parallelism, has_expert_parallelism
+from sonicmoe_hf.patching.patch import patch_state
+from sonicmoe_hf.patching.support import find_layers
+
+pytestmark = pytest.mark.skipif(
+    not has_expert_parallelism(), reason="Transformers has EPImplementationInterface since 5.23"
+)
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHARED = {"tp_size": WORLD, "ep_size": WORLD}
+APART = {"fsdp_size": WORLD, "ep_size": WORLD}
+STOCHASTIC = TokenRounding(rounding="stochastic", tile=TILE)
+PARTIAL_SUMS = "fp32: partial sums of the ranks are added in another order"
+OTHER_LENGTHS = [{"rows": 4, "padding": True, "seed": 1}, {"rows": 2, "length": 17, "seed": 2}]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def load(folder, sizes, routing=None, implementation="sonicmoe_hf"):
+    config = DistributedConfig(**sizes, ep_implementation=implementation)
+    return sonicmoe_hf.from_pretrained(folder, routing=routing, distributed_config=config).train()
+
+
+@contextlib.contextmanager
+def all_to_all():
+    """Inside, two ranks exchange tokens as more do."""
+    from sonicmoe_hf.expert_parallel import exchange, implementation
+
+    with mock.patch.object(implementation, "by_gathering", exchange.by_all_to_all):
+        yield
+
+
+def step(model, inputs):
+    """The loss of one step, and the gradients of whole parameters."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+# ranks that share a batch
+
+
+def shared_steps(rank, folder):
+    model = load(folder, SHARED)
+    assert all(layer.token_rounding for layer in sonicmoe_hf.supports(model))
+    found = []
+    for routing in (None, POLICY, STOCHASTIC):
+        sonicmoe_hf.set_routing(model, routing)
+        torch.manual_seed(rank)  # rank 0's draw is to count
+        found.append({name: gathered(t) for name, t in loss_and_gradients(model, batch(padding=True)).items()})
+    with torch.no_grad():
+        found.append({"inference": model.eval()(**batch(padding=True)).logits})
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_ranks_that_share_a_batch_compute_what_one_rank_does(ranks, family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model)
+    expected = []
+    for routing in (None, POLICY, STOCHASTIC):
+        sonicmoe_hf.set_routing(model, routing)
+        torch.manual_seed(0)
+        expected.append(loss_and_gradients(model, batch(padding=True)))
+    with torch.no_grad():
+        expected.append({"inference": model.eval()(**batch(padding=True)).logits})
+    for found in ranks.run(shared_steps, str(tmp_path)):
+        for actual, wanted in zip(found, expected, strict=True):
+            assert_all_close(actual, wanted, 1e-5, PARTIAL_SUMS)
+
+
+# ranks with batches of their own
+
+
+def own_steps(rank, folder, batches, checkpointing=None):
+    model = load(folder, APART)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    found = []
+    for by in (contextlib.nullcontext, all_to_all):
+        for routing in (None, POLICY):
+            sonicmoe_hf.set_routing(model, routing)
+            watch = Watch(model)
+            with by():
+                found.append(step(model, batch(**batches[rank])))
+            # with other lengths the second rank has too few tokens, and lists top-k's pairs beside rounded ones
+            assert set(watch.rounded()) == {routing is not None and (rank == 0 or batches == OWN_BATCH)}
+    return found
+
+
+def assert_mean_of_ranks(results, model, batches):
+    sonicmoe_hf.patch_model(model)
+    for number, routing in enumerate((None, POLICY, None, POLICY)):
+        sonicmoe_hf.set_routing(model, routing)
+        losses, expected = mean_of_ranks(model, batches)
+        for own_loss, found in zip(losses, results, strict=True):
+            assert_all_close(found[number], {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
+
+
+@pytest.mark.parametrize(
+    ("family", "batches", "checkpointing"),
+    [
+        ("qwen3_moe", OWN_BATCH, None),
+        ("gpt_oss", OWN_BATCH, False),
+        ("deepseek_v3", OTHER_LENGTHS, True),
+        ("olmoe", OTHER_LENGTHS, None),
+    ],
+)
+def test_ranks_with_batches_of_their_own_get_the_mean_gradients(ranks, family, batches, checkpointing, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    assert_mean_of_ranks(ranks.run(own_steps, str(tmp_path), batches, checkpointing), model, batches)
+
+
+def test_native_experts_take_part(ranks, tmp_path):
+    model = build("qwen3_moe")
+    _, folder = save_both(model, tmp_path)
+    sonicmoe_hf.patch_model(model)
+    results = ranks.run(own_steps, str(folder), OWN_BATCH)
+    for number, routing in enumerate((None, POLICY, None, POLICY)):
+        sonicmoe_hf.set_routing(model, routing)
+        losses, expected = mean_of_ranks(model)
+        for own_loss, found in zip(losses, results):
+            wanted = {"loss": own_loss, **in_native_names(expected, "qwen3_moe")}
+            assert_all_close(found[number], wanted, 1e-5, PARTIAL_SUMS)
+
+
+# so few tiles that no token whose scores bf16 sums move changes an expert's number of them
+COARSE = TokenRounding(tile=8, min_tiles_per_expert=2)
+
+
+def autocast_steps(rank, folder, sizes):
+    model = load(folder, sizes, COARSE)
+    watch = mock.patch.object(collectives, "_gather", wraps=collectives._gather)
+    with torch.autocast("cpu", torch.bfloat16), watch as sent:
+        loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
+    loss.backward()
+    dtypes = {call.args[0].dtype for call in sent.call_args_list if call.args[0].shape[-1:] == (32,)}
+    return {"loss": loss.detach(), **gradients(model)}, dtypes
+
+
+def test_under_autocast_tokens_travel_in_its_dtype(ranks, tmp_path):
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model, COARSE)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, expected = mean_of_ranks(model)
+    for own_loss, (found, dtypes) in zip(losses, ranks.run(autocast_steps, str(tmp_path), APART)):
+        assert dtypes == {torch.bfloat16}
+        assert_all_close(found, {"loss": own_loss, **expected}, 2e-2, "bf16: partial sums of experts are rounded")
+
+
+# ranks without tokens
+
+
+def replayed_step(rank, folder):
+    """Both ranks' tokens all want the first rank's experts."""
+    model = load(folder, APART)
+    found = []
+    for by in (contextlib.nullcontext, all_to_all):
+        with by(), sonicmoe_hf.replay_routing(model, torch.tensor([0, 2]).expand(2, 96, 2)):
+            found.append(step(model, batch(**OWN_BATCH[rank])))
+    return found
+
+
+def test_a_rank_whose_experts_nobody_wants_takes_part(ranks, tmp_path):
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model)
+    with sonicmoe_hf.replay_routing(model, [torch.tensor([0, 2]).expand(2, 96, 2)] * WORLD):
+        losses, expected = mean_of_ranks(model)
+    assert not expected["model.layers.0.mlp.experts.down_proj"][4:].any()
+    for own_loss, found in zip(losses, ranks.run(replayed_step, str(tmp_path))):
+        for actual in found:
+            assert_all_close(actual, {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
+
+
+def pairs(num_tokens, is_list):
+    """Tokens, and experts for them: two for each token, or any number; and weights."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    mask_TE = torch.rand(num_tokens, 8, generator=generator) < 0.4
+    token, expert = mask_TE.nonzero(as_tuple=True)
+    if not is_list:
+        token, expert = None, torch.rand(num_tokens, 8, generator=generator).topk(2).indices
+    x, weights = (torch.randn(size, generator=generator) for size in ((num_tokens, 32), expert.shape))
+    return x.requires_grad_(), expert, weights.requires_grad_(), token
+
+
+def experts_step(experts, num_tokens, is_list):
+    x, expert, weights, token = pairs(num_tokens, is_list)
+    out = experts(x, Routing(expert, weights, token) if is_list else expert, weights)
+    out.square().sum().backward()
+    own = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    experts_own = {name: gathered(parameter.grad) for name, parameter in experts.named_parameters()}
+    experts.zero_grad()
+    return own, experts_own
+
+
+NUM_TOKENS = [(13, 0), (0, 5), (7, 9), (0, 0)]  # of each rank
+
+
+def experts_steps(rank, folder):
+    experts = next(find_layers(load(folder, APART))).experts
+    found = []
+    for by in (contextlib.nullcontext, all_to_all):
+        for is_list in (False, True):
+            with by():
+                found += [experts_step(experts, sizes[rank], is_list) for sizes in NUM_TOKENS]
+    return found
+
+
+def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks, tmp_path):
+    model = build("gpt_oss")
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model)
+    experts = next(find_layers(model)).experts
+    results = ranks.run(experts_steps, str(tmp_path))
+    cases = [(is_list, sizes) for _ in range(2) for is_list in (False, True) for sizes in NUM_TOKENS]
+    for number, (is_list, sizes) in enumerate(cases):
+        expected = [experts_step(experts, size, is_list) for size in sizes]
+        total = {name: sum(one[name] for _, one in expected) / WORLD for name in expected[0][1]}
+        for rank in range(WORLD):
+            own, experts_own = results[rank][number]
+            assert_all_close(own, expected[rank][0], 1e-5, PARTIAL_SUMS)
+            assert_all_close(experts_own, total, 1e-5, PARTIAL_SUMS)
+
+
+# adapters of the experts
+
+
+def averaged(model):
+    """What data parallelism makes of adapters' gradients: Transformers' FSDP2 came before them."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def adapted_steps(rank, folder, sizes):
+    model = with_lora(load(folder, sizes))
+    found = []
+    for routing in (None, POLICY):
+        sonicmoe_hf.set_routing(model, routing)
+        with fused():
+            model.zero_grad()
+            loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
+            loss.backward()
+        if sizes == APART:
+            averaged(model)
+        found.append({"loss": loss.detach(), **gradients(model)})
+    return found
+
+
+@pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapted_experts_get_one_ranks_gradients(ranks, family, sizes, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model)
+    model = with_lora(model)
+    results = ranks.run(adapted_steps, str(tmp_path), sizes)
+    for number, routing in enumerate((None, POLICY)):
+        sonicmoe_hf.set_routing(model, routing)
+        losses, expected = mean_of_ranks(model, OWN_BATCH if sizes == APART else OWN_BATCH[:1] * WORLD)
+        assert len(expected) == 2 * 4
+        for own_loss, found in zip(losses, results):
+            assert_all_close(found[number], {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
+
+
+# load and balance
+
+
+def balanced_steps(rank, folder, sizes):
+    model = load(folder, sizes, POLICY)
+    callback = ExpertLoadCallback()
+    callback.on_train_begin(None, TrainerState(), None, model=model)
+    LoadBalancing(0.5).start(model)
+    found = step(model, batch(**OWN_BATCH[rank if sizes == APART else 0]))
+    callback.collect(model, step=1)
+    return found, callback.history
+
+
+@pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
+def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    sonicmoe_hf.patch_model(model, POLICY)
+    callback = ExpertLoadCallback()
+    callback.on_train_begin(None, TrainerState(), None, model=model)
+    LoadBalancing(0.5).start(model)
+    losses, expected = mean_of_ranks(model, OWN_BATCH if sizes == APART else OWN_BATCH[:1])
+    callback.collect(model, step=1)
+    for rank, (actual, history) in enumerate(ranks.run(balanced_steps, str(tmp_path), sizes)):
+        own_loss = losses[rank if sizes == APART else 0]
+        assert_all_close(actual, {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
+        assert history == callback.history
+
+
+# the example
+
+
+def trained(rank, output):
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "expert_parallel.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    texts = standard_library()[0][:4]
+    example.standard_library = lambda: (texts, [])
+    options = ["--batch-size", "4", "--tile", "16", "--output", output]
+    losses = example.main(["--steps", "4", *options])
+    config = AutoConfig.from_pretrained(output)
+    example.main(["--steps", "3", *options, "--model", output, "--random", "--layers", "1"])
+    return losses, config.num_hidden_layers
+
+
+def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
+    (losses, layers), (same_losses, _) = ranks.run(trained, str(tmp_path))
+    assert losses == same_losses and losses[-1] < losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16 and (layers, len(model.model.layers)) == (4, 1), (
+        "the second: --random --layers 1"
+    )
+    assert model.model.layers[0].mlp.experts.down_proj.shape == (32, 128, 64)
+
+
+# refusals
+
+
+def refusals(rank, folder):
+    messages = []
+
+    def note(ask, *arguments):
+        try:
+            ask(*arguments)
+        except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+            messages.append(str(error))
+
+    for sizes, implementation in ((APART, "all_to_all"), (SHARED, "all_to_all"), (SHARED, "all_reduce")):
+        model = load(folder, sizes, implementation=implementation)
+        note(sonicmoe_hf.set_routing, model, POLICY)
+        note(LoadBalancing(0.1).start, model)
+        experts = next(find_layers(model)).experts
+        assert expert_parallelism(experts) is None
+        x, expert, weights, token = pairs(8, is_list=True)
+        note(experts, x, Routing(expert, weights, token), weights)
+    config = DistributedConfig(**SHARED, ep_implementation="sonicmoe_hf")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    assert expert_parallelism(next(find_layers(model)).experts) is not None
+    note(model, batch()["input_ids"])
+
+    model = load(folder, APART)
+    experts, state = next(find_layers(model)).experts, patch_state(model)
+    calls.begin(state, "", None)
+    for num_tokens in (8, 9):
+        note(experts, *pairs(num_tokens, is_list=False)[:3])
+    calls.end(state, "")
+    return messages
+
+
+def test_what_does_not_work_raises_an_error_with_the_remedy(ranks, tmp_path):
+    build("qwen3_moe").save_pretrained(tmp_path)
+    for messages in ranks.run(refusals, str(tmp_path)):
+        *messages, other_tokens = messages
+        assert len(messages) == 10
+        assert all('ep_implementation="sonicmoe_hf"' in message for message in messages), messages
+        assert 'experts_implementation="sonicmoe_hf"' in messages[-1]
+        assert "9 tokens and 18 pairs" in other_tokens and 'ep_implementation="all_to_all"' in other_tokens

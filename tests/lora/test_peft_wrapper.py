@@ -1,0 +1,385 @@
+"""PEFT's LoRA on experts' parameters, computed on the rows: everything PEFT offers there, against PEFT on eager experts."""
+
+import copy
+import io
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers.adapters import EXPERTS, fused, random_factors, with_lora
+from helpers.models import (
+    CONFIGS,
+    ORDER_OF_SUMS,
+    assert_all_close,
+    batch,
+    build,
+    loss_and_gradients,
+    relative_error,
+    twin,
+)
+from helpers.native import native_twin
+from helpers.training import CHECKPOINTING, POLICY, Watch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+import sonicmoe_hf
+from sonicmoe_hf.lora import peft_wrapper as peft_adapters
+from sonicmoe_hf.patching import active_adapters as adapters
+from sonicmoe_hf.patching.support import find_layers
+
+GATE_UP, DOWN = EXPERTS
+NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
+def mixtral(**changes):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, pad_token_id=0, **changes,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model.train()
+
+
+def small(family):
+    if family == "mixtral":
+        return mixtral()
+    return build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
+
+
+def patched(model, **options):
+    sonicmoe_hf.patch_model(model, **options)
+    return model
+
+
+def fused_gradients(model, inputs=None):
+    with fused():
+        return loss_and_gradients(model, batch() if inputs is None else inputs)
+
+
+def learning_besides(model):
+    """The router and the embedding learn too: their gradients pass through every product of the experts."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mlp.gate.weight", "router.weight", "embed_tokens.weight")):
+            parameter.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("order", ["patched, then PEFT", "PEFT, then patched"])
+@pytest.mark.parametrize("family", [*CONFIGS, "mixtral"])
+def test_gradients_of_factors_input_and_router_are_pefts_on_eager_experts(family, order):
+    expected = loss_and_gradients(learning_besides(with_lora(small(family))), batch())
+    first, then = (patched, with_lora) if order == "patched, then PEFT" else (with_lora, patched)
+    model = then(first(small(family)))
+    actual = fused_gradients(learning_besides(model))
+    learned = [name for name in actual if "lora_" in name]
+    assert len(learned) == 4 and all(actual[name].abs().max() > 0 for name in actual)
+    assert not any("_proj" in name and "lora_" not in name for name in actual), "base weights get no gradient"
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_native_experts_compute_their_adapters_as_merged_weights(family, tmp_path):
+    model = patched(with_lora(native_twin(small(family), tmp_path), NATIVE))
+    merged = copy.deepcopy(model).merge_and_unload()
+    inputs = batch()
+    with fused():
+        actual = model(**inputs).logits
+    assert relative_error(actual, merged(**inputs).logits) < 1e-5, ORDER_OF_SUMS
+    expected = loss_and_gradients(with_peft_alone(copy.deepcopy(model)), inputs)
+    assert_all_close(fused_gradients(model), expected, 1e-5, ORDER_OF_SUMS)
+
+
+def with_peft_alone(model):
+    """This model with PEFT's own method, which forms W + BA, on each wrapper."""
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            module._activate_lora = peft_adapters._PEFTS_ACTIVATE.__get__(module)
+    return model
+
+
+OPTIONS = {
+    "r = 1": {"r": 1},
+    "r = 256": {"r": 256, "lora_alpha": 16},
+    "rank and alpha patterns": {"rank_pattern": {"gate_up_proj": 5}, "alpha_pattern": {"mlp.experts.down_proj": 7}},
+    "rslora": {"use_rslora": True},
+    "gate_up alone": {"targets": [GATE_UP]},
+    "down alone": {"targets": [DOWN]},
+    "attention": {"target_modules": ["q_proj", "o_proj"]},
+    "router": {"targets": [*EXPERTS, "mlp.gate.weight"]},
+    "modules_to_save": {"modules_to_save": ["lm_head", "gate"]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_that_peft_has_for_parameters_gives_pefts_gradients(options):
+    expected = loss_and_gradients(with_lora(small("qwen3_moe"), **options), batch())
+    model = with_lora(patched(small("qwen3_moe")), **options)
+    compute = loss_and_gradients if options is OPTIONS["router"] else fused_gradients  # PEFT computes the router's
+    actual = compute(model, batch())
+    scales = {m.parameter_name: m.scaling["default"] for m in model.modules() if isinstance(m, ParamWrapper)}
+    assert "rank_pattern" not in options or scales == {"gate_up_proj": 6 / 5, "down_proj": 7 / 3}
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize("scheme", [True, "gaussian", False])
+def test_the_init_schemes_of_parameters_start_and_learn_as_with_peft(scheme):
+    results = []
+    for prepare in (lambda model: model, patched):
+        torch.manual_seed(1)
+        config = LoraConfig(r=2, target_parameters=EXPERTS, init_lora_weights=scheme)
+        results.append(get_peft_model(prepare(small("gpt_oss")), config))
+    assert_all_close(fused_gradients(results[1]), loss_and_gradients(results[0], batch()), 1e-5, ORDER_OF_SUMS)
+
+
+def two_adapters(model):
+    model.add_adapter("other", LoraConfig(r=2, lora_alpha=9, target_parameters=EXPERTS))
+    return random_factors(model, seed=4)
+
+
+def test_adapters_are_switched_joined_disabled_merged_and_unmerged_as_with_peft():
+    theirs, ours = two_adapters(with_lora(small("qwen3_moe"))), two_adapters(with_lora(patched(small("qwen3_moe"))))
+    logits = []
+    for step in (
+        lambda model: model.set_adapter("other"),
+        lambda model: model.base_model.set_adapter(["default", "other"]),
+        lambda model: model.base_model.set_adapter("default"),
+        lambda model: [m.set_scale("default", 3.0) for m in model.modules() if isinstance(m, ParamWrapper)],
+    ):
+        step(theirs), step(ours)
+        actual = fused_gradients(ours)
+        assert_all_close(actual, loss_and_gradients(theirs, batch()), 1e-5, ORDER_OF_SUMS)
+        logits.append(actual["logits"])
+    assert min(relative_error(one, other) for one in logits for other in logits if one is not other) > 1e-3
+
+    inputs = batch()
+    with fused(), torch.no_grad():
+        active = ours(**inputs).logits
+        with ours.disable_adapter():
+            alone = ours(**inputs).logits
+    assert relative_error(alone, small("qwen3_moe")(**inputs).logits) < 1e-5, ORDER_OF_SUMS
+    ours.merge_adapter()
+    with fused():
+        assert relative_error(ours(**inputs).logits, active) < 1e-5, ORDER_OF_SUMS
+    ours.unmerge_adapter()
+    with fused():
+        assert relative_error(ours(**inputs).logits, active) < 1e-5, ORDER_OF_SUMS
+        assert relative_error(ours.merge_and_unload()(**inputs).logits, active) < 1e-5, ORDER_OF_SUMS
+
+
+def test_an_adapter_is_saved_and_loaded_in_pefts_files(tmp_path):
+    model, inputs = with_lora(patched(small("qwen3_moe"))), batch()
+    expected = model(**inputs).logits
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(patched(small("qwen3_moe")), tmp_path)
+    by_transformers = patched(small("qwen3_moe"))
+    by_transformers.load_adapter(str(tmp_path))
+    for again in (loaded, by_transformers, patched(PeftModel.from_pretrained(small("qwen3_moe"), tmp_path))):
+        with fused():
+            assert torch.equal(again.train()(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_factors_enter_the_function_as_they_are_stored(family):
+    """Views of them would be six more nodes of autograd in every layer, and ZeRO-3 could not gather them for backward."""
+    model = with_lora(patched(small(family)))
+    nodes, waiting = set(), [model(**batch()).logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    taken = {
+        before.variable for node in nodes if type(node).__name__ == "PlainBackward"
+        for before, _ in node.next_functions if hasattr(before, "variable")
+    }  # fmt: skip
+    assert taken == {parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+
+def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_change():
+    model = with_lora(patched(small("qwen3_moe")))
+    expected = fused_gradients(model)
+    experts = next(find_layers(model)).experts
+    experts._is_expert_parallel = True
+    with pytest.raises(
+        sonicmoe_hf.UnsupportedModelError, match="adapters of experts do not work under Transformers' own"
+    ):
+        fused_gradients(model)
+    del experts._is_expert_parallel
+    assert_all_close(fused_gradients(model), expected, 0.0, "the same model")
+
+
+# what surrounds the experts
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+def test_checkpointed_with_tokens_rounded_it_gives_the_same(kind, save):
+    model = with_lora(patched(small("gpt_oss"), routing=POLICY, save=save), target_modules=["q_proj"])
+    expected = loss_and_gradients(with_peft_alone(twin(model)), batch())
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    watch = Watch(model)
+    assert_all_close(fused_gradients(model), expected, 1e-5, ORDER_OF_SUMS)
+    assert watch.rounded() == [True, True]
+
+
+def test_fp32_adapters_of_bf16_experts_get_fp32_gradients_that_err_no_more_than_pefts():
+    exact = loss_and_gradients(with_lora(small("qwen3_moe")), batch())
+    results = []
+    for prepare in (lambda model: model, patched):
+        model = with_lora(prepare(small("qwen3_moe").bfloat16()))
+        assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(loss_and_gradients(model, batch()))
+    theirs, ours = ({n: relative_error(r[n], exact[n]) for n in exact if "lora_" in n} for r in results)
+    assert all(results[1][name].dtype == torch.float32 for name in ours)
+    # bf16 rounds W + BA there and rows of rank r here: a fifth more is another order of roundings
+    assert sum(ours.values()) <= 1.2 * sum(theirs.values()), (ours, theirs)
+
+
+def test_compiled_whole_it_gives_the_same():
+    torch._dynamo.reset()
+    model = with_lora(patched(small("qwen3_moe")))
+    expected = fused_gradients(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = {name.removeprefix("_orig_mod."): t for name, t in fused_gradients(compiled).items()}
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_copies_and_pickles_of_an_adapted_model_compute_the_same():
+    model = with_lora(patched(small("qwen3_moe")))
+    expected = fused_gradients(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for again in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert_all_close(fused_gradients(again), expected, 0.0, "the same model")
+
+
+def test_threads_that_share_a_model_each_have_their_adapters():
+    model = with_lora(patched(small("qwen3_moe"))).eval()
+    inputs = [batch(seed=seed) for seed in range(4)]
+    expected = [model(**one).logits for one in inputs]
+    found, ready = {}, threading.Barrier(len(inputs))
+
+    def work(i):
+        ready.wait()
+        with torch.no_grad():
+            found[i] = [model(**inputs[i]).logits for _ in range(5)]
+
+    with fused():
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(logits, expected[i]) for i in range(len(inputs)) for logits in found[i])
+
+
+def test_a_call_keeps_its_adapters_when_another_threads_ends_inside_it():
+    """The second call begins inside the first, and computes when the first has ended."""
+    model = with_lora(patched(small("qwen3_moe"))).eval()
+    experts = next(find_layers(model)).experts
+    outermost = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    inputs = [torch.randn(4, 32), torch.randint(0, 8, (4, 2)), torch.rand(4, 2)]
+    inside = [threading.Event(), threading.Event()]
+    ended = threading.Event()
+    number = threading.local()
+
+    def meet(module, arguments):
+        mine = getattr(number, "of_call", None)
+        if mine is not None:
+            inside[mine].set()
+            assert (inside[1] if mine == 0 else ended).wait(20)
+
+    def call(mine):
+        number.of_call = mine
+        assert mine == 0 or inside[0].wait(20)
+        with torch.no_grad():
+            out = outermost(*inputs)
+        if mine == 0:
+            ended.set()
+        return out
+
+    experts.register_forward_pre_hook(meet)
+    with torch.no_grad():
+        expected = outermost(*inputs)
+        with model.disable_adapter():
+            assert relative_error(outermost(*inputs), expected) > 0.05, "the adapters do something"
+    with fused(), ThreadPoolExecutor(2) as pool:
+        found = [future.result() for future in [pool.submit(call, mine) for mine in (0, 1)]]
+    assert all(torch.equal(out, expected) for out in found)
+
+
+def test_after_an_error_no_adapter_stays_behind():
+    model = with_lora(patched(small("qwen3_moe")))
+    experts = next(find_layers(model)).experts
+    wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
+    with pytest.raises(ValueError, match="dimensions"):
+        wrapper(torch.randn(1, 4, 32), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
+    assert adapters.adapters_of(experts, "gate_up_proj") is None
+
+
+# what is left to PEFT
+
+
+def test_an_adapter_of_another_parameter_is_left_to_peft_which_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(peft_adapters, "_said", set())
+    targets = [*EXPERTS, "mlp.experts.down_proj_bias"]
+    expected = loss_and_gradients(with_lora(small("gpt_oss"), targets), batch())
+    model = with_lora(patched(small("gpt_oss")), targets)
+    with caplog.at_level(logging.WARNING, "sonicmoe_hf"):
+        actual = loss_and_gradients(model, batch())
+        model(**batch())
+    assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
+    (record,) = [record for record in caplog.records if record.name.startswith("sonicmoe_hf")]
+    assert "PEFT itself computes the adapter of GptOssExperts.down_proj_bias" in record.message
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_that_are_not_ours_are_pefts(implementation):
+    model = with_lora(build("qwen3_moe", implementation, **ONE_LAYER))
+    with pytest.raises(AssertionError, match="W \\+ BA"):
+        fused_gradients(model)
+    sonicmoe_hf.patch_model(model)
+    fused_gradients(model)
+    sonicmoe_hf.unpatch_model(model)
+    with pytest.raises(AssertionError, match="W \\+ BA"):
+        fused_gradients(model)
+
+
+def test_a_forward_put_in_the_place_of_the_experts_gets_pefts_weights():
+    model = with_lora(small("qwen3_moe"))
+    experts = next(find_layers(model)).experts
+    experts.config._experts_implementation = "sonicmoe_hf"
+    expected = fused_gradients(model)
+    eager = ExpertsForward(experts)
+    experts.forward = eager
+    assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
+    assert eager.saw == {"ParametrizedQwen3MoeExperts"}
+
+
+class ExpertsForward:
+    """Eager experts, as something else than Transformers' interface might compute them."""
+
+    def __init__(self, experts):
+        self.experts, self.saw = experts, set()
+
+    def __call__(self, x, index, weights):
+        self.saw.add(type(self.experts).__name__)
+        out = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(self.experts.gate_up_proj, self.experts.down_proj)):
+            gate, up = (x @ gate_up.T).chunk(2, dim=-1)
+            weight = (weights * (index == expert)).sum(-1, keepdim=True)
+            out = out + weight * ((nn.functional.silu(gate) * up) @ down.T)
+        return out

@@ -1,0 +1,115 @@
+"""What the documents show runs: their commands and their Python."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import sonicmoe_hf
+from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.cli.main import main as command
+from sonicmoe_hf.demo import corpus
+from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.patching.patch import patch_state
+
+pytestmark = pytest.mark.pinned
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "eager")
+
+
+def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)  # as `python examples/...` does: one imports another
+    pytest.importorskip("torchao")  # which one of the examples imports
+    documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
+    count = 0
+    for document in documents:
+        text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+        for name, options in re.findall(r"^    .*examples/(\w+)\.py(.*)", text, flags=re.MULTILINE):
+            example = load(name)
+            if "..." not in options and hasattr(example, "parse_arguments"):
+                example.parse_arguments(shlex.split(options, comments=True))
+                count += 1
+    assert count >= 8
+
+
+def test_the_readme_opens_with_the_two_commands_that_try_it_and_the_minutes_they_take():
+    first_screen = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()[:24]
+    targets = (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert any(re.match(rf"    make {target} +# .*\d minutes$", line) for line in first_screen)
+        assert re.search(rf"^{target}:", targets, flags=re.MULTILINE)
+
+
+def test_the_python_of_the_document_on_token_rounding_runs():
+    config = Qwen3MoeConfig(**TINY_SIZES)
+    text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
+    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(python) == 1
+    model = AutoModelForCausalLM.from_config(config)
+    exec(python[0], {"model": model})
+    assert patch_state(model).policy.rounding == "nearest"
+
+
+def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, intermediate_size=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
+    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("bf16=True", "max_steps=1")
+    in_bf16, in_4_bits = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(in_bf16, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
+    exec(in_4_bits, names := {})
+    assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
+    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
+
+
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    """Every block, with a tiny model in place of the hub's and two steps in place of a thousand."""
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    config = Qwen3MoeConfig(**TINY_SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    dataset = corpus.blocks([TEXT] * 20, tokenizer, 16)
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("max_steps=1000", "max_steps=2")
+    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(python) == 4
+    for block in python:
+        exec(block, {"dataset": dataset})
+
+
+def test_the_reference_has_every_public_name():
+    """A name by itself, or in one of the modules that are listed whole."""
+    text = (EXAMPLES.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: sonicmoe_hf\.(\w+)$", text, flags=re.MULTILINE))
+    in_modules = {"moe_experts"} | {name for name in sonicmoe_hf.__all__ if name.endswith("Error")}
+    assert {"functional", "errors"} <= listed
+    assert listed - {"errors"} == set(sonicmoe_hf.__all__) - in_modules
+
+
+def test_the_citation_names_the_papers_authors():
+    citation = yaml.safe_load((EXAMPLES.parent / "CITATION.cff").read_text(encoding="utf-8"))
+    paper = citation["preferred-citation"]
+    authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
+    readme = " ".join((EXAMPLES.parent / "README.md").read_text(encoding="utf-8").split())
+    for words in (authors, paper["title"], paper["identifiers"][0]["value"], str(paper["year"])):
+        assert words in readme, words
+
+
+def test_templates_of_issues_are_forms():
+    for path in (EXAMPLES.parent / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.name != "config.yml":
+            assert form["name"] and form["description"]
+            identifiers = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+            assert len(set(identifiers)) == len(identifiers) > 0
