@@ -1,55 +1,181 @@
-"""GRPO (TRL) of a mixture-of-experts model whose training calls use the experts of the rollout's policy.
+"""GRPO (TRL) of a mixture-of-experts model whose training calls use the experts of the rollout.
 
 A small change of the weights can change a router's choice, and then a token's probability ratio compares two different
-networks. Here the experts of each completion are recorded once, before the first update, and replayed in every training
-call of it: what changes from update to update is the policy, not the choice of experts. Without arguments: a small model
-with random weights, which learns to write lower-case letters; offline, in a minute on a CPU.
+networks. Here every completion keeps its experts: what changes from update to update is the policy, not the choice of
+experts. Without arguments: a small model with random weights, which learns to write lower-case letters; offline, in a
+minute on a CPU.
 
     python examples/grpo_replay.py
+    python examples/grpo_replay.py --routing server
     python examples/grpo_replay.py --model Qwen/Qwen3-30B-A3B --dataset trl-lib/tldr --bf16
 
-What TRL's hooks do not reach: sampling itself runs the policy one token at a time (or in vLLM), and its routing is not
-read. The recorded routing is that of the same weights on the whole completion.
+--routing policy: TRL samples, and does not read the experts that sampling used. The policy's routing of the whole
+completion is recorded before the first update, in a call with the same weights.
+--routing server: an inference server samples, and returns its experts beside the tokens. Its old log-probabilities, which
+TRL 1.16 computes before a subclass sees the batch, are computed with them too. `StandInServer` returns what vLLM does;
+its docstring has vLLM's own lines, to put in its place.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+from contextlib import nullcontext
 
+import numpy
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import sonicmoe_hf
+from sonicmoe_hf import RecordedRouting
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import small_config
 
 ROUTING = "routing"  # beside TRL's own tensors of a batch, which it shuffles and splits together: [B, L, S, K]
+SERVED = "routed_experts"  # what a rollout returns beside its tokens: an array for each completion
 
 
 class ReplayingGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer that records the routing of each batch of completions, and replays it in the policy's training calls.
+    """GRPOTrainer whose policy uses, in every training call, the experts that sampled; the model has to be patched by
+    sonicmoe_hf, with top-k. A reference model routes by itself.
 
-    The reference model routes by itself. The model has to be patched by sonicmoe_hf, with top-k.
+    With a `rollout_func` that returns "routed_experts", one of vLLM's arrays for each completion, these are replayed, in
+    the old log-probabilities too, and "serving_divergence" is logged: the share of tokens whose experts the policy would
+    not have chosen. Without, the policy's own routing of each batch is recorded before the first update.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.mask_truncated_completions:
+            raise ValueError("mask_truncated_completions hides tokens whose experts a server returns: leave it out")
+        self.served = None  # the rollout's arrays, until its batch is scored
+
+    def _generate(self, prompts):
+        generated = super()._generate(prompts)
+        (fields,) = [
+            part for part in generated if isinstance(part, dict)
+        ]  # those of the rollout that are not TRL's own
+        self.served = fields.pop(SERVED, None)
+        return generated
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        rows = self.args.per_device_train_batch_size  # the batch of completions has several of training
-        with torch.no_grad(), self.accelerator.autocast(), sonicmoe_hf.record_routing(self.model) as routing:
-            for some_ids, some_mask in zip(ids.split(rows), mask.split(rows)):
-                self.model(input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1)
-        experts_LTK = torch.cat(routing.tensors(), dim=1)
+        if self.served is None:
+            calls = self._recorded(ids, mask)
+        else:
+            calls = self._aligned(self.served, mask)
+            self._log_divergence(calls, ids, mask)
+        self.served = None
+        experts_LTK = torch.cat(calls, dim=1).to(ids.device)
         batch[ROUTING] = experts_LTK.unflatten(1, ids.shape).transpose(0, 1).contiguous()
         return batch
+
+    def _rows(self) -> int:
+        """Sequences in a call: a batch of completions has several batches of training."""
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
+    def _recorded(self, ids, mask) -> list[torch.Tensor]:
+        """The policy's own experts, [L, tokens of a call, K] for each call."""
+        with torch.no_grad(), self.accelerator.autocast(), sonicmoe_hf.record_routing(self.model) as routing:
+            for some_ids, some_mask in zip(ids.split(self._rows()), mask.split(self._rows())):
+                self.model(input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1)
+        return routing.tensors()
+
+    def _aligned(self, served, mask) -> list[torch.Tensor]:
+        """The server's experts, [L, tokens of a call, K] for each call."""
+        rows = self._rows()
+        return [
+            RecordedRouting.from_server(served[start : start + rows], mask[start : start + rows]).tensors()[0]
+            for start in range(0, len(mask), rows)
+        ]
+
+    def _log_divergence(self, calls, ids, mask):
+        shares = []
+        for call, some_ids, some_mask in zip(calls, ids.split(self._rows()), mask.split(self._rows())):
+            with self.accelerator.autocast():
+                of_layers = sonicmoe_hf.serving_divergence(
+                    self.model, call, input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1
+                )
+            shares.append(sum(of_layers.values()) / len(of_layers))
+        self._metrics["train" if self.model.training else "eval"]["serving_divergence"].append(
+            sum(shares) / len(shares)
+        )
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+        """Also the old log-probabilities, which TRL computes, where it needs them, before it hands out the batch."""
+        replay = nullcontext()
+        if self.served is not None and model is self.model:
+            replay = sonicmoe_hf.replay_routing(model, self._aligned(self.served, attention_mask))
+        with replay:
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         experts_LTK = inputs[ROUTING].transpose(0, 1).flatten(1, 2)
         with sonicmoe_hf.replay_routing(model, experts_LTK):
             return super()._compute_loss(model, inputs)
+
+
+class StandInServer:
+    """What vLLM is to a trainer, for one machine without it: a copy of the policy in bf16, which samples token by token
+    with a cache, and returns tokens, their log-probabilities and the experts that it used.
+
+    vLLM in its place, for the body of `rollout`, once its weights are the policy's (TRL's `use_vllm` does that, but drops
+    the experts):
+
+        llm = LLM(model, enable_return_routed_experts=True)
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=..., logprobs=0))
+        completions = [output.outputs[0] for output in outputs]
+        return {
+            "prompt_ids": [output.prompt_token_ids for output in outputs],
+            "completion_ids": [list(completion.token_ids) for completion in completions],
+            "logprobs": [[next(iter(step.values())).logprob for step in c.logprobs] for c in completions],
+            "routed_experts": [completion.routed_experts for completion in completions],
+        }
+    """
+
+    def __init__(self, model):
+        self.model = copy.deepcopy(model).to(torch.bfloat16).eval()
+
+    def rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
+        """TRL's `rollout_func`: a completion for each prompt."""
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        self.model.to(policy.device).load_state_dict(policy.state_dict())  # rounds to bf16
+        tokenizer = trainer.processing_class
+        completions = [
+            self._complete(_tokens_of(prompt, tokenizer), trainer.max_completion_length, tokenizer.eos_token_id)
+            for prompt in prompts
+        ]
+        return {name: [completion[name] for completion in completions] for name in completions[0]}
+
+    @torch.no_grad()
+    def _complete(self, prompt_ids: list[int], max_tokens: int, eos: int) -> dict[str, list | numpy.ndarray]:
+        """One prompt: a call for the prompt, then one for each token but the last, as a server's are."""
+        ids, logprobs, cache = torch.tensor([prompt_ids], device=self.model.device), [], None
+        sampled: list[int] = []
+        with sonicmoe_hf.record_routing(self.model) as routing:
+            while len(sampled) < max_tokens and (not sampled or sampled[-1] != eos):
+                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache, logs = output.past_key_values, output.logits[0, -1].float().log_softmax(-1)
+                sampled.append(int(logs.exp().multinomial(1)))
+                logprobs.append(float(logs[sampled[-1]]))
+                ids = ids.new_tensor([sampled[-1:]])
+        experts_LTK = torch.cat(routing.tensors(), dim=1)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": sampled,
+            "logprobs": logprobs,
+            SERVED: experts_LTK.transpose(0, 1).cpu().numpy(),  # [tokens - 1, layers, K]
+        }
+
+
+def _tokens_of(prompt: str | list[dict], tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def lower_case(completions, **kwargs) -> list[float]:
@@ -74,6 +200,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
     parser.add_argument("--dataset", help="with a column of prompts, as TRL wants it; with --model")
+    parser.add_argument(
+        "--routing", choices=("policy", "server"), default="policy", help="whose experts are replayed; see above"
+    )
     parser.add_argument("--output", default="outputs/grpo")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
@@ -96,6 +225,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = sonicmoe_hf.from_pretrained(arguments.model, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         prompts = load_dataset(arguments.dataset, split="train")
+    server = {"rollout_func": StandInServer(model).rollout} if arguments.routing == "server" else {}
     trainer = ReplayingGRPOTrainer(
         model,
         reward_funcs=lower_case,
@@ -110,6 +240,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         ),
         train_dataset=prompts,
         processing_class=tokenizer,
+        **server,
     )
     trainer.train()
     return trainer.state.log_history

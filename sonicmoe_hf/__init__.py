@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .lora.config import lora_config
     from .lora.convert import convert_adapter
     from .lora.merge import merge_adapter
+    from .patching.divergence import serving_divergence
     from .patching.patch import (
         PatchReport,
         from_pretrained,
@@ -51,6 +52,7 @@ _MODULES = {  # of this package: what of each is exported here
     "lora.config": ("lora_config",),
     "lora.convert": ("convert_adapter",),
     "lora.merge": ("merge_adapter",),
+    "patching.divergence": ("serving_divergence",),
     "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
                        "unpatch", "unpatch_model"),
     "patching.recorded": ("RecordedRouting",),
@@ -94,6 +96,7 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "routing",
+    "serving_divergence",
     "set_routing",
     "supports",
     "unpatch",

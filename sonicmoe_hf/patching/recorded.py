@@ -1,6 +1,6 @@
 """What was recorded of a model's routing, who records and replays it, and a router's output with recorded experts.
 
-Letters: L layers with experts, T tokens of a call, E experts, K experts per token.
+Letters: L layers with experts, T tokens of a call, B sequences of S positions, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -8,26 +8,72 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..kernels.rounding import chosen_weights
 from ..model_patches import Family
+from . import served
 from .calls import PatchState
+
+if TYPE_CHECKING:
+    import numpy
 
 
 class RecordedRouting:
     """Which experts every token used, for each model call that was recorded, in their order.
 
     layers: names of the layers. calls: for each call, {layer: [indices [T, K], int32, of each time that it ran]}, without
-    layers that did not run; T counts all positions of the batch, sequence by sequence, padding included.
+    layers that did not run; T counts all positions of the batch, sequence by sequence, padding included. An index of -1
+    stands for what is not known: there a replay leaves the router its own choice.
     """
 
     def __init__(self, layers: Sequence[str]):
         self.layers = tuple(layers)
         self.calls: list[dict[str, list[torch.Tensor]]] = []
+        self.is_served = False
+
+    @classmethod
+    def from_server(
+        cls,
+        completions: Sequence[numpy.ndarray | torch.Tensor | Any],
+        attention_mask: torch.Tensor,
+        *,
+        prompt_start: int | Sequence[int] = 0,
+        layers: Sequence[int] | None = None,
+    ) -> RecordedRouting:
+        """The routing that an inference server used for one batch, as one call of the model that is trained.
+
+        A server computes every token but the last that it samples, so its array has a row less than the sequence has
+        tokens. That token, padding, and prompt tokens that the server left out get -1: the router's own choice.
+
+        Args:
+            completions: for each sequence of the batch, vLLM's `CompletionOutput` or the array that is its
+                `routed_experts`: integers [tokens of the sequence - 1 - prompt_start, layers, experts per token].
+            attention_mask: [B, S], 0 for padding: of the call that is to use the routing. Padding may be on either side,
+                or on both.
+            prompt_start: vLLM's `routed_experts_prompt_start`, how many of the prompt's first tokens the arrays leave
+                out; one number, or one for each sequence.
+            layers: which of the arrays' layers have experts, where the server counts others too, as SGLang does:
+                `range(3, 61)` for DeepSeek-V3. Default: all.
+        Returns:
+            For `replay_routing` and `serving_divergence`, or as a tensor [L, B * S, K] by `.tensors()`.
+        Raises:
+            ValueError: a sequence without an array; arrays of another length than the mask says, or that differ in layers
+                or experts per token; a row that names one expert twice, as rows that nothing was written to do.
+        Example:
+            outputs = llm.generate(prompts, SamplingParams(...))  # LLM(..., enable_return_routed_experts=True)
+            routing = RecordedRouting.from_server([output.outputs[0] for output in outputs], attention_mask)
+            with sonicmoe_hf.replay_routing(model, routing):
+                logits = model(input_ids, attention_mask).logits
+        """
+        index_LTK = served.aligned(completions, attention_mask, prompt_start, layers)
+        routing = cls([f"layer {number} of the server's" for number in range(len(index_LTK))])
+        routing.calls.append({name: [index_TK] for name, index_TK in zip(routing.layers, index_LTK)})
+        routing.is_served = True
+        return routing
 
     def tensors(self) -> list[torch.Tensor]:
         """The indices of each call as one tensor [L, T, K], int32, on the device of its first layer.

@@ -53,6 +53,8 @@ def _calls_of(
     device: torch.device | None,
 ):
     """{layer: [indices [T, K]]} for each call, checked, and moved to the device at once."""
+    if isinstance(routing, RecordedRouting) and routing.is_served:
+        routing = routing.tensors()
     if isinstance(routing, RecordedRouting):
         if routing.layers != tuple(layers):
             raise ValueError(f"the routing is of layers {list(routing.layers)}, but the model has {list(layers)}")
@@ -62,7 +64,8 @@ def _calls_of(
         if index_LTK.dim() != 3 or len(index_LTK) != len(layers) or index_LTK.dtype.is_floating_point:
             raise ValueError(
                 f"the routing is {index_LTK.dtype} {list(index_LTK.shape)}, but it must be integer [layers, tokens, "
-                f"experts per token], of {len(layers)} layers"
+                f"experts per token], of {len(layers)} layers; a server's arrays with layers that have no experts: "
+                "RecordedRouting.from_server(..., layers=...)"
             )
         highest_L = index_LTK.flatten(1).amax(1).tolist() if index_LTK.numel() else []
         for (name, num_experts), highest in zip(layers.items(), highest_L):
@@ -70,6 +73,15 @@ def _calls_of(
                 raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {highest}")
         calls.append({name: [index_TK] for name, index_TK in zip(layers, _moved(index_LTK, device))})
     return calls
+
+
+def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
+    """{layer: [indices [T, K], int32 or as given]} for each call of a routing that fits this model.
+
+    Raises:
+        UnsupportedModelError, ValueError: as `replay_routing`.
+    """
+    return _calls_of(routing, _layers(model), _device_of_routing(model))
 
 
 @contextlib.contextmanager
@@ -105,9 +117,9 @@ def replay_routing(
 
     Args:
         routing: what `record_routing` gave: the first call of the model replays the first recorded one, and so on. Or
-            the experts of one call, an integer tensor [layers, tokens, experts per token] such as inference servers
-            return, or a sequence of such tensors, one a call. Tokens count batch row by batch row, padding included; a
-            token with an id below 0 keeps the router's choice.
+            what `RecordedRouting.from_server` made of an inference server's arrays. Or the experts of one call, an
+            integer tensor [layers, tokens, experts per token], or a sequence of such tensors, one a call. Tokens count
+            batch row by batch row, padding included; a token with an id below 0 keeps the router's choice.
     Raises:
         UnsupportedModelError: a layer's router is not known (docs/models.md).
         ValueError: the model is not patched; another number of layers, or an expert that does not exist; from the model,
@@ -115,6 +127,6 @@ def replay_routing(
         RuntimeError, from the model: more calls than were recorded, or a layer that runs more or less often in a call; a
             layer that runs several times under gradient checkpointing; it is compiled, or rounds tokens.
     """
-    replay = Replay(_calls_of(routing, _layers(model), _device_of_routing(model)))
+    replay = Replay(checked_calls(model, routing))
     with in_this_thread(patch_state(model), replay=replay):
         yield

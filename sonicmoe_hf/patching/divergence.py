@@ -1,0 +1,75 @@
+"""serving_divergence: how often a server's routing is not the one that the trained model chooses.
+
+Letters: L layers with experts, T tokens of a call, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .padding import given_mask
+from .recorded import RecordedRouting
+from .replay import checked_calls, record_routing
+
+
+def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tensor, **inputs: Any) -> dict[str, float]:
+    """The share of tokens, layer by layer, whose experts in `recorded` are not the set that this model chooses itself.
+
+    It calls the model once, without gradients and without replay, so that a layer's difference includes what earlier
+    layers' differences do to it. Padding, and tokens with an id below 0, do not count. In reinforcement learning this is
+    how far the network that is trained is from the one that sampled.
+
+    Args:
+        model: patched, with top-k; in the mode that it is in.
+        recorded: the experts of one call: of `RecordedRouting.from_server` or `record_routing`, or a tensor [L, T, K].
+        inputs: what that call takes: input_ids, attention_mask and the like.
+    Returns:
+        {layer: share}, from 0.0 to 1.0, of the layers that ran in that call, in their order.
+    Raises:
+        ValueError: `recorded` has several calls, no token with experts, or other layers, tokens or experts per token than
+            the model. Others: as `record_routing`.
+    Example:
+        shares = sonicmoe_hf.serving_divergence(model, routing, input_ids=input_ids, attention_mask=attention_mask)
+        print(f"{sum(shares.values()) / len(shares):.1%} of the tokens, {max(shares, key=shares.get)} most")
+    """
+    calls = checked_calls(model, recorded)
+    if len(calls) != 1:
+        raise ValueError(f"the routing has {len(calls)} calls, but serving_divergence compares one with its inputs")
+    with torch.no_grad(), record_routing(model) as own:
+        model(**inputs)
+    mask = given_mask(inputs)
+    shares = {}
+    for layer, runs in calls[0].items():
+        own_runs = own.calls[0].get(layer, [])
+        if len(runs) != len(own_runs):
+            raise ValueError(f"{layer} ran {len(own_runs)} times, but {len(runs)} times in the recorded call")
+        if runs:
+            shares[layer] = _share(layer, runs, own_runs, mask)
+    device = next(iter(shares.values())).device if shares else None
+    names, values = list(shares), torch.stack([share.to(device) for share in shares.values()]).tolist()
+    unknown = [name for name, value in zip(names, values) if value != value]
+    if unknown:
+        raise ValueError(f"the routing names the experts of no token in {unknown[0]}")
+    return dict(zip(names, values))
+
+
+def _share(layer: str, runs: list[torch.Tensor], own_runs: list[torch.Tensor], mask: torch.Tensor | None):
+    """A scalar tensor; nan where no token is known."""
+    differing, known = torch.zeros(()), torch.zeros(())
+    for given_TK, own_TK in zip(runs, own_runs):
+        if given_TK.shape != own_TK.shape:
+            raise ValueError(
+                f"the routing of {layer} is {list(given_TK.shape)}, but the model's is {list(own_TK.shape)}: [tokens, "
+                "experts per token]"
+            )
+        given_TK = given_TK.to(own_TK)
+        known_T = (given_TK >= 0).all(-1)
+        if mask is not None and mask.numel() == len(known_T):
+            known_T &= mask.flatten().to(known_T)
+        differs_T = (given_TK.sort(-1).values != own_TK.sort(-1).values).any(-1)
+        differing = differing.to(known_T.device) + (differs_T & known_T).sum()
+        known = known.to(known_T.device) + known_T.sum()
+    return differing / known

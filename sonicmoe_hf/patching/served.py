@@ -1,0 +1,96 @@
+"""The arrays of routed experts that inference servers return, laid over a padded batch.
+
+Letters: L layers with experts, B sequences of S positions, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+
+def aligned(
+    completions: Sequence[Any],
+    attention_mask: torch.Tensor,
+    prompt_start: int | Sequence[int],
+    layers: Sequence[int] | None,
+) -> torch.Tensor:
+    """The experts of every position, int32 [L, B * S, K], -1 where the server names none. Arguments and errors are those
+    of RecordedRouting.from_server."""
+    if attention_mask.dim() != 2 or len(attention_mask) != len(completions):
+        raise ValueError(
+            f"there are {len(completions)} completions, but attention_mask is {list(attention_mask.shape)}: it must be "
+            "[sequences, positions], with one sequence for each completion"
+        )
+    if not len(completions):
+        raise ValueError(
+            "there are no completions, so that nothing tells the number of layers and of experts per token"
+        )
+    mask_BS = attention_mask.detach().to("cpu", torch.bool)
+    starts = list(prompt_start) if isinstance(prompt_start, Iterable) else [prompt_start] * len(completions)
+    if len(starts) != len(completions) or min(starts) < 0:
+        raise ValueError(
+            f"prompt_start is {prompt_start}; it must be one number of tokens, or one for each of the "
+            f"{len(completions)} completions"
+        )
+    arrays = [_array(completion, number) for number, completion in enumerate(completions)]
+    for number, array in enumerate(arrays):
+        if array.shape[1:] != arrays[0].shape[1:]:
+            raise ValueError(
+                f"the routing of sequence {number} has {array.shape[1]} layers and {array.shape[2]} experts per token, "
+                f"that of sequence 0 has {arrays[0].shape[1]} and {arrays[0].shape[2]}"
+            )
+    index_BSLK = torch.full((*mask_BS.shape, *arrays[0].shape[1:]), -1, dtype=torch.int32)
+    for number, (array, mask_S, start) in enumerate(zip(arrays, mask_BS, starts)):
+        positions = mask_S.nonzero().flatten()[start:-1]
+        if len(array) != len(positions):
+            raise ValueError(
+                f"the routing of sequence {number} has {len(array)} tokens, but there must be {len(positions)}: its "
+                f"{int(mask_S.sum())} of the attention mask without the last, which no server computes, and without the "
+                f"first {start} (prompt_start)"
+            )
+        index_BSLK[number, positions] = array
+    if layers is not None:
+        index_BSLK = index_BSLK[:, :, _places(layers, index_BSLK.shape[2])]
+    _check_distinct(index_BSLK)
+    return index_BSLK.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _array(completion: Any, number: int) -> torch.Tensor:
+    """The routing of one sequence, int32 [tokens, layers, K], of whatever integers it came in."""
+    array = getattr(completion, "routed_experts", completion)
+    if array is None:
+        raise ValueError(
+            f"sequence {number} came without its routed experts; start vLLM with enable_return_routed_experts=True "
+            "(--enable-return-routed-experts)"
+        )
+    values = numpy.asarray(array.detach().cpu() if isinstance(array, torch.Tensor) else array)
+    if values.ndim != 3 or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"the routing of sequence {number} is {values.dtype} {list(values.shape)}, but it must be integer [tokens, "
+            "layers, experts per token]"
+        )
+    return torch.from_numpy(values.astype(numpy.int32))
+
+
+def _places(layers: Sequence[int], number: int) -> list[int]:
+    outside = [layer for layer in layers if not 0 <= layer < number]
+    if outside:
+        raise ValueError(f"layers names {outside[0]}, but the server's arrays have {number} layers, counted from 0")
+    return list(layers)
+
+
+def _check_distinct(index_BSLK: torch.Tensor) -> None:
+    """Raise ValueError where a token has an expert twice: no router chooses so, but zeros that were never written do."""
+    sorted_BSLK = index_BSLK.sort(-1).values
+    twice_BSLK = (sorted_BSLK.diff(dim=-1) == 0) & (sorted_BSLK[..., 1:] >= 0)
+    if twice_BSLK.any():
+        sequence, position, layer, k = twice_BSLK.nonzero()[0].tolist()
+        raise ValueError(
+            f"the routing of sequence {sequence} names expert {int(sorted_BSLK[sequence, position, layer, k])} twice for "
+            f"position {position} in layer {layer}: the server recorded nothing there. Where it counts layers without "
+            "experts, name those with experts in layers=...; where a token's row is missing, set its ids to -1"
+        )
