@@ -30,8 +30,8 @@ LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
 FIELDS = ("contender", "seed", "step", "held_out_loss", "gpu", "commit", "versions", "date")
 
 
-def train(model, rows, steps, learning_rate, seed, evaluate=None):
-    """AdamW with a warm-up and a linear decay; gives {step: held-out loss}."""
+def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16):
+    """AdamW with a warm-up and a linear decay; gives {step: held-out loss}. dtype: of the arithmetic, by autocast."""
     device = model.device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
@@ -44,7 +44,7 @@ def train(model, rows, steps, learning_rate, seed, evaluate=None):
     for step in range(steps):
         chosen = [rows[order[(step * BATCH + i) % len(rows)]]["input_ids"] for i in range(BATCH)]
         ids = torch.stack(chosen).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = model.train()(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -57,17 +57,17 @@ def train(model, rows, steps, learning_rate, seed, evaluate=None):
 
 
 @torch.no_grad()
-def held_out_loss(model, rows):
+def held_out_loss(model, rows, dtype=torch.bfloat16):
     losses = []
     for first in range(0, len(rows), BATCH):
         ids = torch.stack([row["input_ids"] for row in rows[first : first + BATCH]]).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16):
+        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
             losses.append(model.eval()(input_ids=ids, labels=ids).loss)
     return torch.stack(losses).mean().item()
 
 
-def start(options):
-    """The model trained in full, in bf16; the rows for adapters; held-out rows."""
+def start(options, dtype=torch.bfloat16):
+    """The model trained in full, in that dtype; the rows for adapters; held-out rows."""
     texts, held_out = standard_library()
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     set_seed(0)
@@ -75,10 +75,10 @@ def start(options):
     sonicmoe_hf.patch_model(model)
     balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
     balancing.start(model)
-    train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0)
+    train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0, dtype=dtype)
     balancing.stop(model)
     rows = blocks(held_out, tokenizer, LENGTH)
-    return model.bfloat16(), blocks(texts[1::2], tokenizer, LENGTH), rows[:: max(1, len(rows) // options.held_out)]
+    return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), rows[:: max(1, len(rows) // options.held_out)]
 
 
 def adapted(base, contender, seed):

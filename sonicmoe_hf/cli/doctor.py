@@ -17,7 +17,7 @@ from ..errors import DoctorError
 from ..kernels.quantized import FORMATS
 from ..layer import backends
 from ..layer.config import TokenRounding
-from ..patching.experts import expert_parallel_remedy, has_expert_parallelism
+from ..patching.experts import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
 from ..patching.layer_ranges import LayerRange, collapse
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from ..quantization.quantizer import QUANT_METHOD
@@ -27,6 +27,7 @@ PACKAGES = (
     "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RANK = 16  # lora_config's own
 PACKED_AS = "packed as "
 NO_REMEDY = "use a checkpoint that is not quantised"
 
@@ -65,6 +66,24 @@ class RoundingForecast:
 
 
 @dataclass(frozen=True)
+class AdapterForecast:
+    """How many parameters LoRA on the experts has: at rank r, and at r / experts per token, `experts_r`."""
+
+    r: int
+    parameters: int
+    experts_r: int
+    parameters_at_experts_r: int
+
+    def sentence(self) -> str:
+        """The forecast in words."""
+        return (
+            f"LoRA on the experts has {self.parameters / 1e6:,.0f} million parameters at r = {self.r}, 16 bytes each to "
+            f"train; lora_config(model, r={self.r}, experts_r={self.experts_r}), which is r / experts per token, has "
+            f"{self.parameters_at_experts_r / 1e6:,.0f} million"
+        )
+
+
+@dataclass(frozen=True)
 class Here:
     """What would compute the layers on this machine: its best device, the checkpoint's dtype, the backend and why."""
 
@@ -89,6 +108,7 @@ class ModelReport:
     layers: list[LayerRange]
     here: Here
     rounding: list[RoundingForecast] = field(default_factory=list)
+    adapters: AdapterForecast | None = None
 
     @property
     def supported(self) -> bool:
@@ -192,7 +212,8 @@ def examine(
     if batch_size is not None and sequence_length is not None:
         rounding = _forecasts(model, support, batch_size * sequence_length, TokenRounding(tile=tile))
     layers = collapse(support, _placements(model, support))
-    return ModelReport(name, type(model).__name__, quantisation, layers, _here(model.dtype), rounding)
+    adapters = _adapter_forecast(model, support)
+    return ModelReport(name, type(model).__name__, quantisation, layers, _here(model.dtype), rounding, adapters)
 
 
 def _quantisation(config) -> str | None:
@@ -228,6 +249,19 @@ def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRou
     ]
 
 
+def _adapter_forecast(model, support: list[LayerSupport]) -> AdapterForecast | None:
+    """Of the supported layers whose routers are known; None without any."""
+    layers = [layer for layer in supported_layers(model, support, "accelerated") if layer.router is not None]
+    if not layers:
+        return None
+    shapes = [
+        whole_shape(getattr(layer.experts, weight)) for layer in layers for weight in weight_names(layer.experts)
+    ]
+    at_rank_1 = sum(num_experts * (rows + columns) for num_experts, rows, columns in shapes)
+    experts_r = max(1, RANK // layers[0].router.top_k)
+    return AdapterForecast(RANK, RANK * at_rank_1, experts_r, experts_r * at_rank_1)
+
+
 def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
     """For supported layers by name: what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
@@ -257,6 +291,7 @@ def as_json(report: ModelReport | None) -> dict:
             "here": asdict(report.here),
             "layers": layers,
             "token_rounding": rounding,
+            "adapters": report.adapters and {**asdict(report.adapters), "sentence": report.adapters.sentence()},
         }
     return facts
 

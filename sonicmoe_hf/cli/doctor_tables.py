@@ -73,3 +73,5 @@ def _print_model(console: Console, report: ModelReport) -> None:
             console.print(f"{escape(layers.name)}: {escape(layers.kernels)}")
     for forecast in report.rounding:
         console.print(escape(forecast.sentence()))
+    if report.adapters is not None:
+        console.print(escape(report.adapters.sentence()))

@@ -19,13 +19,17 @@ INITS_OF_MODULES = ("pissa", "olora", "orthogonal", "corda", "loftq", "eva", "lo
 REMEDY = "drop it, or adapt no experts: target_parameters=[]"
 
 
-def lora_config(model: nn.Module, r: int = 16, **options) -> LoraConfig:
+def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, **options) -> LoraConfig:
     """A `peft.LoraConfig` for LoRA on the experts and the attention projections of `model`; its routers stay as they are.
 
     Args:
         model: a model with experts that sonicmoe_hf supports, in the hub layout or the native one, patched or not; one on
             the meta device will do.
         r: the rank, for every expert of its own.
+        experts_r: the experts' own rank, where it is not to be r. r / experts per token is common: an expert's adapters
+            see that much fewer tokens than the attention's, and take that much less memory (docs/lora.md says what it
+            costs). It goes into rank_pattern and alpha_pattern, so that lora_alpha / r stays the same; with use_rslora
+            lora_alpha itself does.
         options: any other field of `LoraConfig`; what is given wins. By default lora_alpha is 2 * r, task_type follows
             from the model's class, target_parameters are the experts' weights, target_modules the linear layers of the
             attention beside them. layers_to_transform chooses experts too.
@@ -37,6 +41,7 @@ def lora_config(model: nn.Module, r: int = 16, **options) -> LoraConfig:
         ValueError: PEFT cannot do with parameters what is asked; the message names the field and the remedy.
     Example:
         model = peft.get_peft_model(model, sonicmoe_hf.lora_config(model, r=16))
+        config = sonicmoe_hf.lora_config(model, r=16, experts_r=2)  # of a model with 8 experts per token
     """
     peft = import_peft()
     layers = supported_layers(model, check_accelerated(model), "accelerated")
@@ -52,7 +57,34 @@ def lora_config(model: nn.Module, r: int = 16, **options) -> LoraConfig:
     settings = {**defaults, **options, "r": r}
     if settings["target_parameters"]:
         _refuse_what_parameters_cannot(settings)
+    if experts_r is not None:
+        settings |= _patterns(settings, _expert_weights(model, experts, None), experts_r)
     return peft.LoraConfig(**settings)
+
+
+def _patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
+    """rank_pattern and alpha_pattern with the experts' own rank beside what is given.
+
+    Raises:
+        ValueError: the rank is no positive integer, nothing of the experts is adapted, or a pattern names them already.
+    """
+    if isinstance(experts_r, bool) or not isinstance(experts_r, int) or experts_r < 1:
+        raise ValueError(f"experts_r is {experts_r!r}; it must be a whole number of at least 1")
+    if not settings["target_parameters"]:
+        raise ValueError(f"experts_r is {experts_r}, but target_parameters adapts no experts: leave one of them out")
+    given = {name: settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    for name, pattern in given.items():
+        for key in pattern:
+            if any(re.match(rf"(.*\.)?({key})$", weight) for weight in weights):
+                raise ValueError(f"{name} names {key!r}, which is the experts' too: leave it or experts_r out")
+    alpha = settings["lora_alpha"]
+    if not settings.get("use_rslora"):  # PEFT's scale is alpha / rank, of rsLoRA alpha / sqrt(rank)
+        alpha = alpha * experts_r / settings["r"]
+        alpha = int(alpha) if alpha == int(alpha) else alpha
+    return {
+        "rank_pattern": {**given["rank_pattern"], **dict.fromkeys(weights, experts_r)},
+        "alpha_pattern": {**given["alpha_pattern"], **dict.fromkeys(weights, alpha)},
+    }
 
 
 def _refuse_what_parameters_cannot(settings: dict) -> None:

@@ -225,6 +225,17 @@ def test_doctor_forecasts_whether_token_rounding_applies(capsys, tmp_path):
     assert facts["model"]["token_rounding"][0]["applies"]
 
 
+def test_doctor_counts_the_parameters_of_adapters_on_the_experts(capsys, tmp_path):
+    """4 layers of 8 experts, H = 32, I = 16, top-2: gate_up [32, 32] and down [32, 16]."""
+    folder = save_config(tmp_path)
+    adapters = doctor_json(capsys, folder)[1]["model"]["adapters"]
+    each = 4 * 8 * (32 + 32 + 32 + 16)
+    assert (adapters["r"], adapters["parameters"]) == (16, 16 * each)
+    assert (adapters["experts_r"], adapters["parameters_at_experts_r"]) == (8, 8 * each)
+    assert main(["doctor", folder]) == 0
+    assert "lora_config(model, r=16, experts_r=8)" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

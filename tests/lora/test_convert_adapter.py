@@ -60,7 +60,7 @@ def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, param
     assert relative_error(logits(model), logits(AutoModelForCausalLM.from_pretrained(native))) > 0.05, (
         "it does something"
     )
-    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub")
+    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
     assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
 
 
@@ -212,6 +212,24 @@ def test_ranks_and_alphas_of_any_regular_expression_stay_with_their_weights(patt
     convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "back")
     assert torch.equal(logits(model), logits(adapted))
+
+
+@every_family
+def test_the_experts_own_rank_goes_through_conversion_and_merging_and_comes_back(family, tmp_path):
+    hub, native = save_both(build(family), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(hub)
+    adapted = random_factors(get_peft_model(model, sonicmoe_hf.lora_config(model, 4, experts_r=2))).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "converted")
+    assert config_of(tmp_path / "converted")["rank_pattern"] == {"experts.c_fc": 2, "experts.c_proj": 2}
+    converted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
+    assert relative_error(logits(converted), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    sonicmoe_hf.merge_adapter(native, tmp_path / "converted", tmp_path / "merged", "hub")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert relative_error(logits(merged), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
+    assert same_bits(tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "back"))
+    assert config_of(tmp_path / "back")["alpha_pattern"] == config_of(tmp_path / "adapter")["alpha_pattern"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import sonicmoe_hf
+from sonicmoe_hf.demo.model import config_of
 
 ATTENTION = {"deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}}
 GROUPED = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -105,3 +106,75 @@ def test_what_peft_cannot_do_with_experts_is_refused_unless_none_are_adapted(opt
 def test_a_model_without_experts_is_refused():
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="no mixture-of-experts layer"):
         sonicmoe_hf.lora_config(nn.Linear(2, 2))
+
+
+# the experts' own rank
+
+
+def ranks_and_scales(model, config):
+    """{name: (rank, scale)} of what PEFT adapts."""
+    found = {}
+    for name, module in get_peft_model(model, config).named_modules():
+        if hasattr(module, "lora_A") and "default" in module.lora_A:
+            parameter = getattr(module, "parameter_name", "")
+            found[f"{name} {parameter}"] = (module.r["default"], module.scaling["default"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, layout", [("mixtral", "hub"), *((family, layout) for family in FAMILIES for layout in ("hub", "native"))]
+)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_experts_have_their_own_rank_and_the_same_scale(family, layout, rslora, tmp_path):
+    model = mixtral() if family == "mixtral" else build(family)
+    model = native_twin(model, tmp_path) if layout == "native" else model
+    config = sonicmoe_hf.lora_config(model, 16, experts_r=2, use_rslora=rslora)
+    found = ranks_and_scales(model, config)
+    experts = {name: values for name, values in found.items() if ".experts" in name}
+    assert len(experts) == 2 * len(sonicmoe_hf.supports(model)) and len(found) > len(experts)
+    assert set(experts.values()) == {(2, 32 / 2**0.5 if rslora else 2.0)}
+    assert {values for name, values in found.items() if name not in experts} == {(16, 8.0 if rslora else 2.0)}
+
+
+def test_experts_r_stands_beside_patterns_for_other_modules_and_other_names():
+    model = build("olmoe")
+    model.vision = nn.ModuleDict({"experts": nn.ParameterDict({"down_proj": torch.zeros(2, 4, 4)})})
+    config = sonicmoe_hf.lora_config(
+        model, 6, experts_r=4, lora_alpha=5, rank_pattern={"q_proj": 8}, alpha_pattern={"q_proj": 3}
+    )
+    assert config.rank_pattern["q_proj"] == 8 and config.alpha_pattern["q_proj"] == 3
+    assert config.alpha_pattern["experts.gate_up_proj"] == pytest.approx(5 * 4 / 6)
+    assert not [key for key in config.rank_pattern if key.endswith("vision.experts.down_proj")]
+    unset = sonicmoe_hf.lora_config(build("olmoe"), 6)
+    assert unset.rank_pattern == unset.alpha_pattern == {}
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"experts_r": 0}, "experts_r is 0; it must be a whole number of at least 1"),
+        ({"experts_r": 2.0}, r"experts_r is 2\.0"),
+        ({"experts_r": 2, "target_parameters": []}, "target_parameters adapts no experts"),
+        (
+            {"experts_r": 2, "rank_pattern": {"gate_up_proj": 3}},
+            "rank_pattern names 'gate_up_proj', which is the experts",
+        ),
+        ({"experts_r": 2, "alpha_pattern": {r".*\.down_proj": 3}}, "alpha_pattern names .* leave it or experts_r out"),
+    ],
+)
+def test_a_rank_of_experts_that_contradicts_the_rest_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        sonicmoe_hf.lora_config(build("qwen3_moe"), **options)
+
+
+def test_qwen3_30b_a3bs_experts_have_629_million_adapter_parameters_at_16_and_an_eighth_of_them_at_2():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("Qwen/Qwen3-30B-A3B"))
+
+    def parameters(**options):
+        adapted = get_peft_model(model, sonicmoe_hf.lora_config(model, 16, **options), low_cpu_mem_usage=True)
+        count = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name and ".experts." in name)
+        adapted.unload()
+        return count
+
+    assert parameters() == 629_145_600 and parameters(experts_r=2) == 629_145_600 // 8
