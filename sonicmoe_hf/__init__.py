@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .layer import moe_experts as functional
     from .layer.config import TokenRounding
     from .layer.moe_experts import moe_experts
+    from .layer.packed_weight import PackedWeight
     from .lora.config import lora_config
     from .lora.convert import convert_adapter
     from .lora.merge import merge_adapter
@@ -34,11 +35,10 @@ if TYPE_CHECKING:
         unpatch,
         unpatch_model,
     )
+    from .patching.quantize import quantize_experts
     from .patching.recorded import RecordedRouting
     from .patching.replay import record_routing, replay_routing
     from .patching.support import LayerSupport, supports
-    from .quantization.packed_weight import PackedWeight
-    from .quantization.quantize import quantize_experts
     from .trainer.balancing import LoadBalancing
     from .trainer.callbacks import ExpertLoadCallback, TokenRoundingCallback, attach
 
@@ -58,8 +58,8 @@ _MODULES = {  # of this package: what of each is exported here
     "patching.recorded": ("RecordedRouting",),
     "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
-    "quantization.packed_weight": ("PackedWeight",),
-    "quantization.quantize": ("quantize_experts",),
+    "layer.packed_weight": ("PackedWeight",),
+    "patching.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
 }  # fmt: skip

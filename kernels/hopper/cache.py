@@ -45,7 +45,7 @@ WORKER = """
 import sys, types
 sys.modules["sonicmoe_hf"] = package = types.ModuleType("sonicmoe_hf")
 package.__path__ = {path}
-from sonicmoe_hf.kernels.hopper.cache import compile_share
+from sonicmoe_hf.kernels.hopper.compiled import compile_share
 compile_share()
 """
 _coming: dict[Path, subprocess.Popen] = {}  # the files that another process is to write
@@ -241,14 +241,6 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
             _coming.update((path_of(*kernel), process) for kernel in share)
             with process.stdin as pipe:
                 pickle.dump(share, pipe)
-
-
-def compile_share() -> None:
-    """Such a process: compile the kernels that come pickled on its standard input."""
-    from . import compiled
-
-    for name, parameters in pickle.load(sys.stdin.buffer):
-        getattr(compiled, name)(*parameters)
 
 
 def _wait_for(path: Path) -> None:

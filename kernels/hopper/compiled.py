@@ -3,6 +3,9 @@
 The arguments are fake tensors: nothing here needs a GPU.
 """
 
+import pickle
+import sys
+
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -112,3 +115,9 @@ def gemm_wgrad(dtype, height: int, width: int, width_contiguous: bool, tile: Til
         _weight(kind, height, width, width_contiguous),
         _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
+
+
+def compile_share() -> None:
+    """In a process that `cache.compile_ahead` began: compile the kernels that come pickled on its standard input."""
+    for name, parameters in pickle.load(sys.stdin.buffer):
+        globals()[name](*parameters)

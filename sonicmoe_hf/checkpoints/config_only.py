@@ -26,11 +26,11 @@ from transformers import (
 from transformers.utils import logging
 
 from ..errors import CheckpointError, DoctorError
+from ..patching.experts import sizes_of
 from ..patching.support import find_layers, supported_layers, supports
 from ..private.transformers import auto_classes, builds
 from .files import CONFIG_FILE, read_json
 from .hub import local_folder
-from .modeling import sizes_of
 
 MAX_COUNT = 10_000  # layers, experts: far more than any model has
 MAX_MODULES = 50_000  # a quarter of a minute; models on the hub have up to 10,000

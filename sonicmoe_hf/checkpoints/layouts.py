@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 
 LAYOUT_VERSION = 1
@@ -23,20 +24,6 @@ HUB_CONFIG_KEY = "sonicmoe_hub_config"
 PACKED = ("", "_blocks", "_codes")  # how a weight's name goes on: dense, MXFP4, NF4
 
 View = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Sizes(NamedTuple):
-    """E, H, I of a layer's experts, and whether they have biases."""
-
-    num_experts: int
-    hidden: int
-    intermediate: int
-    has_bias: bool
-
-    def shape(self, letters: tuple[str, ...]) -> tuple[int, ...]:
-        """("E", "2I", "H") -> (num_experts, 2 * intermediate, hidden)."""
-        size = {"E": self.num_experts, "H": self.hidden, "I": self.intermediate, "2I": 2 * self.intermediate}
-        return tuple(size[letter] for letter in letters)
 
 
 class Stored(NamedTuple):

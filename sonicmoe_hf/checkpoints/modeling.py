@@ -19,21 +19,14 @@ from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation, moe_experts
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.active_adapters import adapters_of
-from ..patching.experts import (
-    IMPLEMENTATION,
-    ExpertsFacts,
-    as_routing,
-    experts_facts,
-    note_reached,
-    weight_names,
-    whole_shape,
-)
+from ..patching.experts import ExpertsFacts, as_routing, experts_facts, note_reached, save_policy, sizes_of
 from ..patching.support import load_family_class
 from ..quantization.state import stored_names
-from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY, Sizes
+from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
 if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into
     from transformers import PreTrainedConfig as _ConfigBase
@@ -105,7 +98,7 @@ class SonicMoEExperts(nn.Module):
             down_adapter=adapters_of(self, "c_proj"),
             activation=self.activation,
             layout="interleaved",
-            save=getattr(self, "_sonicmoe_hf_save", "preactivation"),
+            save=save_policy(self),
         )
 
     @torch.no_grad()
@@ -134,16 +127,6 @@ class SonicMoEExperts(nn.Module):
             f"num_experts={self.num_experts}, hidden_dim={self.hidden_dim}, intermediate_dim={self.intermediate_dim}, "
             f"activation={self.activation.name!r}"
         )
-
-
-def sizes_of(experts: nn.Module) -> Sizes:
-    """E, H, I and biases of experts, whatever their layout."""
-    facts = experts_facts(experts)
-    _, down = weight_names(experts)
-    num_experts, hidden, intermediate = whole_shape(getattr(experts, down))
-    if facts.layout.startswith("transposed"):
-        hidden, intermediate = intermediate, hidden
-    return Sizes(num_experts, hidden, intermediate, facts.has_bias)
 
 
 def use_native_experts(model: nn.Module, family: NativeFamily) -> None:

@@ -12,7 +12,9 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..kernels.quantized import FORMATS, Quantized
+from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
+from ..patching.experts import sizes_of
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from ..quantization.state import stored_as
@@ -21,8 +23,7 @@ from .config_only import UNREADABLE, without_code
 from .configs import declared_quantisation, family_of, hub_config
 from .dequantize import dequantise_fp8, fp8_scale_shape
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
-from .layouts import Named, Sizes, detect_layout, holder, layer_tensors
-from .modeling import sizes_of
+from .layouts import Named, detect_layout, holder, layer_tensors
 from .packed import FIRST, Part, checked, dense_expert, parts_of, row_view
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,20 +12,18 @@ import torch
 from packaging.requirements import Requirement
 
 from ..checkpoints.config_only import build_on_meta
-from ..checkpoints.modeling import sizes_of
 from ..errors import DoctorError
 from ..kernels.quantized import FORMATS
 from ..layer import backends
 from ..layer.config import TokenRounding
-from ..patching.experts import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
+from ..layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
+from ..patching.experts import sizes_of
 from ..patching.layer_ranges import LayerRange, collapse
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
+from ..private.versions import versions
 from ..quantization.quantizer import QUANT_METHOD
 from .warmup import placement
 
-PACKAGES = (
-    "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
-)  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANK = 16  # lora_config's own
 PACKED_AS = "packed as "
@@ -119,18 +117,6 @@ class ModelReport:
     def accelerated(self) -> bool:
         """Whether all layers are supported, and this machine has kernels for them."""
         return self.supported and self.here.accelerates
-
-
-def versions() -> dict[str, str]:
-    """Python's version and those of the packages that matter; "not installed" where one is missing."""
-    by_package = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            by_package[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            by_package[package] = "not installed"
-    by_package["torch"] = torch.__version__
-    return by_package
 
 
 def untested_versions() -> list[str]:

@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..layer import backends
-from ..patching.experts import expert_parallel_remedy
-from .doctor import Device, ModelReport, devices, untested_versions, versions
+from ..layer.experts_module import expert_parallel_remedy
+from ..private.versions import versions
+from .doctor import Device, ModelReport, devices, untested_versions
 
 YES, NO = "[green]yes[/]", "[red]no[/]"
 

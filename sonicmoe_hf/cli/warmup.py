@@ -46,8 +46,7 @@ class Outcome(NamedTuple):
 
 def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind]:
     """The different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
-    from ..checkpoints.modeling import sizes_of
-    from ..patching.experts import experts_facts
+    from ..patching.experts import experts_facts, sizes_of
     from ..patching.support import supported_layers, supports
 
     kinds = []

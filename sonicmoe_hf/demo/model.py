@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ..quantization.packed_weight import PackedWeight
+from ..layer.packed_weight import PackedWeight
 from ..quantization.quantizer import finish, is_transposed, packable
 from ..quantization.state import hold_packed
 

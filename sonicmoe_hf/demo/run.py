@@ -31,8 +31,8 @@ from transformers.utils import logging
 import sonicmoe_hf
 
 from ..checkpoints.comparing import relative_error, same_bytes
-from ..cli.doctor import versions
 from ..layer.config import TokenRounding
+from ..private.versions import versions
 from . import corpus, plots
 from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
 

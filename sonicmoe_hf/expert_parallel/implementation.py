@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from ..layer.experts_module import IMPLEMENTATION, PARALLELISM, is_native
 from ..layer.routing import Routing
 from ..private.transformers import experts_implementation
 from .collectives import sum_gradients, sum_over_ranks
 from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
-
-NAME = "sonicmoe_hf"  # of the implementation, as of the experts'
-OURS = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: the SonicMoEExpertParallelism that brings them tokens
 
 
 class SonicMoEExpertParallelism(EPImplementation):
@@ -29,7 +27,7 @@ class SonicMoEExpertParallelism(EPImplementation):
         self.experts = experts
         self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), self.num_local_experts)
         self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
-        setattr(experts, OURS, self)
+        setattr(experts, PARALLELISM, self)
 
     def __deepcopy__(self, memo):
         return self  # as Transformers' forward around it, a function, is not copied either
@@ -48,10 +46,10 @@ class SonicMoEExpertParallelism(EPImplementation):
             ValueError: another implementation computes the experts.
         """
         implementation = experts_implementation(self.experts.config)
-        if implementation != NAME and not hasattr(self.experts, "weight_names"):
+        if implementation != IMPLEMENTATION and not is_native(self.experts):
             raise ValueError(
-                f'ep_implementation="{NAME}" needs experts_implementation="{NAME}", but these experts use '
-                f'"{implementation}"; load the model with experts_implementation="{NAME}", or call '
+                f'ep_implementation="{IMPLEMENTATION}" needs experts_implementation="{IMPLEMENTATION}", but these '
+                f'experts use "{implementation}"; load the model with experts_implementation="{IMPLEMENTATION}", or call '
                 "sonicmoe_hf.patch_model(model)"
             )
         if torch.is_autocast_enabled(hidden_states.device.type):  # send what the experts would cast to anyway
@@ -90,4 +88,4 @@ class SonicMoEExpertParallelism(EPImplementation):
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), self.batch_group)
 
 
-EPImplementationInterface.register(NAME, SonicMoEExpertParallelism)
+EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)

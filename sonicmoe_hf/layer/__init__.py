@@ -1,1 +1,2 @@
-"""The layer: moe_experts, its torch op, dispatch and routing. Knows tensors and settings, no nn.Module."""
+"""The layer: moe_experts, its torch op, dispatch and routing, on tensors and settings; and what is asked of the module
+that holds a layer's weights (experts_module.py)."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype
-from ..quantization.packed_weight import PackedWeight
 from . import backends, experts_op
 from .config import LAYOUTS, SAVE_POLICIES, check_choice
 from .dispatch import dispatch
 from .experts_op import Inputs, Keep, Options
 from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
+from .packed_weight import PackedWeight
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]

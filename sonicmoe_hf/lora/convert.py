@@ -28,11 +28,11 @@ from ..checkpoints.files import (
     refuse_model_beside_adapter,
 )
 from ..checkpoints.hub import local_folder
-from ..checkpoints.layouts import Sizes
 from ..checkpoints.plan import TARGETS, is_finite
 from ..checkpoints.source import expected_tensors
 from ..errors import CheckpointError
 from ..layer.config import check_choice
+from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 from .rules import (
     ADAPTER_WEIGHTS,

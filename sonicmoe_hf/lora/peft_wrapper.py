@@ -20,19 +20,19 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
-from ..layer.lora_operands import LowRank, of_experts
-from ..layer.moe_experts import FLOAT_DTYPES
-from ..patching.active_adapters import Given
-from ..patching.experts import (
+from ..layer.experts_module import (
     IMPLEMENTATION,
     PARALLELISM,
     expert_parallel_remedy,
     expert_parallelism,
-    experts_facts,
     is_expert_parallel,
     is_tensor_parallel,
     weight_names,
 )
+from ..layer.lora_operands import LowRank, of_experts
+from ..layer.moe_experts import FLOAT_DTYPES
+from ..patching.active_adapters import Given
+from ..patching.experts import experts_facts
 from ..patching.forwards import why_not_reached
 from ..private.transformers import experts_implementation, experts_implementation_at_once
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoints.files import read_json
-from ..checkpoints.layouts import Sizes, holder
+from ..checkpoints.layouts import holder
 from ..errors import CheckpointError
+from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

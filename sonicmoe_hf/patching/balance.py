@@ -6,7 +6,7 @@ of each layer by itself; the bias update follows auxiliary-loss-free balancing (
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +20,6 @@ NO_SCALE = (
     "that loss. With a loss computed outside the model, as TRL's trainers and label smoothing do, call "
     "sonicmoe_hf.attach(trainer); in a loop of your own, balancing.scaled_as(model, loss) before loss.backward()"
 )
-
-
-class Balancing(NamedTuple):
-    """What routers do for balance while training. loss_weight: of every layer's loss, 0.0 for none; counting: whether
-    they count their tokens for the bias update."""
-
-    loss_weight: float
-    counting: bool
 
 
 def tokens_per_expert(

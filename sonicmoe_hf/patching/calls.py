@@ -10,18 +10,23 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..layer.config import TokenRounding
 from ..private.torch import at_end_of_backward, current_graph_task_id, running_modules
+from .own_configs import Copies
+from .recorded import ReplayedCall
 
-if TYPE_CHECKING:
-    from .balance import Balancing
-    from .own_configs import Copies
-    from .recorded import ReplayedCall
+
+class Balancing(NamedTuple):
+    """What routers do for balance while training. loss_weight: of every layer's loss, 0.0 for none; counting: whether
+    they count their tokens for the bias update."""
+
+    loss_weight: float
+    counting: bool
 
 
 class PatchState:

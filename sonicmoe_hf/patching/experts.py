@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import (
@@ -22,18 +20,22 @@ from transformers.activations import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedExpertsError
+from ..layer.experts_module import (
+    IMPLEMENTATION,
+    Sizes,
+    is_expert_parallel,
+    is_experts,
+    is_native,
+    weight_names,
+    whole_shape,
+)
 from ..layer.moe_experts import Activation, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..private.transformers import default_apply_gate
 from .active_adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
-if TYPE_CHECKING:
-    from ..expert_parallel.implementation import SonicMoEExpertParallelism
-
-IMPLEMENTATION = "sonicmoe_hf"
-PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: what brings them their tokens, if we do
-_PACKAGE = __package__.partition(".")[0]
+SAVE = "_sonicmoe_hf_save"  # attribute of patched experts: what they keep for backward, see `moe_experts`
 DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
@@ -130,11 +132,11 @@ def experts_facts(experts: Any) -> ExpertsFacts:
     Raises:
         UnsupportedExpertsError: something sonicmoe_hf does not compute; never a wrong number.
     """
-    if hasattr(type(experts), "facts"):  # SonicMoEExperts; of a module, asking for what is not there takes long
+    if is_native(experts):
         return experts.facts
     if type(experts).__name__ == LIGERS:
         raise UnsupportedExpertsError(why_not_reached(experts))
-    if not hasattr(type(experts), "_apply_gate"):
+    if not is_experts(experts):
         _refuse(
             experts,
             "it does not go through Transformers' experts interface (quantised experts do not, for one)",
@@ -150,16 +152,6 @@ def experts_facts(experts: Any) -> ExpertsFacts:
     return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
 
 
-def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """The shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
-    return getattr(weight, "ds_shape", weight.shape)
-
-
-def weight_names(experts: nn.Module) -> tuple[str, str]:
-    """The names of the experts' weights, of the first product and of the second."""
-    return getattr(type(experts), "weight_names", ("gate_up_proj", "down_proj"))
-
-
 def check_weights(experts: nn.Module) -> None:
     """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
     for name in weight_names(experts):
@@ -169,47 +161,6 @@ def check_weights(experts: nn.Module) -> None:
             _refuse(experts, f"it has no {name} of three dimensions")
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantised", "load the model unquantised")
-
-
-def is_expert_parallel(experts: Any) -> bool:
-    """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
-    if vars(experts).get("_is_expert_parallel"):
-        return True
-    config = experts.config
-    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        total = getattr(config, name, None)
-        if isinstance(total, int):
-            return experts.num_experts < total
-    return False
-
-
-def expert_parallelism(experts: nn.Module) -> SonicMoEExpertParallelism | None:
-    """Our implementation of expert parallelism, where it brings these experts their tokens."""
-    return getattr(experts, PARALLELISM, None)
-
-
-def has_expert_parallelism() -> bool:
-    """Whether this version of Transformers takes our implementation of expert parallelism (see expert_parallel)."""
-    return f"{_PACKAGE}.expert_parallel.implementation" in sys.modules
-
-
-def expert_parallel_remedy() -> str:
-    """How to get our implementation of expert parallelism."""
-    if has_expert_parallelism():
-        return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
-    return (
-        f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
-        "installed"
-    )
-
-
-def is_tensor_parallel(experts: nn.Module) -> bool:
-    """Whether Transformers splits every expert of this module over ranks: its weights are sharded, and its own forward
-    sums the gradients of the routing weights only where those are a tensor argument."""
-    if "forward" not in vars(experts):
-        return False  # FSDP2 shards weights too, but hands whole ones to the class's forward
-    placements = [place for weight in experts.parameters(recurse=False) for place in getattr(weight, "placements", ())]
-    return any(not place.is_replicate() for place in placements)
 
 
 def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
@@ -224,6 +175,21 @@ def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_we
     if expert_parallel and not top_k_index.is_local:
         raise ValueError(MISPLACED)
     return top_k_index.weighted_by(top_k_weights)
+
+
+def sizes_of(experts: nn.Module) -> Sizes:
+    """E, H, I and biases of experts, whatever their layout."""
+    facts = experts_facts(experts)
+    _, down = weight_names(experts)
+    num_experts, hidden, intermediate = whole_shape(getattr(experts, down))
+    if facts.layout.startswith("transposed"):
+        hidden, intermediate = intermediate, hidden
+    return Sizes(num_experts, hidden, intermediate, facts.has_bias)
+
+
+def save_policy(experts: nn.Module) -> str:
+    """What the experts keep for backward, by `patch_model`."""
+    return vars(experts).get(SAVE, "preactivation")
 
 
 def note_reached(experts: nn.Module) -> None:
@@ -259,7 +225,7 @@ def sonicmoe_hf_experts_forward(
         down_adapter=adapters_of(self, "down_proj"),
         activation=facts.activation,
         layout=facts.layout,
-        save=vars(self).get("_sonicmoe_hf_save", "preactivation"),
+        save=save_policy(self),
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..layer.config import TokenRounding
+from ..layer.experts_module import IMPLEMENTATION, expert_parallelism
 from ..layer.routing import MISPLACED, rounded_routing
 from ..model_patches import FAMILIES
 from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks, tree_leaves
@@ -25,10 +26,11 @@ from . import calls, fast_topk
 from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
-from .experts import IMPLEMENTATION, expert_parallelism, was_reached
+from .experts import was_reached
 from .forwards import why_not_reached
 from .padding import given_mask, given_token_types, valid_tokens
-from .recorded import recording_of, replay_of, replayed
+from .recorded import replayed
+from .routing_contexts import recording_of, replay_of
 from .support import Layer, find_layers, make_ready, ways_to_experts
 
 logger = logging.getLogger(__name__)

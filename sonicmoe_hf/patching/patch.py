@@ -18,17 +18,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
+from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
-from ..quantization.quantize import with_packed_experts
 from .calls import PatchState
-from .experts import IMPLEMENTATION
+from .experts import SAVE
 from .fast_topk import FastTopKEntry, FastTopKExit
 from .forwards import restore
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
+from .quantize import with_packed_experts
 from .support import (
     LayerSupport,
     every_copy,
@@ -39,8 +40,7 @@ from .support import (
     ways_to_experts,
 )
 
-SAVE = "_sonicmoe_hf_save"  # attributes of experts: what they keep for backward,
-PREVIOUS = "_sonicmoe_hf_previous"  # and their config's implementation before patching
+PREVIOUS = "_sonicmoe_hf_previous"  # attribute of experts: their config's implementation before patching
 FAST_TOP_K = (FastTopKEntry, FastTopKExit)
 HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook, *FAST_TOP_K)
 

@@ -1,14 +1,12 @@
-"""What was recorded of a model's routing, who records and replays it, and a router's output with recorded experts.
+"""What was recorded of a model's routing, and a router's output with recorded experts.
 
 Letters: L layers with experts, T tokens of a call, B sequences of S positions, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from torch import nn
 from ..kernels.rounding import chosen_weights
 from ..model_patches import Family
 from . import served
-from .calls import PatchState
 
 if TYPE_CHECKING:
     import numpy
@@ -156,49 +153,6 @@ class Replay:
             raise RuntimeError(f"replay_routing was given {len(self.calls)} model calls, and this is one more")
         self.used += 1
         return ReplayedCall(self.calls[self.used - 1])
-
-
-class _Context(NamedTuple):
-    """A `with` of record_routing or replay_routing, of the model with this state."""
-
-    state: PatchState
-    recording: RecordedRouting | None
-    replay: Replay | None
-
-
-_thread = threading.local()  # contexts: those that this thread is in, the innermost last
-_counting = threading.Lock()
-
-
-def _contexts_of(state: PatchState) -> list[_Context]:
-    return [context for context in getattr(_thread, "contexts", ()) if context.state is state]
-
-
-@contextlib.contextmanager
-def in_this_thread(state: PatchState, *, recording: RecordedRouting | None = None, replay: Replay | None = None):
-    """Have this thread's calls of a model note their routing, or take it from a replay. Other threads' do not."""
-    context = _Context(state, recording, replay)
-    _thread.contexts = (*getattr(_thread, "contexts", ()), context)
-    with _counting:
-        state.num_routing_contexts += 1
-    try:
-        yield
-    finally:
-        with _counting:
-            state.num_routing_contexts -= 1
-        _thread.contexts = tuple(other for other in _thread.contexts if other is not context)
-
-
-def recording_of(state: PatchState) -> RecordedRouting | None:
-    """Where this thread's calls of a model note their routing, if they do."""
-    found = [context.recording for context in _contexts_of(state) if context.recording is not None]
-    return found[-1] if found else None
-
-
-def replay_of(state: PatchState) -> Replay | None:
-    """What this thread's calls of a model take their experts from, if they do."""
-    found = [context.replay for context in _contexts_of(state) if context.replay is not None]
-    return found[-1] if found else None
 
 
 def replayed(family: Family, router: nn.Module, output: tuple, given_TK: torch.Tensor) -> tuple:

@@ -13,7 +13,8 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .patch import check_routers_live, patch_state, router_hooks
-from .recorded import RecordedRouting, Replay, in_this_thread
+from .recorded import RecordedRouting, Replay
+from .routing_contexts import in_this_thread
 from .support import find_layers
 
 

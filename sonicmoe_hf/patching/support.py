@@ -13,15 +13,15 @@ from torch import nn
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
 from ..layer.config import TokenRounding
-from ..model_patches import FAMILIES, Family
-from .experts import (
-    check_weights,
+from ..layer.experts_module import (
     expert_parallel_remedy,
     expert_parallelism,
-    experts_facts,
     is_expert_parallel,
+    is_experts,
     is_tensor_parallel,
 )
+from ..model_patches import FAMILIES, Family
+from .experts import check_weights, experts_facts
 from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
 
 REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
@@ -120,19 +120,19 @@ def load_family_class(family: Family, role: str) -> type[Any]:
     return getattr(importlib.import_module(family.module), getattr(family, role))
 
 
-def _is_experts(module: nn.Module) -> bool:
-    cls = type(module)
-    return hasattr(cls, "_apply_gate") or hasattr(cls, "weight_names") or cls.__name__ in (*QUANTISED, LIGERS)
+def _is_or_was_experts(module: nn.Module) -> bool:
+    """Whether this module is experts of the interface, or stands in the place of some."""
+    return is_experts(module) or type(module).__name__ in (*QUANTISED, LIGERS)
 
 
 def every_experts(model: nn.Module) -> list[nn.Module]:
     """Every experts module that goes, or should go, through the experts interface; also copies not called now."""
-    return [module for module in model.modules() if _is_experts(module)]
+    return [module for module in model.modules() if _is_or_was_experts(module)]
 
 
 def ways_to_experts(model: nn.Module) -> list[nn.Module]:
     """`every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
-    return [module for module in model.modules() if any(map(_is_experts, every_copy(module)))]
+    return [module for module in model.modules() if any(map(_is_or_was_experts, every_copy(module)))]
 
 
 def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
@@ -150,7 +150,7 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
             router, experts = _bare(getattr(module, family.router_attribute)), _bare(module.experts)
             passed.update(every_copy(module.experts))
             yield Layer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
-        elif _is_experts(module):
+        elif _is_or_was_experts(module):
             yield Layer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
+from ..layer.experts_module import IMPLEMENTATION
 from ..private.transformers import experts_implementation
-from .experts import IMPLEMENTATION
 from .support import OUTSIDE, outside_interface
 
 logger = logging.getLogger(__name__)

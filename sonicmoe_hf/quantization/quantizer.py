@@ -20,8 +20,8 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
-from ..patching.experts import weight_names
-from .packed_weight import PackedWeight, as_parameter
+from ..layer.experts_module import is_experts, weight_names
+from ..layer.packed_weight import PackedWeight, as_parameter
 from .refusals import check_distributed
 from .state import from_stored, stored_as, use_stored_names
 
@@ -49,8 +49,7 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
 def packable(module: nn.Module) -> tuple[str, ...]:
     """The names of an experts module's weights that are packed; none of another module."""
     names = weight_names(module)
-    is_experts = hasattr(type(module), "_apply_gate") or hasattr(type(module), "weight_names")
-    return names if is_experts and all(name in module._parameters for name in names) else ()
+    return names if is_experts(module) and all(name in module._parameters for name in names) else ()
 
 
 def is_transposed(experts: nn.Module) -> bool:

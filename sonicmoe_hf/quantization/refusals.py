@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import UnsupportedModelError
+from ..layer.packed_weight import PackedWeight
 from ..registration import when_imported
-from .packed_weight import PackedWeight
 
 SHARDING = "replicate them by DDP, or shard them with FSDP2 (fully_shard; accelerate's fsdp_version: 2)"
 DEEPSPEED = f"DeepSpeed does not take packed experts; {SHARDING}, or load the model in bf16 for DeepSpeed"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..kernels.quantized import Quantized
+from ..layer.packed_weight import OPERATIONS, PackedWeight, same
 from ..private.torch import collectives
-from .packed_weight import OPERATIONS, PackedWeight, same
 
 aten = torch.ops.aten
 all_gather, wait_tensor = collectives.all_gather_into_tensor.default, collectives.wait_tensor.default

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..kernels.quantized import NF4_VALUES, VALUE_MAP, Quantized, check_quantized
+from ..layer.packed_weight import PackedWeight, as_parameter
 from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
-from .packed_weight import PackedWeight, as_parameter
 
 STORED = {"nf4": ("codes", "absmax", "state"), "mxfp4": ("blocks", "scales")}
 HOOKED = "_sonicmoe_hf_stored_names"  # attribute of modules that have our hooks

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..patching.balance import Balancing, ScaleHook, update_bias
-from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
+from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
+from ..patching.balance import ScaleHook, update_bias
+from ..patching.calls import Balancing
 from ..patching.hooks import RouterHook, find_hook
 from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
 from ..patching.support import Layer, find_layers

@@ -11,8 +11,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from ..layer.config import TokenRounding
+from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.expert_load import TOTALS
-from ..patching.experts import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.patch import (
     check_routers_live,
     clear_counts,

@@ -21,9 +21,9 @@ import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRounding
 from sonicmoe_hf.demo.corpus import standard_library
 from sonicmoe_hf.expert_parallel import collectives
+from sonicmoe_hf.layer.experts_module import expert_parallelism, has_expert_parallelism
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching import calls
-from sonicmoe_hf.patching.experts import expert_parallelism, has_expert_parallelism
 from sonicmoe_hf.patching.patch import patch_state
 from sonicmoe_hf.patching.support import find_layers
 

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from sonicmoe_hf.patching.experts import IMPLEMENTATION, UnsupportedExpertsError, experts_facts
+from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
+from sonicmoe_hf.patching.experts import UnsupportedExpertsError, experts_facts
 
 CLAIMED = {
     "swiglu": ["silu", "swish", nn.SiLU(), F.silu],

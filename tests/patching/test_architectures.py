@@ -23,9 +23,10 @@ from helpers.architectures import (
 from helpers.models import ORDER_OF_SUMS, assert_all_close, relative_error, twin
 
 import sonicmoe_hf
+from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.model_patches import FAMILIES, deepseek_v2, deepseek_v3, mixtral, olmoe
-from sonicmoe_hf.patching.experts import IMPLEMENTATION, UnsupportedExpertsError
+from sonicmoe_hf.patching.experts import UnsupportedExpertsError
 from sonicmoe_hf.patching.support import load_family_class
 
 REFUSED = {

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching import experts as experts_module
-from sonicmoe_hf.patching.experts import IMPLEMENTATION
 from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks, start_counting
 from sonicmoe_hf.patching.support import every_experts, find_layers
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
-from sonicmoe_hf.patching.experts import has_expert_parallelism, is_tensor_parallel
+from sonicmoe_hf.layer.experts_module import has_expert_parallelism, is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
 
 

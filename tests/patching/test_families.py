@@ -7,8 +7,9 @@ from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gra
 from torch import nn
 
 import sonicmoe_hf
+from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching.experts import IMPLEMENTATION, UnsupportedExpertsError, experts_facts
+from sonicmoe_hf.patching.experts import UnsupportedExpertsError, experts_facts
 
 FP32 = "fp32: two orders of summation over a few dozen terms, through two layers and back"
 FAMILIES = list(CONFIGS)

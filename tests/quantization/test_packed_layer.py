@@ -13,7 +13,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank
-from sonicmoe_hf.quantization.packed_weight import as_parameter
+from sonicmoe_hf.layer.packed_weight import as_parameter
 
 T, H, I, E, K, R = 7, 64, 64, 4, 2, 3
 NAMES = ("x", "weights", "a1", "b1", "a2", "b2")

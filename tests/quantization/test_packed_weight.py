@@ -11,7 +11,7 @@ from torch import nn
 
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels.quantized import FORMATS
-from sonicmoe_hf.quantization.packed_weight import as_parameter
+from sonicmoe_hf.layer.packed_weight import as_parameter
 from sonicmoe_hf.quantization.state import hold_packed
 
 E, N, K = 3, 8, 64

@@ -8,10 +8,17 @@ from transformers.utils.quantization_config import BitsAndBytesConfig
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
-from ..patching.own_configs import use_own_configs
-from .packed_weight import PackedWeight
-from .quantizer import QUANT_METHOD, ExpertsQuantizationConfig, ExpertsQuantizer, check_packable, finish, is_transposed
-from .state import hold_packed
+from ..layer.packed_weight import PackedWeight
+from ..quantization.quantizer import (
+    QUANT_METHOD,
+    ExpertsQuantizationConfig,
+    ExpertsQuantizer,
+    check_packable,
+    finish,
+    is_transposed,
+)
+from ..quantization.state import hold_packed
+from .own_configs import use_own_configs
 
 FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder", "trust_remote_code")
 

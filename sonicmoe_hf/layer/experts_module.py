@@ -1,0 +1,115 @@
+"""What everybody asks of the module that holds a layer's weights: whether it is one, its weights, who holds the others.
+
+Letters: E experts, H hidden size, I expert intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import transformers
+from torch import nn
+
+IMPLEMENTATION = "sonicmoe_hf"  # our name as experts_implementation and as ep_implementation
+PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: what brings them their tokens, if we do
+
+
+class Sizes(NamedTuple):
+    """E, H, I of a layer's experts, and whether they have biases."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    has_bias: bool
+
+    def shape(self, letters: tuple[str, ...]) -> tuple[int, ...]:
+        """("E", "2I", "H") -> (num_experts, 2 * intermediate, hidden)."""
+        size = {"E": self.num_experts, "H": self.hidden, "I": self.intermediate, "2I": 2 * self.intermediate}
+        return tuple(size[letter] for letter in letters)
+
+
+class Ranks(Protocol):
+    """The ranks that share a layer's experts."""
+
+    @property
+    def experts(self) -> slice:
+        """Which of the layer's experts live here."""
+
+
+class ExpertParallelism(Protocol):
+    """What brings experts the tokens of other ranks: expert_parallel.implementation.
+
+    batch_group: the ranks that have the same batch, or None.
+    """
+
+    ranks: Ranks
+    batch_group: torch.distributed.ProcessGroup | None
+
+    def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that ranks with the same batch share."""
+
+
+def is_native(module: nn.Module) -> bool:
+    """Whether this is a SonicMoEExperts: experts in the native layout, which sonicmoe_hf alone computes."""
+    return hasattr(type(module), "weight_names")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether this module holds experts that go through Transformers' experts interface, or native ones."""
+    return hasattr(type(module), "_apply_gate") or is_native(module)
+
+
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """The names of the experts' weights, of the first product and of the second."""
+    return getattr(type(experts), "weight_names", ("gate_up_proj", "down_proj"))
+
+
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """The shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def is_expert_parallel(experts: Any) -> bool:
+    """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
+    if vars(experts).get("_is_expert_parallel"):
+        return True
+    config = experts.config
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        total = getattr(config, name, None)
+        if isinstance(total, int):
+            return experts.num_experts < total
+    return False
+
+
+def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
+    """Our implementation of expert parallelism, where it brings these experts their tokens."""
+    return getattr(experts, PARALLELISM, None)
+
+
+def has_expert_parallelism() -> bool:
+    """Whether this version of Transformers takes our implementation of expert parallelism (see expert_parallel)."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+    except ImportError:  # 5.22 has the module without it
+        return False
+    return True
+
+
+def expert_parallel_remedy() -> str:
+    """How to get our implementation of expert parallelism."""
+    if has_expert_parallelism():
+        return f'load the model with DistributedConfig(ep_implementation="{IMPLEMENTATION}")'
+    return (
+        f"ours needs Transformers' EPImplementationInterface, which came with 5.23; {transformers.__version__} is "
+        "installed"
+    )
+
+
+def is_tensor_parallel(experts: nn.Module) -> bool:
+    """Whether Transformers splits every expert of this module over ranks: its weights are sharded, and its own forward
+    sums the gradients of the routing weights only where those are a tensor argument."""
+    if "forward" not in vars(experts):
+        return False  # FSDP2 shards weights too, but hands whole ones to the class's forward
+    placements = [place for weight in experts.parameters(recurse=False) for place in getattr(weight, "placements", ())]
+    return any(not place.is_replicate() for place in placements)
