@@ -27,6 +27,13 @@ USED = {
     "torch.Tensor._make_wrapper_subclass": ("2.11 to 2.15", "packed weights"),
     "torch.ops._c10d_functional": ("2.11 to 2.15", "gathering packed weights that FSDP2 has sharded"),
     "torch.ops.aten._to_copy": ("2.11 to 2.15", "moving packed weights"),
+    "torch.ops.aten._flash_attention_forward": ("2.11 to 2.15", "attention with sinks on CUDA"),
+    "torch.ops.aten._flash_attention_backward": ("2.11 to 2.15", "attention with sinks on CUDA"),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": ("2.11 to 2.15", "attention with sinks on a CPU"),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": (
+        "2.11 to 2.15",
+        "attention with sinks on a CPU",
+    ),
     "torch._dynamo.config.skip_nnmodule_hook_guards": ("2.11 to 2.15", "compiled code that knows patched routers"),
     "torch._disable_dynamo": ("2.11 to 2.15", "our ops, whose bodies torch.compile must not trace"),
     "torch.autograd.Variable._execution_engine.queue_callback": (
@@ -72,6 +79,10 @@ disable_dynamo = torch._disable_dynamo
 will_engine_execute_node = torch._C._will_engine_execute_node
 collectives = torch.ops._c10d_functional
 to_copy = torch.ops.aten._to_copy.default
+flash_forward = torch.ops.aten._flash_attention_forward.default
+flash_backward = torch.ops.aten._flash_attention_backward.default
+cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 without_torch_function = (
     torch._C._disabled_torch_function_impl
 )  # for subclasses: their operations go to the dispatcher
@@ -82,9 +93,13 @@ __all__ = [
     "are_functorch_transforms_active",
     "at_end_of_backward",
     "collectives",
+    "cpu_flash_backward",
+    "cpu_flash_forward",
     "current_function_mode",
     "current_graph_task_id",
     "disable_dynamo",
+    "flash_backward",
+    "flash_forward",
     "forward_hooks",
     "forward_mode_level",
     "forward_pre_hooks",

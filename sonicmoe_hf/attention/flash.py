@@ -1,0 +1,146 @@
+"""torch's flash attention on a CPU and on CUDA behind one interface, without sinks: what it gives forward (o and the
+log-sum-exp l of every query's scores), and its gradients from an o and an l that need not be those it gave.
+
+Letters: B sequences, T queries, S keys, H heads, G query heads to each key head, D size of a head, N tokens of packed
+sequences. q [B, T, H, D], k and v [B, S, H / G, D], l [B, H, T]; packed q [N, H, D], k and v [N, H / G, D], l [H, N].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from ..private.torch import (
+    cpu_flash_backward,
+    cpu_flash_forward,
+    flash_backward,
+    flash_forward,
+)
+
+MAX_HEAD = 256  # of the CUDA kernels
+NO_WINDOW = -1
+
+
+class Bounds(NamedTuple):
+    """Where packed sequences begin and end (int32 [sequences + 1]), and bounds of their lengths."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    max_q: int
+    max_k: int
+
+
+class Visible(NamedTuple):
+    """Which keys a query sees: those of its sequence, up to its own position where `causal` (the last query has the
+    last key's position), at most `window` - 1 positions away unless that is NO_WINDOW. On a CPU `mask` says it all: it
+    is added to the scores and broadcasts to [B, H, T, S]."""
+
+    causal: bool
+    window: int
+    bounds: Bounds | None = None
+    mask: torch.Tensor | None = None
+
+
+def uses_cuda_kernels(device: torch.device) -> bool:
+    """Whether the kernels for CUDA compute there, rather than the one for CPUs."""
+    return device.type == "cuda"
+
+
+def forward(q, k, v, visible: Visible, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """o, with q's shape, and l: fp32, or fp64 for fp64. A query without keys has o = 0 and any l but a finite one that
+    is large: -inf or +inf, or on a CPU 0."""
+    size = v.shape[-1]
+    q, k, v = (_padded(x, _kernel_head(q, v)) for x in (q, k, v))
+    run = _cuda_forward if uses_cuda_kernels(q.device) else _cpu_forward
+    o, l = run(q, k, v, visible, scale)
+    return o[..., :size], l
+
+
+def backward(do, q, k, v, o, l, visible: Visible, scale: float) -> list[torch.Tensor]:
+    """The gradients of q, k and v for the gradient `do` of o."""
+    shapes = [x.shape[-1] for x in (q, k, v)]
+    do, q, k, v, o = (_padded(x, _kernel_head(q, v)) for x in (do, q, k, v, o))
+    run = _cuda_backward if uses_cuda_kernels(q.device) else _cpu_backward
+    gradients = run(do, q, k, v, o, l, visible, scale)
+    return [gradient[..., :size] for gradient, size in zip(gradients, shapes)]
+
+
+def _kernel_head(q, v) -> int:
+    """The size of heads that the kernels compute with: one for q, k and v, on CUDA a multiple of 8."""
+    size = max(q.shape[-1], v.shape[-1])
+    return -(-size // 8) * 8 if uses_cuda_kernels(q.device) else size
+
+
+def _padded(x, size: int):
+    """x [..., D] with heads of `size`, each in one piece of memory. Zeros change no product."""
+    if x.shape[-1] != size:
+        return pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _window_arguments(visible: Visible) -> dict[str, int]:
+    if visible.window == NO_WINDOW:
+        return {}
+    distance = visible.window - 1
+    return {"window_size_left": distance, "window_size_right": 0 if visible.causal else distance}
+
+
+def _bounds_arguments(q, k, bounds: Bounds | None):
+    if bounds is None:
+        return None, None, q.shape[1], k.shape[1]
+    # with max_q = 1 the forward takes it that every sequence has exactly one query
+    return bounds.queries, bounds.keys, max(bounds.max_q, 2), bounds.max_k
+
+
+def _cuda_forward(q, k, v, visible: Visible, scale: float):
+    o, l, *_ = flash_forward(
+        q, k, v, *_bounds_arguments(q, k, visible.bounds), 0.0, visible.causal, False, scale=scale,
+        **_window_arguments(visible),
+    )  # fmt: skip
+    return o, l
+
+
+def _cuda_backward(do, q, k, v, o, l, visible: Visible, scale: float):
+    unused = q.new_empty(0)  # the state of random numbers, which only dropout has
+    return flash_backward(
+        do, q, k, v, o, l, *_bounds_arguments(q, k, visible.bounds), 0.0, visible.causal, unused, unused, scale=scale,
+        **_window_arguments(visible),
+    )  # fmt: skip
+
+
+def _groups(q, k):
+    """For each of the G: where its heads stand in q. The kernel for CPUs wants as many heads of q as of k; so it gets
+    one query head of each key head at a time, and no key is copied."""
+    size = q.shape[2] // k.shape[2]
+    return [(slice(None), slice(group, None, size)) for group in range(size)]
+
+
+def _cpu_mask(visible: Visible, q):
+    return None if visible.mask is None else visible.mask.to(q.dtype)
+
+
+def _cpu_forward(q, k, v, visible: Visible, scale: float):
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    l = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+    mask, q_BHTD, k, v = _cpu_mask(visible, q), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    for heads in _groups(q, k.transpose(1, 2)):
+        o.transpose(1, 2)[heads], l[heads] = cpu_flash_forward(
+            q_BHTD[heads], k, v, 0.0, False, attn_mask=mask, scale=scale
+        )
+    return o, l
+
+
+def _cpu_backward(do, q, k, v, o, l, visible: Visible, scale: float):
+    groups, mask = _groups(q, k), _cpu_mask(visible, q)
+    do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for heads in groups:
+        dq[heads], dk_group, dv_group = cpu_flash_backward(
+            do[heads], q[heads], k, v, o[heads], l[heads], 0.0, False, attn_mask=mask, scale=scale
+        )
+        dk, dv = dk + dk_group, dv + dv_group
+    return [gradient.transpose(1, 2) for gradient in (dq, dk, dv)]

@@ -1,0 +1,187 @@
+"""attn_implementation="torch_sinks": the attention function that Transformers' models call.
+
+Importing this module makes the name known to Transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from . import flash
+from .flash import MAX_HEAD, NO_WINDOW
+from .mask import sinks_mask
+from .models import NAME, check_model
+from .positions import begins_of, starts_of
+from .sinks import Inputs, Options, Sequences, attention_with_sinks
+
+EAGER = 'attn_implementation="eager"'
+_MISSING = object()
+
+
+def sinks_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux=_MISSING,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention with the sinks `s_aux` [H], or without where a layer has none (None): ([B, T, H, D], None).
+
+    Args:
+        query: [B, H, T, D]; key: [B, H / G, S, D]; value: [B, H / G, S, D'] with heads of any size.
+        attention_mask: what `sinks_mask` made; on a CPU any 4-D mask.
+        sliding_window: a query sees its own position and sliding_window - 1 before it (and after it, if not causal).
+        position_ids: [B or 1, T]; where no other mask is, a token whose position is not its predecessor's plus 1 begins
+            a packed sequence.
+        cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin, [sequences + 1]; max_length_q, max_length_k: the
+            longest, read from these if left out, for which a GPU must be waited for.
+    Raises:
+        ValueError: dropout, output_attentions, a cache in pages, a mask that the CUDA kernels do not take, fp32 or
+            fp64 on CUDA, a device that is neither a CPU nor CUDA, or a model whose attention is something else.
+    """
+    _check(module, query, value, dropout, s_aux, kwargs)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal and query.shape[2] != key.shape[2]:
+        raise ValueError(f"attention that is not causal needs as many keys as queries; load the model with {EAGER}")
+    q, k, v = (x.transpose(1, 2) for x in _cast(query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = Options(scale, is_causal, NO_WINDOW if sliding_window is None else sliding_window)
+    if cu_seq_lens_q is not None:
+        starts = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        return _packed(Inputs(q, k, v, s_aux), attention_mask, starts, options, max_length_q, max_length_k), None
+    if attention_mask is not None or not _tells_sequences(position_ids, q, k):
+        position_ids = None
+    if flash.uses_cuda_kernels(q.device):
+        sequences = _sequences(attention_mask if position_ids is None else starts_of(position_ids, q.shape[0]))
+    elif attention_mask is not None:
+        sequences = Sequences(mask=_additive(attention_mask, q, k))
+    else:
+        sequences = Sequences(mask=_causal_mask(q, k, options, position_ids))
+    return attention_with_sinks(Inputs(q, k, v, s_aux), sequences, options), None
+
+
+def _check(module, query, value, dropout, s_aux, kwargs) -> None:
+    name = type(module).__name__
+    check_model(module.config)
+    if s_aux is _MISSING:
+        raise ValueError(
+            f'{name} passes no sinks (s_aux) to its attention: load the model with attn_implementation="sdpa"'
+        )
+    if dropout:
+        raise ValueError(
+            f"{name} asks for dropout={dropout}, which attention with sinks does not have: set config.attention_dropout "
+            f"= 0.0, or load the model with {EAGER}"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError(f"output_attentions=True needs the probabilities, which {NAME} never has: use {EAGER}")
+    for argument in ("cache", "softcap", "position_bias"):
+        if kwargs.get(argument) is not None:
+            raise ValueError(f"{NAME} does not take {argument}: load the model with {EAGER}")
+    if query.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{NAME} computes on a CPU and on CUDA, not on {query.device.type}: use {EAGER}")
+    if flash.uses_cuda_kernels(query.device) and max(query.shape[-1], value.shape[-1]) > MAX_HEAD:
+        raise ValueError(f"{NAME} takes heads of {MAX_HEAD} at most, not {query.shape[-1]}: use {EAGER}")
+
+
+def _cast(query, key, value):
+    """In the dtype of autocast, where it is on, as torch casts for its own attention; keys and values in the query's."""
+    device, dtype = query.device, query.dtype
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"torch's flash kernels take bfloat16 and float16 on CUDA, not {dtype}: load the model with "
+            f"dtype=torch.bfloat16, train under autocast, or use {EAGER}"
+        )
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _sequences(attention_mask: torch.Tensor | None) -> Sequences:
+    """For the CUDA kernels, of what `sinks_mask` made."""
+    if attention_mask is None:
+        return Sequences()
+    if attention_mask.dim() == 1:
+        return Sequences(starts_q=attention_mask)
+    if attention_mask.dim() == 2 and attention_mask.dtype == torch.uint8:
+        return Sequences(flags=attention_mask)
+    raise ValueError(
+        f"{NAME} takes no mask of shape {tuple(attention_mask.shape)} on CUDA: pass the model a 2-D attention_mask, or "
+        f"position_ids or cu_seq_lens_q of packed sequences; or load it with {EAGER}"
+    )
+
+
+def _packed(inputs: Inputs, attention_mask, starts, options: Options, max_q, max_k) -> torch.Tensor:
+    """All rows of the batch as one, in which the sequences lie that `starts` give."""
+    if attention_mask is not None and attention_mask.dim() == 2:
+        raise ValueError("cu_seq_lens_q and an attention_mask with padding contradict each other: pass one of them")
+    shape = inputs.query.shape[:2]
+    q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in inputs[:3])
+    rows = Inputs(q, k, v, inputs.sinks)
+    if flash.uses_cuda_kernels(rows.query.device):
+        sequences = Sequences(starts_q=starts[0], starts_k=starts[1])
+        options = options._replace(max_q=int(max_q or 0), max_k=int(max_k or 0))
+    else:
+        sequences = Sequences(mask=_mask_of_starts(rows.query, rows.key, options, starts))
+    return attention_with_sinks(rows, sequences, options).squeeze(0).unflatten(0, shape)
+
+
+def _additive(mask: torch.Tensor, q, k) -> torch.Tensor:
+    """A 4-D mask as numbers to add to the scores."""
+    mask = mask[..., : k.shape[1]]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+
+
+def _tells_sequences(position_ids, q, k) -> bool:
+    length = q.shape[1]
+    return position_ids is not None and position_ids.dim() == 2 and length == k.shape[1] == position_ids.shape[1] > 1
+
+
+def _mask(sees: torch.Tensor, distance: torch.Tensor, q, options: Options) -> torch.Tensor:
+    """As numbers to add to the scores: what `options` say, of the keys that a query `sees` and how far before it they
+    are; both broadcast to [B, 1, T, S]."""
+    if options.causal:
+        sees = sees & (distance >= 0)
+    if options.window != NO_WINDOW:
+        sees = sees & (distance.abs() < options.window)
+    mask = torch.zeros(sees.shape, dtype=q.dtype, device=q.device).masked_fill(~sees, -torch.inf)
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _causal_mask(q, k, options: Options, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """The last query has the last key's position."""
+    queries, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    distance = (queries[:, None] + (k.shape[1] - q.shape[1]) - keys)[None, None]
+    sees = torch.ones_like(distance, dtype=torch.bool)
+    if position_ids is not None:
+        number = begins_of(position_ids, position_ids.shape[0]).cumsum(1)
+        sees = number[:, None, :, None] == number[:, None, None]
+    return _mask(sees, distance, q, options)
+
+
+def _mask_of_starts(q, k, options: Options, starts) -> torch.Tensor:
+    """Of packed sequences: the last query of each has its last key's position."""
+    queries, keys = torch.arange(q.shape[1], device=q.device), torch.arange(k.shape[1], device=q.device)
+    starts_q, starts_k = (x.to(q.device) for x in starts)
+    of_q, of_k = (torch.searchsorted(x, i, right=True) for x, i in ((starts_q, queries), (starts_k, keys)))
+    sees = (of_q[:, None] == of_k) & (of_q < len(starts_q))[:, None]
+    end_q, end_k = (torch.cat([x, x[-1:]])[of] for x, of in ((starts_q, of_q), (starts_k, of_k)))
+    return _mask(sees, (end_k - keys) - (end_q - queries)[:, None], q, options)
+
+
+AttentionInterface.register(NAME, sinks_attention_forward)
+AttentionMaskInterface.register(NAME, sinks_mask)

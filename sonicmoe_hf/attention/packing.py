@@ -1,0 +1,96 @@
+"""Batches as packed sequences: every token of one sequence after the other [N, ...], as flash kernels take them.
+
+Of a padded batch the real tokens come first, sequence by sequence, and the padding after them: so shapes stay the
+batch's, and nobody asks the device how many tokens are real. Kernels stop where the last sequence ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..layer.torch_op import Op
+
+KEY, QUERY = 1, 2  # flags of a position on the axis of keys: its token is real; it is one of this call's queries
+
+
+class Side(NamedTuple):
+    """The queries or the keys of a batch [B, T]. starts: int32 [sequences + 1], where packed sequences begin and end.
+    Of a padded batch, place [B * T]: where each token stands among the packed ones, and token [B * T], the inverse;
+    None where tokens stay in their order."""
+
+    shape: tuple[int, int]
+    starts: torch.Tensor
+    place: torch.Tensor | None = None
+    token: torch.Tensor | None = None
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, T, ...] as [B * T, ...]."""
+        x = x.flatten(0, 1)
+        return x if self.token is None else x.index_select(0, self.token)
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] of packed [B * T, ...]."""
+        return (packed if self.place is None else packed.index_select(0, self.place)).unflatten(0, self.shape)
+
+    def clear_(self, packed: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """`packed`, with zeros for tokens that belong to no sequence: kernels leave anything there."""
+        size = packed.shape[dim]
+        outside = torch.arange(size, device=packed.device) >= self.starts[-1]
+        shape = [1] * packed.dim()
+        shape[dim] = size
+        return packed.masked_fill_(outside.view(shape), 0)
+
+
+def side_of(is_real: torch.Tensor) -> Side:
+    """Of a padded batch's bool tensor [B, T]."""
+    flat = is_real.flatten()
+    before = flat.cumsum(0)
+    index = torch.arange(flat.shape[0], device=flat.device)
+    place = torch.where(flat, before - 1, before[-1] + index - before)
+    token = torch.empty_like(place).scatter_(0, place, index)
+    starts = torch.nn.functional.pad(is_real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    return Side((is_real.shape[0], is_real.shape[1]), starts, place, token)
+
+
+def sides_of(flags: torch.Tensor, num_queries: int) -> tuple[Side, Side]:
+    """The queries and the keys, of uint8 flags [B, S] (KEY, QUERY), in whose rows the same `num_queries` positions, one
+    after the other, have QUERY."""
+    is_key = (flags & KEY).bool()
+    keys = side_of(is_key)
+    if num_queries == flags.shape[1]:
+        return keys, keys
+    first = (flags[0] & QUERY).argmax()
+    positions = first + torch.arange(num_queries, device=flags.device)
+    return side_of(is_key.index_select(1, positions)), keys
+
+
+def sequence_starts(begins: torch.Tensor) -> torch.Tensor | None:
+    """Of packed sequences, a bool tensor [B, T] that says which tokens begin one: int32 [B * T + 1] on the CPU, where
+    the lengths of sequences are needed: the positions of these tokens, row after row, and then the number of all tokens
+    as often as it takes. None if it is the rows alone that begin any, unless torch.compile traces."""
+    starts = _sequence_starts_op(begins)[0]
+    if torch.compiler.is_compiling():
+        return starts
+    starts = ending_once(starts)
+    return None if starts.shape[0] == begins.shape[0] + 1 else starts
+
+
+def ending_once(starts: torch.Tensor) -> torch.Tensor:
+    """Starts on the CPU, without what repeats the number of all tokens."""
+    return starts[: int((starts < starts[-1]).sum()) + 1]
+
+
+def _sequence_starts(begins: torch.Tensor) -> list[torch.Tensor]:
+    starts = torch.full((begins.numel() + 1,), begins.numel(), dtype=torch.int32)
+    positions = begins.flatten().cpu().nonzero().flatten()
+    starts[: positions.shape[0]] = positions.to(torch.int32)
+    return [starts]
+
+
+def _fake_starts(begins):
+    return [torch.empty(begins.numel() + 1, dtype=torch.int32, device="cpu")]
+
+
+_sequence_starts_op = Op(_sequence_starts, _fake_starts)

@@ -1,0 +1,40 @@
+"""Packed sequences as position_ids tell them: where a position is not its predecessor's plus 1, a sequence begins."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from .packing import sequence_starts
+
+
+class _Answer(NamedTuple):
+    position_ids: weakref.ref
+    version: int
+    batch_size: int
+    starts: torch.Tensor | None
+
+
+_last: _Answer | None = None
+
+
+def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Which tokens begin a sequence: bool [B, T], of position_ids [B or 1, T]."""
+    begins = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 2) != 1
+    return begins.expand(batch_size, -1)
+
+
+def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
+    """`sequence_starts` of them. It waits for the GPU, so a model's layers, which hand over the same tensor, ask once;
+    compiled ones get an op each, of which torch.compile keeps one."""
+    global _last
+    if torch.compiler.is_compiling():
+        return sequence_starts(begins_of(position_ids, batch_size))
+    last, version = _last, position_ids._version
+    if last is not None and last.position_ids() is position_ids and last[1:3] == (version, batch_size):
+        return last.starts
+    starts = sequence_starts(begins_of(position_ids, batch_size))
+    _last = _Answer(weakref.ref(position_ids), version, batch_size, starts)
+    return starts

@@ -1,0 +1,316 @@
+"""The function attention_with_sinks, and the attention function of Transformers around it, against the formula in fp64."""
+
+import pytest
+import torch
+from helpers.flash_kernels import Attention, as_on_cuda, causal, reference
+
+from sonicmoe_hf.attention.implementation import sinks_attention_forward
+from sonicmoe_hf.attention.mask import sinks_mask
+from sonicmoe_hf.attention.models import NAME
+from sonicmoe_hf.attention.packing import sides_of
+
+EXACT = 1e-12  # fp64: the same numbers summed in another order
+CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
+    "one_sequence": (1, 7, 7, 2, 2, 8, 8, None, True),
+    "grouped_heads": (2, 9, 9, 6, 2, 8, 8, None, True),
+    "one_key_head": (2, 5, 5, 4, 1, 16, 16, 3, True),
+    "window": (2, 13, 13, 4, 2, 8, 8, 4, True),
+    "window_of_one": (1, 6, 6, 4, 2, 8, 8, 1, True),
+    "both_ways": (2, 9, 9, 4, 2, 8, 8, None, False),
+    "window_both_ways": (2, 9, 9, 4, 2, 8, 8, 3, False),
+    "odd_heads": (1, 7, 7, 4, 2, 12, 5, 4, True),
+    "values_larger": (1, 7, 7, 4, 2, 8, 24, None, True),
+    "decode": (2, 1, 11, 4, 2, 8, 8, None, True),
+    "decode_in_window": (2, 1, 11, 4, 2, 8, 8, 5, True),
+    "a_few_more": (2, 4, 11, 4, 2, 8, 8, 6, True),
+}
+
+
+def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torch.float64, seed=0):
+    """q, k, v as models hand them over [B, heads, T, D], and sinks."""
+    torch.manual_seed(seed)
+    q, k = torch.randn(batch, heads, queries, size), torch.randn(batch, key_heads, keys, size)
+    v, sinks = torch.randn(batch, key_heads, keys, value_size), torch.randn(heads)
+    return [x.to(dtype).requires_grad_() for x in (q, k, v, sinks)]
+
+
+def compute(inputs, mask=None, scale=0.3, module=None, **options):
+    q, k, v, sinks = inputs
+    return sinks_attention_forward(module or Attention(), q, k, v, mask, scaling=scale, s_aux=sinks, **options)[0]
+
+
+def formula(inputs, sees, scale=0.3):
+    q, k, v, sinks = inputs
+    return reference(*(x.transpose(1, 2) for x in (q, k, v)), sinks, sees, scale)
+
+
+def gradients(out, inputs):
+    """For a fixed gradient of `out`; the same numbers whatever its dtype."""
+    torch.manual_seed(1)
+    gradient = torch.randn(out.shape).bfloat16().to(out.dtype)
+    return torch.autograd.grad(out, [x for x in inputs if x is not None], gradient)
+
+
+def compare(ours, theirs, inputs, tolerance=EXACT):
+    assert ours.shape == theirs.shape and ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for name, a, b in zip(["q", "k", "v", "sinks"], gradients(ours, inputs), gradients(theirs, inputs)):
+        torch.testing.assert_close(
+            a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"d{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_and_every_gradient_are_the_formula_s(kernels, case):
+    *sizes, window, is_causal = CASES[case]
+    inputs = tensors(*sizes)
+    if not is_causal or sizes[1] == sizes[2] or sizes[1] == 1 or window:
+        ours = compute(inputs, sliding_window=window, is_causal=is_causal)
+        compare(ours, formula(inputs, causal(sizes[1], sizes[2], window, is_causal)), inputs)
+
+
+def test_a_layer_may_have_no_sinks(kernels):
+    inputs = [*tensors(2, 7, 7, 4, 2, 8, 8)[:3], None]
+    compare(compute(inputs), formula(inputs, causal(7, 7)), inputs)
+
+
+def test_slices_of_fused_projections(kernels):
+    torch.manual_seed(0)
+    fused = torch.randn(2, 7, 8, 8, dtype=torch.float64).transpose(1, 2)
+    sinks = torch.randn(4, dtype=torch.float64)
+    inputs = [x.detach().requires_grad_() for x in (*fused.split([4, 2, 2], dim=1), sinks)]
+    compare(compute(inputs, sliding_window=3), formula(inputs, causal(7, 7, 3)), inputs)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("padding", ["left", "right", "both", "whole_row"])
+def test_padding_on_either_side(kernels, padding, window):
+    inputs, is_real = tensors(3, 9, 9, 4, 2, 8, 8), torch.ones(3, 9, dtype=torch.bool)
+    if padding in ("left", "both"):
+        is_real[0, :4] = False
+    if padding in ("right", "both"):
+        is_real[1, 7:] = False
+    if padding == "both":
+        is_real[0, 8:] = False
+    if padding == "whole_row":
+        is_real[2] = False
+    made = sinks_mask(3, 9, 9, attention_mask=is_real, local_size=window, dtype=torch.float64, device="cpu")
+    if kernels == "cpu":  # eager's mask: the window comes with the mask function
+        made = made.masked_fill(~causal(9, 9, window), torch.finfo(torch.float64).min)
+    ours = compute(inputs, made, sliding_window=window)
+    theirs = formula(inputs, causal(9, 9, window) & is_real[:, None, None])
+    is_seen = is_real[..., None, None]  # what padding's own queries get is nobody's concern, but finite
+    assert ours.isfinite().all()
+    compare((ours * is_seen).contiguous(), theirs * is_seen, inputs)
+
+
+def test_keys_that_are_padding_get_no_gradient(kernels):
+    inputs, is_real = tensors(2, 6, 6, 4, 2, 8, 8), torch.ones(2, 6, dtype=torch.bool)
+    is_real[0, :2] = False
+    ours = compute(inputs, sinks_mask(2, 6, 6, attention_mask=is_real, dtype=torch.float64))
+    _, dk, dv, _ = gradients(ours * is_real[..., None, None], inputs)
+    assert not dk[0, :, :2].any() and not dv[0, :, :2].any() and dk[0, :, 2:].any()
+
+
+@pytest.mark.parametrize("lengths", [[4, 1, 6], [11], [1] * 11, [5, 0, 6]])
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_sequences_by_cu_seq_lens(kernels, lengths, window):
+    inputs = tensors(1, 11, 11, 4, 2, 8, 8)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    for given in (longest, {}):
+        ours = compute(inputs, cu_seq_lens_q=starts, cu_seq_lens_k=starts, sliding_window=window, **given)
+        compare(ours, formula(inputs, causal(11, 11, window) & (number[:, None] == number)), inputs)
+
+
+def test_tokens_after_the_last_packed_sequence_have_zeros(kernels):
+    inputs = tensors(1, 8, 8, 4, 2, 8, 8)
+    ours = compute(inputs, cu_seq_lens_q=torch.tensor([0, 2, 5]), max_length_q=3)
+    assert not ours[:, 5:].any() and ours[:, :5].all()
+    for gradient in gradients(ours, inputs)[:3]:
+        assert not gradient[:, :, 5:].any() and gradient.isfinite().all()
+
+
+def test_rows_of_packed_sequences_follow_one_another(kernels):
+    inputs = tensors(2, 5, 5, 4, 2, 8, 8)
+    ours = compute(inputs, cu_seq_lens_q=torch.tensor([0, 2, 5, 10]), cu_seq_lens_k=torch.tensor([0, 2, 5, 10]))
+    number = torch.tensor([[0, 0, 1, 1, 1], [2] * 5])
+    compare(ours, formula(inputs, causal(5, 5) & (number[:, None, :, None] == number[:, None, None])), inputs)
+
+
+def test_a_query_that_sees_no_key_has_zeros_and_finite_gradients(kernels):
+    inputs = tensors(1, 4, 4, 4, 2, 8, 8)
+    starts_q, starts_k = torch.tensor([0, 2, 4]), torch.tensor([0, 0, 4])
+    ours = compute(inputs, cu_seq_lens_q=starts_q, cu_seq_lens_k=starts_k)
+    assert not ours[:, :2].any() and ours[:, 2:].all()
+    each = gradients(ours, inputs)
+    assert all(gradient.isfinite().all() for gradient in each) and not each[0][:, :, :2].any()
+
+
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float64).min])
+def test_a_query_masked_from_every_key_has_zeros_and_finite_gradients(masked):
+    inputs, mask = tensors(1, 3, 3, 4, 2, 8, 8), torch.zeros(1, 1, 3, 3, dtype=torch.float64)
+    mask[..., 1, :] = masked
+    ours = compute(inputs, mask)
+    assert not ours[:, 1].any() and ours[:, 0].all()
+    compare(ours, formula(inputs, mask == 0), inputs)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_nothing_to_compute(kernels, sizes):
+    inputs = tensors(*sizes, 4, 2, 8, 8)
+    ours = compute(inputs)
+    assert ours.shape == (sizes[0], sizes[1], 4, 8) and not ours.any()
+    assert all(not gradient.any() for gradient in gradients(ours, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_keep_their_dtypes(kernels, dtype, sink_dtype):
+    """Within four roundings to 16 bits: o, o', and two of the gradients' products; in fp32 sums have 18 terms."""
+    inputs = tensors(2, 9, 9, 4, 2, 8, 8, dtype)
+    inputs[3] = inputs[3].detach().to(sink_dtype).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ours, theirs = compute(inputs, sliding_window=4), formula(exact, causal(9, 9, 4))
+    ours_all, theirs_all = [ours, *gradients(ours, inputs)], [theirs, *gradients(theirs, exact)]
+    assert [x.dtype for x in ours_all] == [dtype] * 4 + [sink_dtype]
+    for a, b in zip(ours_all, theirs_all):
+        eps = max(torch.finfo(a.dtype).eps, torch.finfo(dtype).eps)
+        tolerance = (18 if eps < 1e-6 else 4) * eps
+        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_the_same_bits_on_a_second_run(kernels):
+    runs = []
+    for _ in range(2):
+        inputs = tensors(2, 33, 33, 4, 2, 8, 8, torch.float32)
+        out = compute(inputs, sliding_window=7)
+        runs.append([out, *gradients(out, inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_gradients_that_nobody_needs_are_left_out(kernels):
+    every = tensors(1, 5, 5, 4, 2, 8, 8)
+    expected = gradients(compute(every), every)
+    for index in range(4):
+        inputs = [x.detach().requires_grad_(i == index) for i, x in enumerate(every)]
+        assert torch.equal(gradients(compute(inputs), [inputs[index]])[0], expected[index])
+
+
+def test_under_autocast_it_computes_in_autocast_s_dtype(kernels):
+    inputs = tensors(1, 5, 5, 4, 2, 8, 8, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = compute(inputs)
+    assert ours.dtype == torch.bfloat16
+    assert [x.dtype for x in gradients(ours, inputs)] == [torch.float32] * 4
+    half = [*(x.detach().bfloat16().requires_grad_() for x in inputs[:3]), inputs[3]]
+    assert torch.equal(compute(half), ours)
+
+
+def test_second_derivatives_are_refused(kernels):
+    inputs = tensors(1, 5, 5, 4, 2, 8, 8)
+    gradient, *_ = torch.autograd.grad(compute(inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention with sinks has no second derivatives"):
+        gradient.sum().backward()
+
+
+@pytest.mark.slow
+def test_the_op_is_what_torch_asks_of_ops(kernels):
+    q, k, v, sinks = tensors(2, 5, 5, 4, 2, 8, 8, torch.float32)
+    forms = [(None,) * 4]
+    if kernels == "cuda_path":
+        flags = torch.full((2, 5), 3, dtype=torch.uint8)
+        flags[0, :2] = 2
+        forms += [(None, flags, None, None), (None, None, torch.tensor([0, 4, 10, 10]), None)]
+    for form in forms:
+        torch.library.opcheck(
+            torch.ops.sonicmoe_hf.attention_with_sinks.default,
+            (*(x.transpose(1, 2) for x in (q, k, v)), sinks, *form, 0.3, True, 3, 0, 0),
+        )
+
+
+def test_under_torch_func(kernels):
+    inputs = tensors(1, 5, 5, 4, 2, 8, 8)
+
+    def loss(*given):
+        return compute(given).square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    for a, b in zip(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*(x.detach() for x in inputs)), expected):
+        torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
+
+
+def test_packing_and_back():
+    flags = torch.tensor([[0, 0, 1, 1, 3, 3, 2], [1, 1, 1, 1, 3, 3, 3], [0, 0, 0, 0, 2, 2, 2]], dtype=torch.uint8)
+    queries, keys = sides_of(flags, 3)
+    x = torch.arange(1, 22).view(3, 7)
+    assert keys.starts.tolist() == [0, 4, 11, 11] and queries.starts.tolist() == [0, 2, 5, 5]
+    assert keys.pack(x)[:11].tolist() == [3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14]
+    assert queries.pack(x[:, 4:])[:5].tolist() == [5, 6, 12, 13, 14]
+    assert torch.equal(keys.unpack(keys.pack(x)), x)
+    assert queries.clear_(torch.ones(2, 9), 1).sum(1).tolist() == [5, 5]
+
+
+REFUSALS = {
+    "dropout": ({"dropout": 0.1}, "Attention asks for dropout=0.1.*config.attention_dropout = 0.0"),
+    "output_attentions": ({"output_attentions": True}, f'probabilities, which {NAME} never has.*"eager"'),
+    "cache": ({"cache": object()}, "does not take cache"),
+    "softcap": ({"softcap": 30.0}, "does not take softcap"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_it_does_not_compute_is_an_error_with_the_remedy(case):
+    options, message = REFUSALS[case]
+    with pytest.raises(ValueError, match=message):
+        compute(tensors(1, 3, 3, 4, 2, 8, 8), **options)
+
+
+def test_a_model_without_sinks_is_told_to_use_sdpa():
+    q, k, v, _ = tensors(1, 3, 3, 4, 2, 8, 8)
+    with pytest.raises(ValueError, match=r'passes no sinks.*attn_implementation="sdpa"'):
+        sinks_attention_forward(Attention(), q, k, v, None)
+
+
+def test_models_that_choose_keys_are_refused():
+    class Chosen(Attention):
+        class config:
+            model_type = "deepseek_v4"
+
+    with pytest.raises(ValueError, match=f"{NAME}.*deepseek_v4.*compressed keys"):
+        compute(tensors(1, 3, 3, 4, 2, 8, 8), module=Chosen())
+
+
+def test_on_cuda_masks_of_four_dimensions_and_larger_heads_are_refused(monkeypatch):
+    with as_on_cuda(monkeypatch):
+        with pytest.raises(ValueError, match=r"no mask of shape \(1, 1, 3, 3\) on CUDA.*2-D attention_mask"):
+            compute(tensors(1, 3, 3, 4, 2, 8, 8), torch.zeros(1, 1, 3, 3))
+        with pytest.raises(ValueError, match="heads of 256 at most, not 264"):
+            compute(tensors(1, 3, 3, 4, 2, 264, 264))
+        with pytest.raises(ValueError, match="contradict each other"):
+            flags = torch.full((1, 3), 3, dtype=torch.uint8)
+            compute(tensors(1, 3, 3, 4, 2, 8, 8), flags, cu_seq_lens_q=torch.tensor([0, 3]))
+
+
+def test_on_cuda_fp32_without_autocast_is_refused():
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(1, 2, 3, 8, device="cuda")
+        with pytest.raises(ValueError, match=r"bfloat16 and float16 on CUDA, not torch\.float32.*autocast"):
+            compute([q, q, q, torch.empty(2, device="cuda")])
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_stand_in_gives_what_torch_says_the_kernels_give(monkeypatch, is_packed):
+    """The shapes of torch's own meta functions."""
+    shape = (10, 4, 8) if is_packed else (2, 5, 4, 8)
+    starts = torch.tensor([0, 4, 10], dtype=torch.int32) if is_packed else None
+    with as_on_cuda(monkeypatch):
+        results = []
+        for device in ("cpu", "meta"):
+            q, cum = torch.randn(shape, device=device), None if starts is None else starts.to(device)
+            results.append(
+                torch.ops.aten._flash_attention_forward(q, q, q, cum, cum, 6, 6, 0.0, True, False, scale=0.3)
+            )
+        for ours, theirs in zip(results[0][:2], results[1][:2]):
+            assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
