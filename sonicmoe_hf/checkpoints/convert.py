@@ -78,8 +78,8 @@ def convert_checkpoint(
         dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
         dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so with
             a notice, False refuses.
-        quantize: "nf4" or "mxfp4" packs the experts (native layout only; see `quantize_experts`); MXFP4 ones stay as
-            they are.
+        quantize: "nf4", "mxfp4", "fp8" or "nvfp4" packs the experts (native layout only; see `quantize_experts`); those
+            that are MXFP4, FP8 or NVFP4 already keep their blocks in that format.
         max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
         verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
         revision: of a hub id. on_progress: called with (bytes done, bytes in all).

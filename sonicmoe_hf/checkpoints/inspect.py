@@ -20,7 +20,7 @@ class Inspection(NamedTuple):
     folder: where it is. family, layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in
     words.
     quantisation: "nf4", "mxfp4", "nvfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in
-    all.
+    all. bytes_per_expert_weight: that are stored, scales included.
     layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
     conversions: for each target, what would be written.
     """
@@ -38,6 +38,7 @@ class Inspection(NamedTuple):
     num_experts: int
     hidden_size: int
     intermediate_size: int
+    bytes_per_expert_weight: float
     conversions: dict[str, str]
 
 
@@ -68,8 +69,20 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         num_experts=sizes.num_experts,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
+        bytes_per_expert_weight=_bytes_per_expert_weight(source),
         conversions={target: _outlook(source, target, tensors) for target, tensors in planned.items()},
     )
+
+
+def _bytes_per_expert_weight(source: Source) -> float:
+    """What is stored for one value of the experts' weights, in the mean."""
+    nbytes = values = 0
+    for block in source.expected.blocks:
+        for named in source.expert_tensors(block):
+            if not named.stored.is_bias:
+                values += torch.Size(named.shape).numel()
+                nbytes += sum(source.tensors[name].nbytes for name in source.stored_names(named))
+    return nbytes / values
 
 
 def _outlook(source: Source, target: str, planned: list[Planned]) -> str:

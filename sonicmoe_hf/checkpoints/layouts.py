@@ -21,7 +21,7 @@ LAYOUT_VERSION = 1
 NATIVE_PREFIX = "sonicmoe_"
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
-PACKED = ("", "_blocks", "_codes")  # how a weight's name goes on: dense, MXFP4, NF4
+PACKED = ("", "_blocks", "_codes", "_values", "_packed")  # how a name goes on: dense, MXFP4, NF4, FP8, NVFP4
 
 View = Callable[[torch.Tensor], torch.Tensor]
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.quantized import E2M1_VALUES
 from .files import Header, read_json
 
 METHOD, ALGORITHM = "modelopt", "NVFP4"
@@ -70,12 +69,3 @@ def scales(tensors: dict[str, Header], weights: set[str]) -> dict[str, tuple[int
         single = tensors[f"{name}_scale_2"].shape
         found[f"{name}_scale_2"] = single if single == (1,) else ()
     return found
-
-
-def dequantise_nvfp4(codes: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K/2], float8_e4m3fn [N, K/16] and one fp32 number -> bf16 [N, K], rounded once."""
-    values = torch.tensor(E2M1_VALUES)
-    table = torch.cat((values, -values))
-    pairs = torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1)
-    factors = scale.float() * scale_2.float().reshape(())
-    return (pairs.view(codes.shape[0], -1, BLOCK) * factors.unsqueeze(-1)).view(codes.shape[0], -1).to(torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Experts in 4 bits in checkpoints: the tensors that stand for a weight, and how conversion makes and reads them.
+"""Packed experts in checkpoints: the tensors that stand for a weight, and how conversion makes and reads them.
 
-A packed weight stands as [E, out, ...] in every layout, also where dense weights are stored transposed, and a block of
-values never crosses a row: moving rows (gate and up, interleaved or not) moves whole blocks, bit by bit.
+A packed weight stands as [E, out, ...] in every layout, also where dense weights are stored transposed. No block crosses
+from gate to up: moving those (interleaved or not) moves whole blocks, bit by bit.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..kernels.quantized import Quantized, dequantize_expert, quantize, stored_shapes
+from ..kernels.quantized import Quantized, dequantize_expert, quantize, stored_dtypes, stored_shapes
 from ..quantization.state import STORED, check_stored, stored_as
 from .layouts import Named, View, holder
 
 TRANSPOSED = ("gpt_oss",)  # layouts whose dense weights are [E, in, out]
 FIRST = tuple(f"_{parts[0]}" for parts in STORED.values())  # how the name of a packed weight's first tensor ends
-LOSS = {"nf4": 9, "mxfp4": 12}  # percent of normally distributed weights: root mean squares of error and weight
+# percent of normally distributed weights: root mean squares of error and weight
+LOSS = {"nf4": 9, "mxfp4": 12, "fp8": 3, "nvfp4": 10}
 
 
 class Part(NamedTuple):
-    """One of the tensors that stand for a weight."""
+    """One of the tensors that stand for a weight, and the dtypes that it may have, the first where it is made here."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
 
 
 def parts_of(name: str, shape: tuple[int, ...], format: str, layout: str) -> list[Part]:
@@ -37,17 +38,32 @@ def parts_of(name: str, shape: tuple[int, ...], format: str, layout: str) -> lis
     """
     shape = (shape[0], *shape[:0:-1]) if layout in TRANSPOSED else shape
     try:
-        shapes = stored_shapes(format, shape)
+        shapes = stored_shapes(format, shape, order_of(layout, name))
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
-    dtypes = torch.uint8, torch.uint8, torch.float32
-    parts = zip(stored_as(name, format), shapes, dtypes)
-    return [Part(stored, part, dtype) for stored, part, dtype in parts if part is not None]
+    fields = zip(stored_as(name, format), Quantized._fields, shapes)
+    return [Part(stored, part, stored_dtypes(format, field)) for stored, field, part in fields if part is not None]
 
 
-def row_view(layout: str, part: str) -> View:
-    """Which rows of one expert's codes and scales are those of `part`."""
-    return holder("native" if layout in TRANSPOSED else layout, part).parts[part]
+def order_of(layout: str, name: str) -> str:
+    """The order of ORDERS in which the rows of the weight `name` stand."""
+    if name.endswith(("down_proj", "c_proj")):
+        return "whole"
+    return "concatenated" if layout == "fused" else "interleaved"
+
+
+def part_views(layout: str, part: str, format: str) -> tuple[View, View, View]:
+    """Where in one expert's codes, scales and state those of `part` lie."""
+    rows = holder("native" if layout in TRANSPOSED else layout, part).parts[part]
+    place = 1 if part == "up" else 0
+
+    def blocks(scales: torch.Tensor) -> torch.Tensor:
+        return scales[min(place, scales.shape[0] - 1), :, min(place, scales.shape[2] - 1)]
+
+    def half(state: torch.Tensor) -> torch.Tensor:
+        return state.view(-1)[min(place, state.numel() - 1) :][:1]
+
+    return rows, blocks if format == "fp8" else rows, half
 
 
 def dense_expert(packed: Quantized, format: str, dtype: torch.dtype, expert: int, layout: str) -> torch.Tensor:
@@ -72,7 +88,7 @@ def checked(packed: Quantized, format: str, name: str) -> Quantized:
 class Quantiser:
     """Packs the experts' weights of a converted checkpoint, one after the other.
 
-    format: "nf4" or "mxfp4". The last weight is kept, since its tensors are asked for one by one.
+    format: a name of FORMATS. The last weight is kept, since its tensors are asked for one by one.
     """
 
     def __init__(self, format: str):
@@ -90,7 +106,7 @@ class Quantiser:
             self._last = None
             weight = make()
             try:
-                packed = quantize(weight, self.format)
+                packed = quantize(weight, self.format, order_of("native", name))
             except ValueError as error:
                 raise CheckpointError(f"{name}: {error}; nothing is written") from error
             first = weight[0].float()

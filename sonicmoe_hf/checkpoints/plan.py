@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .layouts import Named, assemble, holder, layer_tensors
-from .packed import Quantiser, parts_of, row_view
+from .packed import Quantiser, part_views, parts_of
 from .source import Source
 
 TARGETS = ("native", "hub")
@@ -118,7 +118,8 @@ def _experts_of(
             for part in named.stored.parts
             for expert in experts
         }
-        if quantiser is not None and not named.stored.is_bias and all(map(source.is_packed, needed)):
+        packs = quantiser is not None and not named.stored.is_bias
+        if packs and all(source.is_kept(name, quantiser.format) for name in needed):
             yield from _moved(source, block, named, quantiser)
             continue
         dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
@@ -129,10 +130,11 @@ def _experts_of(
             )
         wanted = dtype or next(iter(dtypes.values()))
         make = _assembler(source, block, named, wanted)
-        if quantiser is None or named.stored.is_bias:
+        if not packs:
             yield Planned(named.name, named.shape, wanted, make)
         else:
-            yield from (Planned(*part, make_part) for part, make_part in quantiser.parts(named, make))
+            for part, make_part in quantiser.parts(named, make):
+                yield Planned(part.name, part.shape, part.dtypes[0], make_part)
 
 
 def _moved(source: Source, block: str, named: Named, quantiser: Quantiser) -> Iterator[Planned]:
@@ -148,16 +150,18 @@ def _moved(source: Source, block: str, named: Named, quantiser: Quantiser) -> It
             "256 neighbouring blocks, which cannot be put into another order)"
         )
     for place, part in enumerate(parts_of(named.name, named.shape, quantiser.format, "native")):
+        dtype = source.stored_dtype(block, named, place) or part.dtypes[0]
 
-        def make(place=place, part=part):
-            tensor = torch.empty(part.shape, dtype=part.dtype)
+        def make(place=place, part=part, dtype=dtype):
+            tensor = torch.empty(part.shape, dtype=dtype)
             for expert in range(tensor.shape[0]):
                 for row_part in named.stored.parts:
-                    rows = row_view("native", row_part)(tensor[expert])
-                    rows.copy_(source.packed_rows(block, row_part, expert)[place])
+                    own = part_views("native", row_part, quantiser.format)[place](tensor[expert])
+                    own.copy_(source.packed_parts_of(block, row_part, expert)[place])
             return tensor
 
-        yield Planned(*part, make, is_finite if place == 0 else lambda scales: _is_finite_dense(source, block, named))
+        finite = is_finite if place == 0 else lambda scales: _is_finite_dense(source, block, named)
+        yield Planned(part.name, part.shape, dtype, make, finite)
 
 
 def _is_finite_dense(source: Source, block: str, named: Named) -> bool:

@@ -11,20 +11,21 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..errors import CheckpointError
-from ..kernels.quantized import FORMATS, Quantized
+from ..kernels.quantized import FP8_BLOCK, Quantized
 from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
+from ..quantization.hub_formats import FP8_SCALES, HUB_FORMATS
 from ..quantization.state import stored_as
 from . import nvfp4
 from .config_only import UNREADABLE, without_code
 from .configs import declared_quantisation, family_of, hub_config
-from .dequantize import dequantise_fp8, fp8_scale_shape
+from .dequantize import block_size, dequantise_fp8, fp8_scale_shape
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 from .layouts import Named, detect_layout, holder, layer_tensors
-from .packed import FIRST, Part, checked, dense_expert, parts_of, row_view
+from .packed import FIRST, Part, checked, dense_expert, part_views, parts_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,7 +114,7 @@ class Source:
         self.hub_config = hub_config(self.config, self.family)
         self.quantisation, self.packed_here = declared_quantisation(self.hub_config, folder)
         self.tensors = read_headers(folder)
-        self.nvfp4 = nvfp4.packed_weights(self.tensors) if self.quantisation == "nvfp4" else set()
+        self.nvfp4 = nvfp4.packed_weights(self.tensors) if self._hub_format == "nvfp4" else set()
         self.expected = expected_tensors(self.hub_config, self.family, folder / CONFIG_FILE, len(self.tensors))
         self.layout = self._find_layout()
         self.carried: list[str] = []
@@ -149,19 +150,39 @@ class Source:
         return list(layer_tensors(self.layout, block, self.expected.blocks[block]))
 
     def is_packed(self, name: str) -> bool:
-        """Whether the experts' weight `name` is stored in 4 bits."""
+        """Whether the experts' weight `name` is stored as packed weights are."""
         return bool(self.format) and stored_as(name, self.format)[0] in self.tensors
+
+    def is_kept(self, name: str, format: str) -> bool:
+        """Whether the experts' weight `name` is packed, or an expert's in `format` as the hub has it."""
+        if self.is_packed(name) or self._hub_format != format:
+            return self.is_packed(name)
+        if format == "fp8" and block_size(self.hub_config) != (FP8_BLOCK, FP8_BLOCK):
+            return False
+        return name in self.nvfp4 or self.tensors[name].dtype == torch.float8_e4m3fn
 
     @property
     def format(self) -> str:
-        """The format of packed experts' weights; "" where there are none."""
-        return "" if self.quantisation is None or self.quantisation not in FORMATS else self.quantisation
+        """The format of experts stored as packed weights are; "" where none are."""
+        return self.quantisation or "" if self.packed_here or self.quantisation == "mxfp4" else ""
+
+    @property
+    def _hub_format(self) -> str:
+        """FP8 or NVFP4 as the hub has them, in every linear layer; "" otherwise."""
+        return self.quantisation or "" if not self.packed_here and self.quantisation in HUB_FORMATS else ""
 
     def packed_parts(self, named: Named) -> list[Part]:
         """The tensors that stand for a packed weight; none for another."""
         if not self.is_packed(named.name):
             return []
         return parts_of(named.name, named.shape, self.format, self.layout)
+
+    def stored_names(self, named: Named) -> list[str]:
+        """The names of the tensors that hold an experts' weight, its scales included."""
+        if self.is_packed(named.name):
+            return [part.name for part in self.packed_parts(named)]
+        scales = HUB_FORMATS[self._hub_format].scales if self._hub_format else ()
+        return [name for end in ("", *scales) if (name := named.name + end) in self.tensors]
 
     def _parts_of_experts(self) -> list[Part]:
         every = [named for block in self.expected.blocks for named in self.expert_tensors(block)]
@@ -213,10 +234,10 @@ class Source:
 
     def _scales(self) -> dict[str, tuple[int, ...]]:
         """The shapes of what stands beside quantised weights."""
-        if self.quantisation == "nvfp4":
+        if self._hub_format == "nvfp4":
             return nvfp4.scales(self.tensors, self.nvfp4)
         quantised = {n: h.shape for n, h in self.tensors.items() if h.dtype == torch.float8_e4m3fn}
-        if quantised and self.quantisation != "fp8":
+        if quantised and self._hub_format != "fp8":
             raise CheckpointError(f"{next(iter(quantised))} is float8, but config.json declares no fp8 quantisation")
         if not quantised:
             return {}
@@ -227,19 +248,21 @@ class Source:
 
     def _check_dtypes(self) -> None:
         has_packed = any(name.endswith(FIRST) for name in self.tensors)
-        if has_packed != (self.quantisation in FORMATS):
-            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are in 4 bits")
+        if has_packed != bool(self.format):
+            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are packed")
         is_fp8 = any(header.dtype == torch.float8_e4m3fn for header in self.tensors.values())
-        if self.quantisation == "fp8" and not is_fp8:
+        if self._hub_format == "fp8" and not is_fp8:
             raise CheckpointError(f"{self.folder}: config.json declares fp8 quantisation, but no tensor is float8")
-        packed = {part.name: part.dtype for part in self._parts_of_experts()}
-        if (self.quantisation == "nvfp4") != bool(self.nvfp4):
+        packed = {part.name: part.dtypes for part in self._parts_of_experts()}
+        if (self._hub_format == "nvfp4") != bool(self.nvfp4):
             raise CheckpointError(f"{self.folder} is declared to be in NVFP4, but no weight is")
-        packed |= dict.fromkeys(self.nvfp4, torch.uint8)
+        packed |= dict.fromkeys(self.nvfp4, (torch.uint8,))
+        if self._hub_format == "fp8":
+            packed |= dict.fromkeys(self._scales(), FP8_SCALES)
         for name, header in self.tensors.items():
             plain_float = header.dtype.is_floating_point and header.dtype.itemsize >= 2
-            if name in packed and header.dtype != packed[name]:
-                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; it must be {packed[name]}")
+            if name in packed and header.dtype not in packed[name]:
+                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; it must be {packed[name][0]}")
             if name not in packed and not plain_float and header.dtype != torch.float8_e4m3fn:
                 raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; weights are floats")
 
@@ -284,7 +307,8 @@ class Source:
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, dequantised to bf16 where it is fp8 or NVFP4; it owns its memory."""
         if name in self.nvfp4:
-            return nvfp4.dequantise_nvfp4(*(self._raw(name + end).clone() for end in ("", *nvfp4.SCALES)))
+            tensors = (self._raw(name + end).clone() for end in ("", *nvfp4.SCALES))
+            return HUB_FORMATS["nvfp4"].dense(*tensors).to(torch.bfloat16)
         if self.tensors[name].dtype == torch.float8_e4m3fn:
             raw = self._raw(name).clone()
             return dequantise_fp8(raw, self._raw(f"{name}_scale_inv"), self.hub_config)
@@ -311,9 +335,9 @@ class Source:
         return self._last_expert[1]
 
     def _packed(self, name: str, expert: int) -> tuple[Quantized, int]:
-        """What is stored of a packed weight, and the expert's place in it. MXFP4: of this expert alone; NF4: of all,
-        whose scales have scales that cross experts."""
-        alone = self.format == "mxfp4"
+        """What is stored of a packed weight, and the expert's place in it. NF4: of all experts, since its scales have
+        scales that cross experts; else of this expert alone."""
+        alone = self.format != "nf4"
         if self._last_packed is None or self._last_packed[0] != (name, expert if alone else None):
             self._last_packed = None
             stored = [self._raw(part, expert if alone else None) for part in stored_as(name, self.format)]
@@ -321,11 +345,31 @@ class Source:
             self._last_packed = (name, expert if alone else None), packed
         return self._last_packed[1], 0 if alone else expert
 
-    def packed_rows(self, block: str, part: str, expert: int) -> list[torch.Tensor]:
-        """What is stored of one part of one expert of a packed weight: its rows of codes and of scales."""
-        packed, place = self._packed(f"{block}.{holder(self.layout, part).name}", expert)
-        rows = row_view(self.layout, part)
-        return [rows(tensor[place]) for tensor in (packed.codes, packed.scales)]
+    def packed_parts_of(self, block: str, part: str, expert: int) -> list[torch.Tensor]:
+        """What is stored of one part of one expert of a packed weight: of codes, scales, and state where there is one."""
+        name = f"{block}.{holder(self.layout, part).name.format(expert=expert)}"
+        if not self.is_packed(name):
+            return [tensor for tensor in self._hub_packed(name) if tensor is not None]
+        packed, place = self._packed(name, expert)
+        views = part_views(self.layout, part, self.format)
+        return [view(tensor[place]) for view, tensor in zip(views, packed) if tensor is not None]
+
+    def _hub_packed(self, name: str) -> Quantized:
+        """One expert's weight as the hub has it."""
+        hub = HUB_FORMATS[self._hub_format]
+        if self._last_packed is None or self._last_packed[0] != (name, None):
+            self._last_packed = None
+            packed = hub.pack(*(self._raw(name + end).clone() for end in ("", *hub.scales)))
+            self._last_packed = (name, None), packed
+        return self._last_packed[1]
+
+    def stored_dtype(self, block: str, named: Named, place: int) -> torch.dtype | None:
+        """The dtype of FP8's scales (the second of what stands for a weight) in this checkpoint; None of the rest."""
+        if self.quantisation != "fp8" or place != 1:
+            return None
+        part = next(iter(named.stored.parts))
+        name = f"{block}.{holder(self.layout, part).name.format(expert=0)}"
+        return torch.uint8 if self.tensors[f"{name}_scale_inv"].dtype.itemsize == 1 else torch.float32
 
     def close(self) -> None:
         """Close the file that is open."""

@@ -38,9 +38,9 @@ def _add_convert(commands) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"
     )
     convert.add_argument("--dequantize", action=argparse.BooleanOptionalAction,
-                         help="MXFP4 and FP8 weights to bfloat16 (default: do it and say so)")  # fmt: skip
-    convert.add_argument("--quantize", choices=("nf4", "mxfp4"),
-                         help="pack the experts in 4 bits, to train adapters on them; with --layout native")  # fmt: skip
+                         help="MXFP4, FP8 and NVFP4 weights to bfloat16 (default: do it and say so)")  # fmt: skip
+    convert.add_argument("--quantize", choices=("nf4", "mxfp4", "fp8", "nvfp4"),
+                         help="pack the experts, to train adapters on them; with --layout native")  # fmt: skip
     _add_writing_options(convert)
     convert.set_defaults(max_shard_size=None)  # which says whether it was given
     convert.add_argument("--revision", help="of a hub id")
@@ -207,7 +207,7 @@ def _print_inspection(inspection) -> None:
     table.add_row(
         "experts",
         f"{inspection.layers} layers of {inspection.num_experts}, hidden size {inspection.hidden_size}, "
-        f"intermediate size {inspection.intermediate_size}",
+        f"intermediate size {inspection.intermediate_size}, {inspection.bytes_per_expert_weight:.4f} bytes a weight",
     )
     for target, words in inspection.conversions.items():
         table.add_row(f"convert to {target}", escape(words))

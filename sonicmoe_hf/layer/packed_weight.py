@@ -1,4 +1,4 @@
-"""PackedWeight: experts' weights in 4 bits, as the parameter that they are to Transformers and PEFT."""
+"""PackedWeight: experts' weights in 4 or 8 bits, as the parameter that they are to Transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 class PackedWeight(torch.Tensor):
-    """A weight of experts in 4 bits with the shape and dtype of the dense weight that it stands for.
+    """A weight of experts in 4 or 8 bits with the shape and dtype of the dense weight that it stands for.
 
     Shape: [E, N, K], or [E, K, N] if `is_transposed` (gpt-oss). dtype: what experts compute in; casts (`.half()`,
     `.to(torch.float32)`) leave it as it is, moves and copies move and copy what is stored. It is never trained, and
     every operation that would read it as a dense tensor raises RuntimeError.
 
     codes, scales, state: what is stored (kernels.quantized.Quantized), of the transpose if `is_transposed`.
-    format: "nf4" or "mxfp4".
+    format: "nf4", "mxfp4", "fp8" or "nvfp4".
     """
 
     codes: torch.Tensor
@@ -65,14 +65,18 @@ class PackedWeight(torch.Tensor):
         return Quantized(self.codes, self.scales, self.state)
 
     @classmethod
-    def quantize(cls, weight: torch.Tensor, format: str, is_transposed: bool = False) -> PackedWeight:
-        """`weight` [E, N, K] ([E, K, N] if `is_transposed`) in 4 bits, on its device.
+    def quantize(
+        cls, weight: torch.Tensor, format: str, is_transposed: bool = False, order: str = "whole"
+    ) -> PackedWeight:
+        """`weight` [E, N, K] ([E, K, N] if `is_transposed`) packed, on its device.
 
+        order: "concatenated" if its first N/2 rows are gates and the others ups, "interleaved" if gates and ups come in
+            turn; fp8 and nvfp4 give each half blocks or a scale of its own.
         Raises:
             ValueError: NaN or infinity, or K no multiple of the format's block.
         """
         weight = weight.detach()
-        packed = quantize(weight.transpose(1, 2) if is_transposed else weight, format)
+        packed = quantize(weight.transpose(1, 2) if is_transposed else weight, format, order)
         return cls(packed, format, weight.dtype, is_transposed)
 
     @classmethod

@@ -22,6 +22,7 @@ from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
+from ..quantization.loading_errors import named_errors
 from .calls import PatchState
 from .experts import SAVE
 from .fast_topk import FastTopKEntry, FastTopKExit
@@ -285,9 +286,10 @@ def from_pretrained(
     """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save, fast_top_k=fast_top_k)`.
 
     Args:
-        experts_quantization: "nf4" or "mxfp4": experts are packed and frozen, one weight after the other as the
-            checkpoint streams in (see `quantize_experts`); gpt-oss's MXFP4 checkpoints are taken as they are. A
-            BitsAndBytesConfig given as quantization_config is for the linear layers.
+        experts_quantization: "nf4", "mxfp4", "fp8" or "nvfp4": experts are packed and frozen, one weight after the other
+            as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
+            DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
+            its linear layers become dense. A BitsAndBytesConfig given as quantization_config is for the linear layers.
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantised otherwise.
         UnsupportedModelError: as patch_model. UnsupportedExpertsError: experts of a size that the format does not take.
@@ -301,7 +303,8 @@ def from_pretrained(
         )
     if experts_quantization is not None:
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
-    model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    with named_errors():
+        model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     patch_model(model, policy, save=save, fast_top_k=fast_top_k)
     return model
 

@@ -9,6 +9,7 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.packed_weight import PackedWeight
+from ..quantization.hub_formats import HUB_FORMATS, check_fp8, check_nvfp4
 from ..quantization.quantizer import (
     QUANT_METHOD,
     ExpertsQuantizationConfig,
@@ -16,6 +17,7 @@ from ..quantization.quantizer import (
     check_packable,
     finish,
     is_transposed,
+    order_of,
 )
 from ..quantization.state import hold_packed
 from .own_configs import use_own_configs
@@ -29,7 +31,8 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
     Args:
         model: a Transformers model, not yet in PEFT, DDP, FSDP or DeepSpeed. It computes with packed experts once it is
             patched (`patch_model`), before or after.
-        format: "nf4" (bitsandbytes' NF4 with double quantisation, 4.13 bits a weight) or "mxfp4" (4.25 bits).
+        format: "nf4" (bitsandbytes' NF4 with double quantisation, 4.13 bits a weight), "mxfp4" (4.25 bits), "fp8"
+            (DeepSeek's blocks of 128 x 128, 8.002 bits) or "nvfp4" (NVIDIA's, 4.5 bits).
     Returns:
         The same model. Save it with save_pretrained, and load it with from_pretrained.
     Raises:
@@ -52,7 +55,9 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
             raise UnsupportedExpertsError(f"{full_name} is on the meta device; load the model's weights first")
     for full_name, module, name in weights:
         try:
-            packed = PackedWeight.quantize(getattr(module, name), format, is_transposed(module))
+            packed = PackedWeight.quantize(
+                getattr(module, name), format, is_transposed(module), order_of(module, name)
+            )
         except ValueError as error:
             raise ValueError(f"{full_name}: {error}") from error
         hold_packed(module, name, packed)
@@ -82,21 +87,52 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
-    declared = getattr(config, "quantization_config", None)
+    declared = declared_quantisation(config)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
-    declared = declared if isinstance(declared, dict) else declared.to_dict()
-    method = str(getattr(declared["quant_method"], "value", declared["quant_method"]))
-    stored = declared.get("experts") if method == QUANT_METHOD else method
+    stored = format_in_checkpoint(declared)
     if stored != format:
         raise ValueError(
             f"experts_quantization is {format!r}, but the checkpoint is quantised already ({stored}); name that "
-            "format if it is nf4 or mxfp4, or convert the checkpoint to bf16 first: sonicmoe-hf convert SRC DST"
+            f"format if it is one of {', '.join(FORMATS)}, or convert the checkpoint to bf16 first: sonicmoe-hf convert "
+            "SRC DST"
         )
     if linear is not None:
         raise ValueError(
             f"quantization_config cannot be given for a checkpoint that is quantised already ({stored}); leave it out"
         )
-    if method != QUANT_METHOD:  # gpt-oss as it comes
-        config.quantization_config = ExpertsQuantizationConfig(format).to_dict()
+    if declared["quant_method"] != QUANT_METHOD:  # as the hub has it
+        hub = declared if format in HUB_FORMATS else None
+        config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
+
+
+def declared_quantisation(config: PreTrainedConfig) -> dict | None:
+    """The quantization_config of a checkpoint's config, with the method as a str; None of one that is not quantised."""
+    declared = getattr(config, "quantization_config", None)
+    if declared is None:
+        return None
+    declared = declared if isinstance(declared, dict) else declared.to_dict()
+    method = declared.get("quant_method")
+    return {**declared, "quant_method": str(getattr(method, "value", method))}
+
+
+def format_in_checkpoint(declared: dict) -> str:
+    """The format of the experts in a quantised checkpoint: a name of FORMATS, or the method where it is none of ours.
+
+    Raises:
+        ValueError: FP8 or NVFP4 of a kind that no format here is.
+    """
+    method = declared["quant_method"]
+    if method == QUANT_METHOD:
+        return str(declared.get("experts"))
+    if method == "fp8":
+        check_fp8(declared)
+    if method == "modelopt":
+        check_nvfp4(declared)
+        return "nvfp4"
+    if method == "compressed-tensors":
+        groups = declared.get("config_groups") or {}
+        schemes = sorted({str((group.get("weights") or {}).get("strategy")) for group in groups.values()})
+        return f"compressed-tensors, scales by {' and '.join(schemes) or 'none'}"
+    return method

@@ -27,7 +27,11 @@ from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reac
 REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
     "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True), or, to keep its experts packed and frozen, "
     'with sonicmoe_hf.from_pretrained(..., experts_quantization="mxfp4")',
-    "fp8": "load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "fp8": "to keep its experts packed and frozen, load it with "
+    'sonicmoe_hf.from_pretrained(..., experts_quantization="fp8"); for plain weights convert it (sonicmoe-hf convert), '
+    "or load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    "modelopt": "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with "
+    'sonicmoe_hf.from_pretrained(..., experts_quantization="nvfp4")',
 }
 QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],

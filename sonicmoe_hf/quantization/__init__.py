@@ -1,1 +1,1 @@
-"""Frozen experts in 4 bits."""
+"""Frozen experts in 4 or 8 bits."""

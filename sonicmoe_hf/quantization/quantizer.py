@@ -20,24 +20,38 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
-from ..layer.experts_module import is_experts, weight_names
+from ..layer.experts_module import is_experts, is_native, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
+from .hub_formats import HUB_FORMATS, with_hub_converters
+from .loading_errors import noted
 from .refusals import check_distributed
 from .state import from_stored, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
 OF_PACKED = ("_weight_conversions", "_ddp_params_and_buffers_to_ignore")  # attributes of a model with packed experts
+# bytes a weight, somewhat more than is stored (4.13, 4.25, 8.002 and 4.5 bits): what device_map counts with
+ELEMENT_SIZE = {"nf4": 0.6, "mxfp4": 0.6, "fp8": 1.1, "nvfp4": 0.6}
 WEIGHTS = ("gate_up_proj", "down_proj", "c_fc", "c_proj")
 
 
 @register_quantization_config(QUANT_METHOD)
 class ExpertsQuantizationConfig(QuantizationConfigMixin):
-    """experts: "nf4" or "mxfp4". linear: a BitsAndBytesConfig (or its dict) for the linear layers, or None."""
+    """experts: a name of FORMATS. linear: a BitsAndBytesConfig (or its dict) for the linear layers, or None.
 
-    def __init__(self, experts: str = "nf4", linear: BitsAndBytesConfig | dict | None = None, **_):
+    hub: the quantization_config of a checkpoint whose experts are in that format under the hub's names; it is not saved.
+    """
+
+    def __init__(
+        self,
+        experts: str = "nf4",
+        linear: BitsAndBytesConfig | dict | None = None,
+        hub: dict | None = None,
+        **_,
+    ):
         check_choice("experts_quantization", experts, FORMATS)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # a str is what register_quantizer takes
         self.experts = experts
+        self.hub = hub
         self.linear = BitsAndBytesConfig.from_dict(linear) if isinstance(linear, dict) else linear
 
     def to_dict(self) -> dict:
@@ -55,6 +69,13 @@ def packable(module: nn.Module) -> tuple[str, ...]:
 def is_transposed(experts: nn.Module) -> bool:
     """Whether the module stores weights as [E, in, out]."""
     return bool(getattr(experts, "is_transposed", False))
+
+
+def order_of(experts: nn.Module, name: str) -> str:
+    """The order of ORDERS in which the rows of an experts module's weight stand."""
+    if name != weight_names(experts)[0]:
+        return "whole"
+    return "interleaved" if is_native(experts) or not getattr(experts, "is_concatenated", True) else "concatenated"
 
 
 def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, str]]:
@@ -98,8 +119,9 @@ class _Pack(ConversionOps):
             return operation.convert(input_dict, full_layer_name=full_layer_name, model=model, **kwargs)
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
-        module, _ = get_module_from_name(model, full_layer_name)
-        packed = PackedWeight.quantize(value, self.hf_quantizer.quantization_config.experts, is_transposed(module))
+        module, name = get_module_from_name(model, full_layer_name)
+        format = self.hf_quantizer.quantization_config.experts
+        packed = PackedWeight.quantize(value, format, is_transposed(module), order_of(module, name))
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -109,6 +131,7 @@ class _TakePacked(ConversionOps):
     def __init__(self, hf_quantizer: ExpertsQuantizer):
         self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
 
+    @noted
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
         tensors = {
@@ -155,7 +178,7 @@ class ExpertsQuantizer(HfQuantizer):
 
     def param_element_size(self, model, param_name, param) -> float:
         if self.packs(model, param_name):
-            return 0.6  # NF4: 4.13 bits and its scales; MXFP4: 4.25
+            return ELEMENT_SIZE[self.quantization_config.experts]
         return (
             super().param_element_size(model, param_name, param)
             if self.linear is None
@@ -180,6 +203,12 @@ class ExpertsQuantizer(HfQuantizer):
             patterns = [f"experts.{stored}$" for stored in stored_as(name, format)]
             ours.append(WeightConverter(patterns, f"experts.{name}", [_TakePacked(self)]))
         return [*ours, *conversions]
+
+    def update_weight_conversions(self, weight_conversions, *model):
+        hub = self.quantization_config.hub
+        if hub is None:
+            return super().update_weight_conversions(weight_conversions, *model)
+        return with_hub_converters(weight_conversions, self, HUB_FORMATS[self.quantization_config.experts])
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         weights = check_packable(model, self.quantization_config.experts)

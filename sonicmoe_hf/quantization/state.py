@@ -1,6 +1,7 @@
 """How packed weights stand in state dicts and checkpoints: as the plain tensors that are stored, under their own names.
 
-NF4: <weight>_codes, <weight>_absmax, <weight>_state. MXFP4: <weight>_blocks, <weight>_scales, as gpt-oss's are.
+NF4: <weight>_codes, <weight>_absmax, <weight>_state. MXFP4: <weight>_blocks, <weight>_scales, as gpt-oss's are. FP8:
+<weight>_values, <weight>_scale_inv. NVFP4: <weight>_packed, <weight>_scale, <weight>_scale_2.
 """
 
 from __future__ import annotations
@@ -8,11 +9,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..kernels.minifloat import has_e4m3_nan
 from ..kernels.quantized import NF4_VALUES, VALUE_MAP, Quantized, check_quantized
 from ..layer.packed_weight import PackedWeight, as_parameter
 from . import sharding  # noqa: F401 - what FSDP2 does with packed weights
 
-STORED = {"nf4": ("codes", "absmax", "state"), "mxfp4": ("blocks", "scales")}
+STORED = {
+    "nf4": ("codes", "absmax", "state"),
+    "mxfp4": ("blocks", "scales"),
+    "fp8": ("values", "scale_inv"),
+    "nvfp4": ("packed", "scale", "scale_2"),
+}
 HOOKED = "_sonicmoe_hf_stored_names"  # attribute of modules that have our hooks
 
 
@@ -36,18 +43,42 @@ def from_stored(
     return PackedWeight.of(packed, format, dtype, is_transposed)
 
 
+def checked_weight(name: str, packed: Quantized, format: str, dense: torch.Tensor) -> PackedWeight:
+    """The weight that stands for `dense`, a parameter on the meta device. Raises ValueError as `check_stored`, or where
+    the shape is another."""
+    check_stored(name, packed, format)
+    weight = PackedWeight.of(packed, format, dense.dtype)
+    if weight.shape[1:] != dense.shape[1:]:
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)} in the checkpoint; the model's is {tuple(dense.shape)}"
+        )
+    return weight
+
+
 def check_stored(name: str, packed: Quantized, format: str) -> None:
-    """Raise ValueError where tensors of a checkpoint do not fit together, their scales are not finite, or the code book
-    is not NF4's, which the kernels know."""
+    """Raise ValueError where tensors of a checkpoint do not fit together, a scale or an FP8 value is not finite, or the
+    code book is not NF4's, which the kernels know."""
     try:
         check_quantized(packed, format)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    for part, tensor in zip(stored_as(name, format), packed):
+        if tensor is not None and not tensor.is_meta and not _is_sound(tensor, part, format):
+            raise ValueError(f"{part} has NaN or infinite values: the checkpoint is damaged")
     state = packed.state
-    if state is not None and not state.is_meta and not bool(torch.isfinite(state).all()):
-        raise ValueError(f"{stored_as(name, format)[2]} has NaN or infinite values: the checkpoint is damaged")
-    if state is not None and not state.is_meta and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES)):
+    has_code_book = format == "nf4" and state is not None and not state.is_meta
+    if has_code_book and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES)):
         raise ValueError(f"{stored_as(name, format)[2]} has other values than NF4's 16: damaged, or another format")
+
+
+def _is_sound(tensor: torch.Tensor, part: str, format: str) -> bool:
+    """Whether what is stored stands for finite values."""
+    if tensor.dtype == torch.float32:
+        return bool(torch.isfinite(tensor).all())
+    if format == "fp8" and part.endswith("_scale_inv"):
+        return not bool((tensor == 255).any())  # E8M0's NaN
+    is_e4m3 = part.endswith({"fp8": "_values", "nvfp4": "_scale"}.get(format, "no part"))
+    return not (is_e4m3 and has_e4m3_nan(tensor))
 
 
 def stored_names(module: nn.Module) -> set[str]:

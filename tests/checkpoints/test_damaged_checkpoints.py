@@ -108,7 +108,7 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
         ({"quantization_config": {"quant_method": "sonicmoe_hf", "experts": [1]}}, r"experts are \[1\]"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are in 4 bits"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are packed"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}, "no tensor is float8"),
     ],
 )

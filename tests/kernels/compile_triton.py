@@ -28,6 +28,7 @@ from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import ROUNDINGS
+from sonicmoe_hf.layer.experts_op import DIRECTLY_READ
 from sonicmoe_hf.layer.lora_operands import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
@@ -253,7 +254,7 @@ def main(target: int, labels, with_others: bool):
     if with_others:
         compile_calls(target, "", others())
         for label, sizes in PACKED.items():
-            for name in FORMATS:
+            for name in DIRECTLY_READ:
                 compile_calls(target, f"{name}, {label}", packed_products(name, *sizes))
     for label in labels:
         compile_calls(target, label, products(VARIANTS[label]))

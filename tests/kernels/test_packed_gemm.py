@@ -17,8 +17,9 @@ from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
-from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, quantize
+from sonicmoe_hf.kernels.quantized import Quantized, quantize
 from sonicmoe_hf.kernels.triton import packed_tile
+from sonicmoe_hf.layer.experts_op import DIRECTLY_READ
 from sonicmoe_hf.layer.lora_operands import pack
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -35,7 +36,7 @@ def problem(name, T, H, I, E, K, kind, device, dtype):
     return tensors, [PackedOperand(*weight, name) for weight in packed], dense, rows
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIRECTLY_READ)
 @pytest.mark.parametrize(
     "T, H, I, kind, interleaved, rank",
     [
@@ -72,7 +73,7 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     assert h is None and a.shape == (rows[1].token.numel(), I)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIRECTLY_READ)
 def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
     packed = quantize(torch.randn(2, 64, 64, device=device), name)
     codes = torch.cat([packed.codes.flatten()[:1], packed.codes.flatten()])[1:].view(packed.codes.shape)

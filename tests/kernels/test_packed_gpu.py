@@ -6,12 +6,13 @@ import torch
 from kernel_helpers import captured, errors, relative_error, same_bits
 from moe_problems import layer, routing_ids, stored
 from test_launch_gpu import skip_unless_it_runs_here
+from test_quantized import every_value
 from test_rank import adapter
 
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.quantized import FORMATS, quantize
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
@@ -22,9 +23,7 @@ BACKENDS = pytest.mark.parametrize("backend", ("hopper", "triton"))
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernel_gives_the_codecs_bits_for_every_code_and_scale(name):
-    packed = quantize(torch.randn(3, 33, 64 * 64), name)
-    packed.codes.copy_(torch.randint(256, packed.codes.shape))
-    packed.scales.copy_(torch.arange(packed.scales.numel()).view(packed.scales.shape) % 256)
+    packed = every_value(name, "whole", "cpu")
     rows = kernels.dispatch(torch.tensor([[0, 1, 2]], device="cuda"), None, 1, 3, False)
     there = [None if part is None else part.cuda() for part in packed]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,12 +1,23 @@
-"""4-bit weights: the codecs against bitsandbytes and Transformers, bit by bit, and what they refuse."""
+"""Packed weights: the codecs against bitsandbytes and Transformers, bit by bit, and what they refuse."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sonicmoe_hf import PackedWeight, moe_experts
 from sonicmoe_hf.kernels import eager, triton
-from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, check_quantized, dequantize, quantize, stored_shapes
+from sonicmoe_hf.kernels.quantized import (
+    FORMATS,
+    ORDERS,
+    Quantized,
+    check_quantized,
+    dequantize,
+    quantize,
+    stored_shapes,
+)
 
 SHAPE = (5, 33, 192)  # 495 NF4 scales: two of the second level, the last one cut
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,6 +77,81 @@ def test_mxfp4_rounds_to_nearest_even_below_the_smallest_scale_that_holds_the_la
     assert same_bits(again.codes, packed.codes) and same_bits(again.scales, packed.scales)
 
 
+def fp8_of_transformers(weight):
+    """Transformers' values and scales of a weight [N, K] that blocks divide."""
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
+    return made["x.weight"], made["x.weight_scale_inv"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_quantises_and_gives_the_values_of_transformers(dtype):
+    weight = torch.randn(3, 256, 384).to(dtype)
+    weight[1, 128:, 128:256] = 0
+    packed = quantize(weight, "fp8")
+    for expert in range(3):
+        values, scales = fp8_of_transformers(weight[expert])
+        assert same_bits(packed.codes[expert].view(torch.float8_e4m3fn), values)
+        assert same_bits(packed.scales[expert, 0, :, 0], scales)
+        expected = Fp8Dequantize(None)._dequantize_one(values, scales, output_dtype=dtype)
+        assert same_bits(dequantize(packed, "fp8", dtype)[expert], expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_fp8_blocks_that_are_cut_off_are_those_of_each_half(order):
+    # 192 rows of a half and 144 columns: a whole block and a part of one, by DeepSeek's rule
+    gate, up = (torch.randn(2, 192, 144).bfloat16() * scale for scale in (1, 50))
+    weight = {
+        "whole": gate, "concatenated": torch.cat((gate, up), 1), "interleaved": torch.stack((gate, up), 2).flatten(1, 2),
+    }[order]  # fmt: skip
+    packed = quantize(weight, "fp8", order)
+    found = dequantize(packed, "fp8", torch.float32)
+    rows = {
+        "whole": (slice(None),), "concatenated": (slice(192), slice(192, None)),
+        "interleaved": (slice(0, None, 2), slice(1, None, 2)),
+    }[order]  # fmt: skip
+    for half, place in zip((gate, up), rows):
+        for i in (0, 1):
+            for j in (0, 1):
+                block = slice(None), slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                inverse = 448 / half[block].float().abs().amax((1, 2), keepdim=True)
+                expected = (half[block].float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (
+                    1 / inverse
+                )
+                assert torch.equal(found[:, place][block], expected), (i, j)
+    assert packed.scales.numel() == 2 * len(rows) * 4
+
+
+def test_fp8_scales_in_a_byte_are_powers_of_two():
+    packed = quantize(torch.randn(1, 256, 256), "fp8")
+    bytes_ = torch.tensor([[0, 1], [127, 200]], dtype=torch.uint8)
+    found = dequantize(packed._replace(scales=bytes_.view(1, 1, 2, 1, 2)), "fp8", torch.float32)
+    powers = bytes_.view(torch.float8_e8m0fnu).float()
+    expected = dequantize(packed._replace(scales=powers.view(1, 1, 2, 1, 2)), "fp8", torch.float32)
+    assert same_bits(found, expected)
+    values = packed.codes[0].view(torch.float8_e4m3fn)
+    assert same_bits(found[0], Fp8Dequantize(None)._dequantize_one(values, bytes_, output_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
+    parts, kinds = ORDERS[order]
+    weight = torch.randn(2, parts, 24, kinds, 48)
+    weight[:, -1:, :, -1:] *= 100
+    packed = quantize(weight.reshape(2, -1, 48), "nvfp4", order)
+    largest = weight.abs().amax((2, 4))
+    assert same_bits(packed.state, largest / (6 * 448))
+    factors = (
+        packed.scales.view(torch.float8_e4m3fn).float().view(2, parts, 24, kinds, 3)
+        * packed.state[:, :, None, :, None]
+    )
+    scaled = weight.unflatten(-1, (3, 16)) / factors.unsqueeze(-1)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = values[(scaled.abs().unsqueeze(-1) - values).abs().argmin(-1)] * scaled.sign()
+    found = dequantize(packed, "nvfp4", torch.float32).view(weight.shape)
+    assert torch.equal(found, (nearest * factors.unsqueeze(-1)).flatten(-2))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused(name, value):
@@ -75,9 +161,13 @@ def test_what_is_not_finite_is_refused(name, value):
         quantize(weight, name)
 
 
-@pytest.mark.parametrize("name, size, other", [("nf4", 96, "or mxfp4"), ("nf4", 80, ""), ("mxfp4", 80, "")])
+@pytest.mark.parametrize("name, size, other", [("nf4", 96, "or mxfp4"), ("nf4", 80, ""), ("mxfp4", 80, "or fp8"),
+                                               ("fp8", 72, ""), ("nvfp4", 72, "")])  # fmt: skip
 def test_rows_that_blocks_would_cross_are_refused_by_name(name, size, other):
-    with pytest.raises(ValueError, match=f"{name} stores {FORMATS[name]} values .* {size} input features"):
+    with pytest.raises(
+        ValueError,
+        match=f"{name} (stores|takes rows of a multiple of) {FORMATS[name]} values,? .*{size} input features",
+    ):
         quantize(torch.randn(2, 4, size), name)
 
 
@@ -85,14 +175,16 @@ def test_rows_that_blocks_would_cross_are_refused_by_name(name, size, other):
 def test_parts_that_do_not_fit_are_refused(name):
     packed = quantize(torch.randn(2, 4, 128), name)
     check_quantized(packed, name)
+    changes = [{"state": packed.state[..., :-1]}] if packed.state is not None else []
     for change in (
-        {"codes": packed.codes[:, :3]},
+        *changes,
+        {"codes": packed.codes[:1]},
         {"codes": packed.codes.view(torch.int8)},
         {"scales": packed.scales[:1]},
         {"scales": packed.scales.view(-1)},
         {"state": packed.scales.float()},
     ):
-        with pytest.raises(ValueError, match=f"{name} (weight is|scales have)"):
+        with pytest.raises(ValueError, match=f"{name} (weight is|weight has|scales have)"):
             check_quantized(packed._replace(**change), name)
 
 
@@ -104,20 +196,47 @@ def test_only_the_experts_asked_for_are_expanded(name):
     assert same_bits(some[1::2].contiguous(), whole[1::2].contiguous())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_triton_gives_the_codecs_values(device, name):
-    # MXFP4: every scale; an expert's blocks end within a program
-    shape = (3, 2, 257 * 32) if name == "mxfp4" else (3, 33, 192)
-    packed = quantize(torch.randn(shape, device=device), name)
+def every_value(name, order, device):
+    """A packed weight with every code, and where a byte is a scale every scale, that is finite."""
+    # MXFP4: an expert's blocks end within a program; FP8: blocks are cut off on both sides
+    shape = {"mxfp4": (3, 2, 257 * 32), "fp8": (3, 388, 208), "nvfp4": (3, 34, 192)}.get(name, (3, 33, 192))
+    packed = quantize(torch.randn(shape, device=device), name, order)
     packed.codes.copy_(torch.randint(0, 256, packed.codes.shape))
-    packed.scales.copy_(torch.arange(packed.scales.numel()).view(packed.scales.shape) % 256)
+    if name == "fp8":
+        packed.codes[(packed.codes & 127) == 127] = 1
+        packed.scales.uniform_(1e-6, 10.0)
+    else:
+        finite = torch.arange(256) if name != "nvfp4" else torch.cat((torch.arange(127), torch.arange(128, 255)))
+        place = torch.arange(packed.scales.numel()).view(packed.scales.shape) % len(finite)
+        packed.scales.copy_(finite[place])
+    return packed
+
+
+@pytest.mark.parametrize(
+    "name, order",
+    [("nf4", "whole"), ("mxfp4", "whole"), *((name, order) for name in ("fp8", "nvfp4") for order in ORDERS)],
+)
+def test_triton_gives_the_codecs_values(device, name, order):
+    packed = every_value(name, order, device)
     ids = torch.tensor([[0], [2], [2]], device=device)
     rows = triton.dispatch(ids, None, 3, 3, False)
+    bytes_ = packed._replace(scales=torch.randint(1, 250, packed.scales.shape).to(torch.uint8).to(device))
+    for stored in (packed, bytes_) if name == "fp8" else (packed,):
+        for dtype in DTYPES:
+            expected = dequantize(stored, name, dtype)[::2].contiguous()
+            actual = triton.dequantize(*stored, name, dtype, rows)[::2].contiguous()
+            assert same_bits(actual, expected), dtype
+            assert same_bits(eager.dequantize(*stored, name, dtype, rows)[::2].contiguous(), expected), dtype
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_triton_keeps_values_that_are_no_number(device, name):
+    packed = quantize(torch.ones(1, 2, 64, device=device), name)
+    (packed.codes if name == "fp8" else packed.scales)[0, 1, :2] = torch.tensor([127, 255])
+    rows = triton.dispatch(torch.zeros(1, 1, dtype=torch.long, device=device), None, 1, 1, False)
     for dtype in DTYPES:
-        expected = dequantize(packed, name, dtype)[::2].contiguous()
-        actual = triton.dequantize(*packed, name, dtype, rows)[::2].contiguous()
-        assert same_bits(actual, expected), dtype
-        assert same_bits(eager.dequantize(*packed, name, dtype, rows)[::2].contiguous(), expected), dtype
+        expected = dequantize(packed, name, dtype).isnan()
+        assert expected.any() and torch.equal(triton.dequantize(*packed, name, dtype, rows).isnan(), expected)
 
 
 def test_a_layer_on_triton_never_reads_what_experts_without_rows_leave_unwritten(device, monkeypatch):

@@ -26,7 +26,14 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sonicmoe_hf import PackedWeight, UnsupportedExpertsError, from_pretrained, patch_model, quantize_experts
+from sonicmoe_hf import (
+    CheckpointError,
+    PackedWeight,
+    UnsupportedExpertsError,
+    from_pretrained,
+    patch_model,
+    quantize_experts,
+)
 from sonicmoe_hf.kernels.quantized import FORMATS
 
 SIZES = {  # NF4 needs multiples of 64
@@ -295,5 +302,5 @@ def test_damaged_parts_are_errors(tmp_path):
     quantize_experts(small("qwen3_moe"), "mxfp4").save_pretrained(tmp_path)
     tensors, key = tensors_in(tmp_path), "model.layers.1.mlp.experts.down_proj_scales"
     rewrite(tmp_path, {**tensors, key: tensors[key][:, :, :1].contiguous()})
-    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+    with pytest.raises(CheckpointError, match="down_proj: codes of this mxfp4 weight"):
         from_pretrained(tmp_path)

@@ -1,0 +1,40 @@
+"""Values in 4 and 8 bits to and from floats: E2M1, two a byte, and E4M3, without infinities (OCP's MX formats)."""
+
+from __future__ import annotations
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # bit 3 is the sign
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+E4M3_NAN = 0x7F  # and with the sign bit
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """fp64 [..., n] -> uint8 [..., n / 2], the first value of a byte in its low half; to nearest, ties to even."""
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
+    bounds = (table[:-1] + table[1:]) / 2
+    bounds[1::2] = bounds[1::2].nextafter(bounds.new_zeros(()))  # there a tie goes up, to the even code
+    codes = torch.bucketize(values.abs(), bounds, out_int32=True).to(torch.uint8) | torch.signbit(values) << 3
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The reverse, as fp32."""
+    values = torch.tensor(E2M1_VALUES, device=codes.device)
+    table = torch.cat((values, -values))
+    return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), dim=-1).flatten(-2)
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Floats -> uint8 of the same shape, to nearest, the largest for what is larger."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def from_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """The reverse, as fp32."""
+    return codes.contiguous().view(torch.float8_e4m3fn).float()
+
+
+def has_e4m3_nan(codes: torch.Tensor) -> bool:
+    """Whether one of the bytes stands for NaN."""
+    return bool(((codes & E4M3_NAN) == E4M3_NAN).any())

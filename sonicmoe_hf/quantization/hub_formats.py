@@ -1,0 +1,217 @@
+"""Experts in FP8 and NVFP4 as the hub's checkpoints store them, one tensor for each expert and projection, taken as they
+are while they stream in; the linear layers beside them become dense."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from ..errors import CheckpointError
+from ..kernels.minifloat import from_e2m1, from_e4m3
+from ..kernels.quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, scales_in_fp32
+from ..layer.packed_weight import as_parameter
+from .loading_errors import noted
+from .state import checked_weight
+
+TO_BF16 = "load the bf16 checkpoint that it was made from"
+FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
+WEIGHT = ".weight"  # how the name of a projection's tensor ends
+
+
+class HubFormat(NamedTuple):
+    """How a checkpoint stores a weight [N, K].
+
+    name: in FORMATS. scales: what follows the weight's name in those of its scales. unused: what ends names of tensors
+    beside it that are for inference alone. dense: the values in fp32, from the weight and its scales. pack: one expert's
+    codes, scales and state.
+    """
+
+    name: str
+    scales: tuple[str, ...]
+    unused: tuple[str, ...]
+    dense: Callable[..., torch.Tensor]
+    pack: Callable[..., Quantized]
+
+
+def _checked(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], what: str) -> torch.Tensor:
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
+        )
+    return tensor
+
+
+def _fp8_scales(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """[ceil(N/128), ceil(K/128)] in fp32, or uint8 of powers of two."""
+    _checked(weight, tuple(weight.shape), (torch.float8_e4m3fn,), "an FP8 weight")
+    shape = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
+    _checked(scale_inv, shape, FP8_SCALES, "the scales (weight_scale_inv)")
+    return scale_inv.view(torch.uint8) if scale_inv.dtype.itemsize == 1 else scale_inv.float()
+
+
+def _dense_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    scales = scales_in_fp32(_fp8_scales(weight, scale_inv))
+    rows, columns = weight.shape
+    by_row = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
+    return weight.float() * by_row.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+
+
+def _pack_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
+    return Quantized(weight.view(torch.uint8), _fp8_scales(weight, scale_inv))
+
+
+def _check_nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> None:
+    _checked(weight, tuple(weight.shape), (torch.uint8,), "an NVFP4 weight")
+    rows, bytes_ = weight.shape
+    shape = rows, 2 * bytes_ // SCALE_COLUMNS["nvfp4"]
+    _checked(scale, shape, (torch.float8_e4m3fn,), "the scales (weight_scale)")
+    _checked(scale_2.reshape(-1), (1,), (torch.float32,), "the scale of the tensor (weight_scale_2)")
+
+
+def _dense_nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
+    _check_nvfp4(weight, scale, scale_2)
+    factors = from_e4m3(scale.view(torch.uint8)) * scale_2.reshape(())
+    values = from_e2m1(weight).unflatten(-1, (-1, SCALE_COLUMNS["nvfp4"]))
+    return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def _pack_nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> Quantized:
+    _check_nvfp4(weight, scale, scale_2)
+    return Quantized(weight, scale.view(torch.uint8), scale_2.reshape(1))
+
+
+HUB_FORMATS = {
+    "fp8": HubFormat("fp8", ("_scale_inv",), (), _dense_fp8, _pack_fp8),
+    "nvfp4": HubFormat(
+        "nvfp4", ("_scale", "_scale_2"), (".input_scale", ".k_scale", ".v_scale"), _dense_nvfp4, _pack_nvfp4
+    ),
+}
+
+
+def check_fp8(declared: dict) -> None:
+    """Raise ValueError where a quantization_config of method "fp8" is not DeepSeek's blocks."""
+    block, scheme = declared.get("weight_block_size"), declared.get("activation_scheme", "dynamic")
+    if block is None or list(block) != [FP8_BLOCK, FP8_BLOCK]:
+        raise ValueError(
+            f"the checkpoint's FP8 has weight_block_size {block}; experts_quantization takes blocks of "
+            f"[{FP8_BLOCK}, {FP8_BLOCK}]: {TO_BF16}"
+        )
+    if scheme != "dynamic":
+        raise ValueError(
+            f"the checkpoint's FP8 has activation_scheme {scheme!r}, scales of activations that only FP8 arithmetic "
+            f"uses; experts_quantization takes 'dynamic': {TO_BF16}"
+        )
+    if declared.get("expert_dtype", "fp8") != "fp8":
+        raise ValueError(f"the checkpoint's experts are {declared['expert_dtype']}, not FP8: {TO_BF16}")
+
+
+def check_nvfp4(declared: dict) -> None:
+    """Raise ValueError where a quantization_config of method "modelopt" is not NVFP4."""
+    algorithm, block = declared.get("quant_algo"), declared.get("group_size") or SCALE_COLUMNS["nvfp4"]
+    if algorithm != "NVFP4" or block != SCALE_COLUMNS["nvfp4"]:
+        raise ValueError(
+            f"the checkpoint is quantised by ModelOpt as {algorithm!r} in groups of {block}; experts_quantization takes "
+            f"'NVFP4' in groups of {SCALE_COLUMNS['nvfp4']}: {TO_BF16}"
+        )
+
+
+def _joined(parts: list[list[Quantized]], format: str) -> Quantized:
+    """One weight of the parts [part][expert], gate and up or down alone, one behind the other."""
+    first = parts[0][0]
+    num_parts, num_experts, (rows, width) = len(parts), len(parts[0]), first.codes.shape
+    codes = first.codes.new_empty(num_experts, num_parts * rows, width)
+    stacked = [torch.stack([part.scales for part in experts]) for experts in parts]
+    for place, experts in enumerate(parts):
+        for expert, part in enumerate(experts):
+            codes[expert, place * rows : (place + 1) * rows] = part.codes
+    if format == "fp8":
+        return Quantized(codes, torch.stack(stacked, dim=1).unsqueeze(3))
+    state = torch.stack([torch.stack([part.state for part in experts]) for experts in parts], dim=1)
+    return Quantized(codes, torch.cat(stacked, dim=1), state)
+
+
+class _TakeExperts(ConversionOps):
+    """A packed weight of what a checkpoint has of its experts."""
+
+    def __init__(self, hf_quantizer, format: HubFormat, sources: list[str]):
+        self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
+        self.format, self.sources = format, sources
+
+    @noted
+    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
+        parts = [self._part(input_dict, source, full_layer_name) for source in self.sources]
+        module, name = get_module_from_name(model, full_layer_name)
+        packed = _joined(parts, self.format.name)
+        weight = checked_weight(full_layer_name, packed, self.format.name, getattr(module, name))
+        return {full_layer_name: as_parameter(weight)}
+
+    def _part(self, input_dict, source: str, layer: str) -> list[Quantized]:
+        tensors = [input_dict.get(f"{source}{end}$", []) for end in ("", *self.format.scales)]
+        if len({len(found) for found in tensors}) > 1:
+            counts = ", ".join(f"{len(found)} {WEIGHT}{end}" for end, found in zip(("", *self.format.scales), tensors))
+            raise CheckpointError(f"{layer}: scales of {source} are missing, or weights: there are {counts}")
+        packed = []
+        for expert, found in enumerate(zip(*tensors)):
+            try:
+                packed.append(self.format.pack(*found))
+            except CheckpointError as error:
+                raise CheckpointError(f"{layer}, {source} of expert {expert}: {error}") from error
+        return packed
+
+
+class _TakeDense(ConversionOps):
+    """A linear layer's weight in its own dtype."""
+
+    def __init__(self, hf_quantizer, format: HubFormat):
+        self.hf_quantizer, self.format = hf_quantizer, format
+
+    @noted
+    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
+        module, name = get_module_from_name(model, full_layer_name)
+        ends = ("", *self.format.scales)
+        tensors = [found[0] for end in ends if (found := input_dict.get(f"{WEIGHT[1:]}{end}$"))]
+        weight, dtype = tensors[0], getattr(module, name).dtype
+        is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
+        if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(ends)):
+            raise CheckpointError(
+                f"{full_layer_name} is {weight.dtype} with {len(tensors) - 1} of {len(ends) - 1} scales"
+            )
+        try:
+            dense = self.format.dense(*tensors) if is_packed else weight
+        except CheckpointError as error:
+            raise CheckpointError(f"{full_layer_name}: {error}") from error
+        if is_packed and not bool(torch.isfinite(dense).all()):
+            raise CheckpointError(f"{full_layer_name} or its scales have NaN or infinite values")
+        return {full_layer_name: dense.to(dtype)}
+
+
+def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
+    """Transformers' conversions of a model, with which experts stay packed and the rest becomes dense."""
+    return [
+        *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
+        WeightConverter(
+            [f"{WEIGHT[1:]}{end}$" for end in ("", *format.scales)] + [f"{end[1:]}$" for end in format.unused],
+            WEIGHT[1:],
+            [_TakeDense(hf_quantizer, format)],
+        ),
+    ]
+
+
+def _of_experts(converter, hf_quantizer, format: HubFormat):
+    if not isinstance(converter, WeightConverter):
+        return converter
+    sources, targets = converter._original_source_patterns, converter._original_target_patterns
+    if len(targets) != 1 or not re.search(r"experts\.\w+$", targets[0]) or not all(map(_is_weight, sources)):
+        return converter
+    patterns = [f"{source}{end}$" for source in sources for end in ("", *format.scales)]
+    patterns += [f"{source.removesuffix(WEIGHT)}{end}$" for source in sources for end in format.unused]
+    return WeightConverter(patterns, targets[0], [_TakeExperts(hf_quantizer, format, sources)])
+
+
+def _is_weight(source: str) -> bool:
+    return source.endswith(WEIGHT)

@@ -1,0 +1,196 @@
+"""Experts in FP8 and NVFP4 as the hub's checkpoints have them: taken as they are, bit for bit, with adapters beside them.
+
+Tolerances: where both sides compute the same sums in fp32 they differ by nothing but their order: 1e-6 of logits, 1e-5 of
+gradients, which sum over more.
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers.checkpoints import edit_config, make, rewrite, same_bits, tensors_in
+from helpers.models import batch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from sonicmoe_hf import CheckpointError, PackedWeight, convert_checkpoint, from_pretrained, inspect_checkpoint
+from sonicmoe_hf.cli.main import main
+
+SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' products
+    "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2},
+    "deepseek_v3": {
+        "hidden_size": 144,
+        "moe_intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+DECLARED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+BATCH = batch(2, 8)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def fp8_of(tensor, kind):
+    """(values, scale_inv, what they stand for), block by block, as DeepSeek's kernels have it."""
+    blocks = tuple(-(-size // 128) for size in tensor.shape)
+    values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
+    dense = torch.empty(tensor.shape)
+    for i in range(blocks[0]):
+        for j in range(blocks[1]):
+            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = tensor[block].float().abs().max() / 448
+            if kind == "ue8m0":
+                scales[i, j] = torch.exp2(scales[i, j].log2().ceil())
+            elif kind == "bf16":
+                scales[i, j] = scales[i, j].bfloat16() * 1.01  # rounded up
+                scales[i, j] = scales[i, j].bfloat16()
+            values[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
+            dense[block] = values[block].float() * scales[i, j]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "ue8m0": torch.float8_e8m0fnu}[kind]
+    return values, scales.to(dtype), dense
+
+
+def as_fp8(tensors, kind="fp32"):
+    """(a checkpoint's tensors in FP8, the dense ones that they stand for), linear layers and experts."""
+    stored, dense = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and "_proj" in name:
+            stored[name], stored[f"{name}_scale_inv"], dense[name] = fp8_of(tensor, kind)
+    return stored, dense
+
+
+def make_fp8(folder, family, kind="fp32", **declared):
+    """An FP8 checkpoint in `folder`, and beside it the dense one that it stands for; both sets of tensors."""
+    make(folder, family, **SIZES[family])
+    stored, dense = as_fp8(tensors_in(folder), kind)
+    make(folder.with_name("dense"), family, **SIZES[family])
+    rewrite(folder.with_name("dense"), dense)
+    rewrite(folder, stored)
+    edit_config(folder, quantization_config={**DECLARED, **declared})
+    return stored, dense
+
+
+def packed_in(model):
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "ue8m0"])
+@pytest.mark.parametrize("family", SIZES)
+def test_an_fp8_checkpoints_experts_are_taken_bit_for_bit(family, kind, tmp_path):
+    stored, dense = make_fp8(tmp_path / "fp8", family, kind)
+    model = from_pretrained(tmp_path / "fp8", experts_quantization="fp8")
+    layer = "model.layers.1.mlp.experts"
+    gate_up, down = (packed_in(model)[f"{layer}.{name}"] for name in ("gate_up_proj", "down_proj"))
+    scale_dtype = torch.uint8 if kind == "ue8m0" else torch.float32
+    for expert in range(gate_up.shape[0]):
+        for place, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+            weight, half = (down, 0) if place == 2 else (gate_up, place)
+            rows = slice(None) if place == 2 else slice(192 * half, 192 * half + 192)
+            full_name = f"{layer}.{expert}.{name}.weight"
+            codes, scales = weight.codes[expert, rows], weight.scales[expert, half, :, 0]
+            assert torch.equal(codes, stored[full_name].view(torch.uint8)) and scales.dtype == scale_dtype
+            theirs = stored[f"{full_name}_scale_inv"]
+            assert torch.equal(scales, theirs.view(torch.uint8) if kind == "ue8m0" else theirs.float())
+            assert torch.equal(weight.dequantize(torch.float32)[expert, rows], dense[full_name])
+    linear = [name for name in stored if f"{name}_scale_inv" in stored and ".experts." not in name]
+    state = model.state_dict()
+    assert linear and all(torch.equal(state[name], dense[name].bfloat16()) for name in linear)
+    model.save_pretrained(tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert same_bits(again.state_dict(), state) and torch.equal(again(**BATCH).logits, model(**BATCH).logits)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_logits_and_adapters_gradients_are_those_of_the_dequantised_model(family, tmp_path):
+    make_fp8(tmp_path / "fp8", family)
+    packed = from_pretrained(tmp_path / "fp8", experts_quantization="fp8", dtype=torch.float32)
+    dense = from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    eager = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", dtype=torch.float32, experts_implementation="eager"
+    )
+    expected = eager(**BATCH).logits
+    for model in (packed, dense):
+        assert (model(**BATCH).logits - expected).norm() <= 1e-6 * expected.norm()
+    found = []
+    for model in (packed, dense):
+        torch.manual_seed(0)
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=EXPERTS))
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05)
+        peft.train()(**BATCH).loss.backward()
+        found.append({name: p.grad for name, p in peft.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and len(found[0]) >= 6
+    errors = {name: (found[0][name] - wanted).norm() / wanted.norm() for name, wanted in found[1].items()}
+    assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "ue8m0"])
+def test_conversion_moves_fp8_blocks_into_native_order_and_back(kind, tmp_path, capsys):
+    _, dense = make_fp8(tmp_path / "fp8", "qwen3_moe", kind)
+    convert_checkpoint(tmp_path / "fp8", tmp_path / "native", quantize="fp8", verify=True)
+    c_fc = from_pretrained(tmp_path / "native").model.layers[1].mlp.experts.c_fc
+    assert c_fc.format == "fp8" and c_fc.scales.dtype == (torch.uint8 if kind == "ue8m0" else torch.float32)
+    values = c_fc.dequantize(torch.float32)
+    for expert in range(values.shape[0]):
+        for place, name in enumerate(("gate_proj", "up_proj")):
+            assert torch.equal(values[expert, place::2], dense[f"model.layers.1.mlp.experts.{expert}.{name}.weight"])
+    # once more, from what is packed; and from what from_pretrained saves, whose gates and ups are concatenated
+    from_pretrained(tmp_path / "fp8", experts_quantization="fp8").save_pretrained(tmp_path / "saved")
+    for source in ("native", "saved"):
+        convert_checkpoint(tmp_path / source, tmp_path / f"{source} again", quantize="fp8")
+        assert same_bits(tensors_in(tmp_path / f"{source} again"), tensors_in(tmp_path / "native"))
+    convert_checkpoint(tmp_path / "native", tmp_path / "hub", "hub")
+    converted = tensors_in(tmp_path / "hub")
+    experts = [name for name in dense if ".experts." in name]
+    assert experts and all(torch.equal(converted[name], dense[name].bfloat16()) for name in experts)
+
+
+def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys):
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    make(tmp_path / "bf16", "qwen3_moe", **sizes)
+    for name, nbytes in (("fp8", 1 + 4 / 128**2), ("nvfp4", (8 + 1) / 16 + 4 / 128**2), ("mxfp4", 17 / 32)):
+        convert_checkpoint(tmp_path / "bf16", tmp_path / name, quantize=name)
+        found = inspect_checkpoint(tmp_path / name)
+        assert found.quantisation == name and found.bytes_per_expert_weight == pytest.approx(nbytes, rel=1e-6)
+    assert inspect_checkpoint(tmp_path / "bf16").bytes_per_expert_weight == 2
+    assert main(["inspect", str(tmp_path / "fp8")]) == 0
+    assert "1.0002 bytes a weight" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("changes, match", [
+    ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\].*\[128, 128\]"),
+    ({"weight_block_size": None}, "weight_block_size None"),
+    ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}},
+     "compressed-tensors, scales by channel"),
+    ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ModelOpt as 'FP8'"),
+])  # fmt: skip
+def test_other_kinds_of_fp8_are_refused_by_name_with_a_remedy(changes, match, tmp_path):
+    make(tmp_path, "qwen3_moe", **SIZES["qwen3_moe"])
+    edit_config(tmp_path, quantization_config={**DECLARED, **changes})
+    with pytest.raises(ValueError, match=f"{match}.*bf16"):
+        from_pretrained(tmp_path, experts_quantization="fp8")
+
+
+LAYER = "model.layers.1.mlp.experts.3.up_proj.weight"
+LINEAR = "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize("change, match", [
+    (lambda t: t.pop(f"{LAYER}_scale_inv"), "scales of .*up_proj.weight are missing"),
+    (lambda t: t[f"{LAYER}_scale_inv"].fill_(float("nan")), "gate_up_proj_scale_inv has NaN or infinite"),
+    (lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 3)}), r"up_proj.weight of expert 3: the scales .* \(2, 3\)"),
+    (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN or infinite"),
+    (lambda t: t.pop(f"{LINEAR}_scale_inv"), "o_proj.weight is torch.float8_e4m3fn with 0 of 1 scales"),
+    (lambda t: t[f"{LINEAR}_scale_inv"].fill_(float("inf")), "o_proj.weight or its scales have NaN"),
+])  # fmt: skip
+def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while_loading(change, match, tmp_path):
+    stored, _ = make_fp8(tmp_path / "fp8", "qwen3_moe")
+    stored = copy.deepcopy(stored)
+    change(stored)
+    rewrite(tmp_path / "fp8", stored)
+    with pytest.raises(CheckpointError, match=match):
+        from_pretrained(tmp_path / "fp8", experts_quantization="fp8")
