@@ -9,8 +9,9 @@ Models at full width with random weights (models.py), sequences of 4,096 random 
 step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
 tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
 --weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4), adapters in fp32
-under autocast. Contenders take turns as whole runs, from the same weights. Transformers' sonicmoe tunes for minutes, so
-it runs only if named. Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
+under autocast. Contenders take turns as whole runs, from the same weights; --attention names what computes the attention
+of each. Transformers' sonicmoe tunes for minutes, so it runs only if named. Running out of memory is a result. --profile
+writes what each part of a step takes (step_parts.py).
 --device cpu --tiny checks the script.
 """
 
@@ -34,20 +35,24 @@ import sonicmoe_hf
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("full", "frozen", "LoRA", "QLoRA")
+ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")
 DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
 
 
 class Run(NamedTuple):
-    """One measurement. tokens: a step and GPU; mode: what is trained; contender: who computes the experts."""
+    """One measurement. tokens: a step and GPU; mode: what is trained; contender: who computes the experts; attention: its
+    implementation, None for the model's own."""
 
     model: str
     layers: int
     tokens: int
     mode: str
     contender: str
+    attention: str | None = None
 
     def __str__(self):
-        return f"{self.model}, {self.layers} layers, {self.tokens} tokens, {self.mode}, {self.contender}"
+        attention = "" if self.attention is None else f", {self.attention} attention"
+        return f"{self.model}, {self.layers} layers, {self.tokens} tokens, {self.mode}, {self.contender}{attention}"
 
 
 def runs_of(options) -> list[Run]:
@@ -59,13 +64,15 @@ def runs_of(options) -> list[Run]:
             own = model.trained_layers if mode == "full" else model.layers
             layers = own if options.layers is None else options.layers or model.layers
             for contender in options.contender or DEFAULT_CONTENDERS:
-                found.append(Run(name, layers, options.tokens or model.tokens, mode, contender))
+                for attention in options.attention or [None]:
+                    found.append(Run(name, layers, options.tokens or model.tokens, mode, contender, attention))
     return found
 
 
-def settings(options, world: int) -> str:
+def settings(run: Run, options, world: int) -> str:
     """What the column `launch` says of a run: everything that is not as by default."""
     parts = {
+        f"{run.attention} attention": run.attention is not None,
         "checkpointing": options.checkpointing,
         f"compiled {options.compile}": options.compile,
         "varying lengths": options.varying_lengths,
@@ -89,6 +96,8 @@ def prepared(run: Run, options):
         implementation="grouped_mm" if ours else contender.implementation,
     )  # fmt: skip
     models.apply_settings(run.model, model, options)
+    if run.attention is not None:
+        model.set_attn_implementation(run.attention)
     if ours:
         sonicmoe_hf.patch_model(model, contender.routing)
     model = adapted(model, run.mode)
@@ -110,7 +119,7 @@ def measure(table: Table, run: Run, options, world: int, say) -> None:
 
     def add(metric, values):
         shape = f"{run.layers},{run.tokens}"
-        table.add(run.model, shape, run.contender, run.mode, settings(options, world), metric, values)
+        table.add(run.model, shape, run.contender, run.mode, settings(run, options, world), metric, values)
 
     try:
         model = prepared(run, options)
@@ -142,7 +151,7 @@ def measure(table: Table, run: Run, options, world: int, say) -> None:
         ms = torch.tensor(measured.milliseconds).median().item()
         speed = sum(sizes) / sum(measured.milliseconds)
         say(
-            f"{run}, {settings(options, world)}: {ms:.1f} ms  {speed:.1f}k tokens/s  {measured.peak_GiB:.1f} GiB  "
+            f"{run}, {settings(run, options, world)}: {ms:.1f} ms  {speed:.1f}k tokens/s  {measured.peak_GiB:.1f} GiB  "
             f"first step {measured.first_step_s:.1f} s  loss {measured.loss:.4f}  "
             f"{86.4e6 * speed * world / 1e9:.2f}e9 tokens a day"
         )
@@ -168,6 +177,7 @@ def options_of(arguments=None):
     )
     parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
     models.add_settings(parser)
+    parser.add_argument("--attention", action="append", choices=ATTENTION, help="default: the model's own")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument(
         "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"

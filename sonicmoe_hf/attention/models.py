@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+from transformers import PreTrainedModel
+
 NAME = "torch_sinks"  # not "sdpa_...": Transformers refuses names with "sdpa" for models that have no SDPA, as these
 SUPPORTED = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter")
 UNSUPPORTED = {
     "deepseek_v4": "its compressed keys are chosen by a mask, which flash kernels do not take",
     "hy_v4": "its keys are chosen for each query, which flash kernels do not do",
 }
+
+
+FLASH_WITHOUT_SINKS = '"flash_attention_2" and "flash_attention_3"'
+OLDEST_GPU = (8, 0)  # compute capability
 
 
 def check_model(config) -> None:
@@ -18,3 +25,45 @@ def check_model(config) -> None:
             f'attn_implementation="{NAME}" does not compute {config.model_type}: {reason}; load it with '
             'attn_implementation="eager"'
         )
+
+
+def _model_type(model: PreTrainedModel) -> str:
+    return model.config.get_text_config().model_type.removeprefix("sonicmoe_")  # of the native layout
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Why the kernels would not compute this model's training here, or None."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "there is no NVIDIA GPU here"
+    if torch.cuda.get_device_capability() < OLDEST_GPU:
+        return "the GPU's compute capability is below {}.{}".format(*OLDEST_GPU)
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"the weights are in {model.dtype}, not in bfloat16 or float16"
+    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0)
+    return f"config.attention_dropout is {dropout}" if dropout else None
+
+
+def runs_here(model: PreTrainedModel) -> bool:
+    """Whether the model has sinks, and this machine's GPU computes them."""
+    return _model_type(model) in SUPPORTED and _obstacle(model) is None
+
+
+def describe_attention(model: PreTrainedModel) -> list[str]:
+    """For a model with sinks, sentences about what computes its attention; none for other models."""
+    model_type = _model_type(model)
+    if model_type in UNSUPPORTED:
+        return [f'attention with sinks: attn_implementation="eager"; not "{NAME}": {UNSUPPORTED[model_type]}']
+    if model_type not in SUPPORTED:
+        return []
+    obstacle = _obstacle(model)
+    if obstacle is None:
+        taken = f'sonicmoe_hf.from_pretrained takes attn_implementation="{NAME}", torch\'s flash kernels'
+    else:
+        taken = f'sonicmoe_hf.from_pretrained leaves attn_implementation="eager", as {obstacle}'
+    replaced = getattr(type(model), "_compatible_flash_implementations", None)
+    warning = f"warning: {FLASH_WITHOUT_SINKS} have no sinks, and leave them out without an error"
+    if replaced:
+        warning += (
+            f'; from_pretrained replaces them by "{replaced[0]}", set_attn_implementation too, a config does not'
+        )
+    return [f"attention with sinks: {taken}", warning]

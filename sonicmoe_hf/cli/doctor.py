@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from ..attention.models import describe_attention
 from ..checkpoints.config_only import build_on_meta
 from ..errors import DoctorError
 from ..kernels.quantized import FORMATS
@@ -107,6 +108,7 @@ class ModelReport:
     here: Here
     rounding: list[RoundingForecast] = field(default_factory=list)
     adapters: AdapterForecast | None = None
+    attention: list[str] = field(default_factory=list)
 
     @property
     def supported(self) -> bool:
@@ -199,7 +201,8 @@ def examine(
         rounding = _forecasts(model, support, batch_size * sequence_length, TokenRounding(tile=tile))
     layers = collapse(support, _placements(model, support))
     adapters = _adapter_forecast(model, support)
-    return ModelReport(name, type(model).__name__, quantisation, layers, _here(model.dtype), rounding, adapters)
+    here, attention = _here(model.dtype), describe_attention(model)
+    return ModelReport(name, type(model).__name__, quantisation, layers, here, rounding, adapters, attention)
 
 
 def _quantisation(config) -> str | None:
@@ -277,6 +280,7 @@ def as_json(report: ModelReport | None) -> dict:
             "here": asdict(report.here),
             "layers": layers,
             "token_rounding": rounding,
+            "attention": report.attention,
             "adapters": report.adapters and {**asdict(report.adapters), "sentence": report.adapters.sentence()},
         }
     return facts

@@ -72,6 +72,8 @@ def _print_model(console: Console, report: ModelReport) -> None:
         console.print(f"{escape(layers.name)}: {escape(layers.support.reason)}")
         if layers.kernels is not None:
             console.print(f"{escape(layers.name)}: {escape(layers.kernels)}")
+    for sentence in report.attention:
+        console.print(escape(sentence), style="yellow" if sentence.startswith("warning") else None)
     for forecast in report.rounding:
         console.print(escape(forecast.sentence()))
     if report.adapters is not None:

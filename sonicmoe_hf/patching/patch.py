@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..attention.models import NAME as ATTENTION
+from ..attention.models import runs_here as attention_runs_here
 from ..errors import UnsupportedModelError
 from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
@@ -285,6 +287,9 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save, fast_top_k=fast_top_k)`.
 
+    A model with attention sinks gets attn_implementation="torch_sinks" where it runs (docs/attention.md), unless
+    attn_implementation is given.
+
     Args:
         experts_quantization: "nf4", "mxfp4", "fp8" or "nvfp4": experts are packed and frozen, one weight after the other
             as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
@@ -305,8 +310,15 @@ def from_pretrained(
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
     with named_errors():
         model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    if not _asks_for_attention(kwargs) and attention_runs_here(model):
+        model.set_attn_implementation(ATTENTION)
     patch_model(model, policy, save=save, fast_top_k=fast_top_k)
     return model
+
+
+def _asks_for_attention(kwargs: dict[str, Any]) -> bool:
+    config = kwargs.get("config")
+    return kwargs.get("attn_implementation") is not None or getattr(config, "_attn_implementation", None) is not None
 
 
 class _PatchedPostInit:

@@ -1,0 +1,93 @@
+"""When sonicmoe_hf.from_pretrained takes attention with sinks by itself, and what doctor says of it."""
+
+import pytest
+import torch
+from helpers.attention import build
+from helpers.models import build as build_family
+
+import sonicmoe_hf
+from sonicmoe_hf.attention import models
+from sonicmoe_hf.attention.models import NAME
+from sonicmoe_hf.cli.doctor import examine
+
+HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt_oss")
+    build(dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def attention(folder, **options):
+    return sonicmoe_hf.from_pretrained(folder, **{**HALF, **options}).config._attn_implementation
+
+
+def test_models_with_sinks_get_them_on_a_gpu(folder, on_a_gpu):
+    assert attention(folder) == NAME
+
+
+def test_what_the_caller_asks_for_stays(folder, on_a_gpu):
+    assert attention(folder, attn_implementation="eager") == "eager"
+
+
+def test_without_a_gpu_or_in_fp32_attention_stays_eager(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert attention(folder) == "eager"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert attention(folder) == "eager"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert attention(folder, dtype=torch.float32) == "eager"
+
+
+def test_a_model_with_attention_dropout_stays_eager(tmp_path, on_a_gpu):
+    build(dtype=torch.bfloat16, attention_dropout=0.1).save_pretrained(tmp_path)
+    assert attention(tmp_path) == "eager"
+
+
+def test_other_models_keep_sdpa(tmp_path, on_a_gpu):
+    build_family("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    assert attention(tmp_path) == "sdpa"
+
+
+def test_doctor_says_which_attention_and_warns_of_flash_attention_without_sinks(folder, on_a_gpu):
+    taken, warning = examine(str(folder)).attention
+    assert f'takes attn_implementation="{NAME}"' in taken
+    assert warning.startswith("warning") and "leave them out without an error" in warning
+    assert "from_pretrained replaces them" in warning
+
+
+def test_doctor_says_why_attention_stays_eager(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert 'leaves attn_implementation="eager", as there is no NVIDIA GPU here' in examine(str(folder)).attention[0]
+
+
+def test_doctor_says_nothing_of_models_without_sinks(tmp_path):
+    build_family("qwen3_moe").save_pretrained(tmp_path)
+    assert examine(str(tmp_path)).attention == []
+
+
+@pytest.mark.parametrize("model_type", models.UNSUPPORTED)
+def test_of_models_that_choose_keys_the_reason_is_said(model_type):
+    class Config:
+        def get_text_config(self):
+            return self
+
+    config = Config()
+    config.model_type = model_type
+
+    class Model:
+        pass
+
+    model = Model()
+    model.config = config
+    (sentence,) = models.describe_attention(model)
+    assert models.UNSUPPORTED[model_type] in sentence
