@@ -198,6 +198,7 @@ def _quantize_nf4_weight(weight_ENK: torch.Tensor, shapes: Shapes) -> Quantized:
     absmax = torch.empty(shapes.scales, device=weight_ENK.device)
     for expert, weight in enumerate(weight_ENK):
         codes[expert], absmax[expert] = _quantize_nf4(weight)
+    assert shapes.state is not None
     state = torch.empty(shapes.state, device=weight_ENK.device)
     _quantize_scales(absmax.view(-1), scales.view(-1), state)
     return Quantized(codes, scales, state)

@@ -118,9 +118,9 @@ def _experts_of(
             for part in named.stored.parts
             for expert in experts
         }
-        packs = quantiser is not None and not named.stored.is_bias
-        if packs and all(source.is_kept(name, quantiser.format) for name in needed):
-            yield from _moved(source, block, named, quantiser)
+        packs = None if named.stored.is_bias else quantiser
+        if packs is not None and all(source.is_kept(name, packs.format) for name in needed):
+            yield from _moved(source, block, named, packs)
             continue
         dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
         if dtype is None and len(set(dtypes.values())) > 1:
@@ -130,10 +130,10 @@ def _experts_of(
             )
         wanted = dtype or next(iter(dtypes.values()))
         make = _assembler(source, block, named, wanted)
-        if not packs:
+        if packs is None:
             yield Planned(named.name, named.shape, wanted, make)
         else:
-            for part, make_part in quantiser.parts(named, make):
+            for part, make_part in packs.parts(named, make):
                 yield Planned(part.name, part.shape, part.dtypes[0], make_part)
 
 

@@ -131,8 +131,12 @@ def _joined(parts: list[list[Quantized]], format: str) -> Quantized:
             codes[expert, place * rows : (place + 1) * rows] = part.codes
     if format == "fp8":
         return Quantized(codes, torch.stack(stacked, dim=1).unsqueeze(3))
-    state = torch.stack([torch.stack([part.state for part in experts]) for experts in parts], dim=1)
+    state = torch.stack([_states(experts) for experts in parts], dim=1)
     return Quantized(codes, torch.cat(stacked, dim=1), state)
+
+
+def _states(experts: list[Quantized]) -> torch.Tensor:
+    return torch.stack([part.state for part in experts if part.state is not None])
 
 
 class _TakeExperts(ConversionOps):

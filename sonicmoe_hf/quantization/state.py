@@ -65,9 +65,8 @@ def check_stored(name: str, packed: Quantized, format: str) -> None:
     for part, tensor in zip(stored_as(name, format), packed):
         if tensor is not None and not tensor.is_meta and not _is_sound(tensor, part, format):
             raise ValueError(f"{part} has NaN or infinite values: the checkpoint is damaged")
-    state = packed.state
-    has_code_book = format == "nf4" and state is not None and not state.is_meta
-    if has_code_book and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES)):
+    state = packed.state if format == "nf4" else None
+    if state is not None and not state.is_meta and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES)):
         raise ValueError(f"{stored_as(name, format)[2]} has other values than NF4's 16: damaged, or another format")
 
 
