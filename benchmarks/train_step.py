@@ -9,9 +9,9 @@ Models at full width with random weights (models.py), sequences of 4,096 random 
 step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
 tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
 --weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4), adapters in fp32
-under autocast. Contenders take turns as whole runs, from the same weights; --attention names what computes the attention
-of each. Transformers' sonicmoe tunes for minutes, so it runs only if named. Running out of memory is a result. --profile
-writes what each part of a step takes (step_parts.py).
+under autocast. Contenders take turns as whole runs from the same weights, in --rounds rounds, each of which begins with
+another of them; --attention names what computes the attention of each. Transformers' sonicmoe tunes for minutes, so it
+runs only if named. Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
 --device cpu --tiny checks the script.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ import torch
 from contenders import Unavailable
 from models import CONTENDERS, MODELS, OURS
 from moe_layer import Table
-from training import WARMUP, adapted, sequences, timed_steps, varying
+from training import WARMUP, Measured, adapted, sequences, timed_steps, varying
 from training_tables import markdown, read_rows
 
 import sonicmoe_hf
@@ -114,47 +115,103 @@ def prepared(run: Run, options):
     return model
 
 
-def measure(table: Table, run: Run, options, world: int, say) -> None:
-    """One run's rows: of the steps or, with --profile, of their parts."""
+def steps_of(run: Run, options) -> Measured | None:
+    """The steps of one run; None where the memory does not suffice. Raises Unavailable."""
+    try:
+        model = prepared(run, options)
+        tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+        steps = WARMUP + options.steps
+        batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
+        return timed_steps(model, batches, computes_in_autocast(run, options))
+    except torch.OutOfMemoryError:
+        return None
 
-    def add(metric, values):
-        shape = f"{run.layers},{run.tokens}"
-        table.add(run.model, shape, run.contender, run.mode, settings(run, options, world), metric, values)
+
+def computes_in_autocast(run: Run, options) -> bool:
+    return run.mode != "full" or (options.weights == "fp32" and not options.fsdp)
+
+
+def profile(table: Table, run: Run, options, say) -> None:
+    """The rows of what each part of a step takes."""
+    from step_parts import profiled, shown
 
     try:
         model = prepared(run, options)
         tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-        autocast = run.mode != "full" or (options.weights == "fp32" and not options.fsdp)
-        if options.profile:
-            from step_parts import profiled, shown
-
-            parts = profiled(model, tokens, autocast, options.steps)
-            for metric, value in parts.metrics():
-                add(metric, [value])
-            say(f"{run}\n{shown(parts)}")
-            return
-        steps = WARMUP + options.steps
-        batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
-        measured = timed_steps(model, batches, autocast)
+        parts = profiled(model, tokens, computes_in_autocast(run, options), options.steps)
     except Unavailable as reason:
         say(f"{run} is left out: {reason}")
+        return
     except torch.OutOfMemoryError:
-        add("out_of_memory", [1])
         say(f"{run}: out of memory")
-    else:
-        add("ms", measured.milliseconds)
-        sizes = [batch.numel() for batch in batches[WARMUP:]]
-        add("tokens_per_s", [1e3 * size / ms for size, ms in zip(sizes, measured.milliseconds)])
-        add("peak_GiB", [measured.peak_GiB])
-        add("first_step_s", [measured.first_step_s])
-        add("loss", [measured.loss])
-        ms = torch.tensor(measured.milliseconds).median().item()
-        speed = sum(sizes) / sum(measured.milliseconds)
-        say(
-            f"{run}, {settings(run, options, world)}: {ms:.1f} ms  {speed:.1f}k tokens/s  {measured.peak_GiB:.1f} GiB  "
-            f"first step {measured.first_step_s:.1f} s  loss {measured.loss:.4f}  "
-            f"{86.4e6 * speed * world / 1e9:.2f}e9 tokens a day"
-        )
+        return
+    for metric, value in parts.metrics():
+        add(table, run, options, metric, [value])
+    say(f"{run}\n{shown(parts)}")
+
+
+def add(table: Table, run: Run, options, metric: str, values: list[float], world: int = 1) -> None:
+    shape = f"{run.layers},{run.tokens}"
+    table.add(run.model, shape, run.contender, run.mode, settings(run, options, world), metric, values)
+
+
+def measure(table: Table, runs: list[Run], options, world: int, say) -> None:
+    """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
+    found: dict[Run, list[Measured]] = {run: [] for run in runs}
+    for number in range(options.rounds):
+        first = number % len(runs)
+        for run in runs[first:] + runs[:first]:
+            if run not in found:
+                continue
+            try:
+                measured = steps_of(run, options)
+            except Unavailable as reason:
+                say(f"{run} is left out: {reason}")
+                del found[run]
+                continue
+            if measured is None:
+                say(f"{run}: out of memory")
+                add(table, run, options, "out_of_memory", [1], world)
+                del found[run]
+            else:
+                found[run].append(measured)
+            release(options.device)
+    for run, rounds in found.items():
+        for metric, values in metrics_of(rounds).items():
+            add(table, run, options, metric, values, world)
+        say(f"{run}, {settings(run, options, world)}: {summary(rounds, world)}")
+
+
+def metrics_of(rounds: list[Measured]) -> dict[str, list[float]]:
+    """The values of each metric. What the first step took is the first round's: later rounds find kernels compiled."""
+    return {
+        "ms": [ms for measured in rounds for ms in measured.milliseconds],
+        "tokens_per_s": [
+            1e3 * size / ms for measured in rounds for size, ms in zip(measured.tokens, measured.milliseconds)
+        ],
+        "peak_GiB": [max(measured.peak_GiB for measured in rounds)],
+        "first_step_s": [rounds[0].first_step_s],
+        "loss": [measured.loss for measured in rounds],
+    }
+
+
+def summary(rounds: list[Measured], world: int) -> str:
+    """A line of the medians, to print."""
+    metrics = metrics_of(rounds)
+    ms, speed = (statistics.median(metrics[name]) for name in ("ms", "tokens_per_s"))
+    return (
+        f"{ms:.1f} ms  {speed / 1e3:.1f}k tokens/s  {metrics['peak_GiB'][0]:.1f} GiB  first step "
+        f"{metrics['first_step_s'][0]:.1f} s  loss {metrics['loss'][0]:.4f}  "
+        f"{86400 * speed * world / 1e9:.2f}e9 tokens a day"
+    )
+
+
+def in_turns(runs: list[Run]) -> list[list[Run]]:
+    """The runs of one model and mode, which take turns."""
+    cases: dict[Run, list[Run]] = {}
+    for run in runs:
+        cases.setdefault(run._replace(contender="", attention=None), []).append(run)
+    return list(cases.values())
 
 
 def release(device: str) -> None:
@@ -190,6 +247,9 @@ def options_of(arguments=None):
     parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="what the optimiser keeps")
     parser.add_argument("--profile", action="store_true", help="what each part of a step takes, in place of its time")
     parser.add_argument("--steps", type=int, default=8, help="timed, after the warm-up; or profiled")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="how often each contender trains anew; another one begins each round"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     parser.add_argument("--csv", type=Path, help="default: results/train_step.csv, results/step_parts.csv")
@@ -237,9 +297,13 @@ def main():
         torch.backends.cuda.enable_cudnn_sdp(False)
     say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
     table = Table()
-    for run in runs_of(options):
-        measure(table, run, options, world, say)
-        release(options.device)
+    for runs in in_turns(runs_of(options)):
+        if options.profile:
+            for run in runs:
+                profile(table, run, options, say)
+                release(options.device)
+        else:
+            measure(table, runs, options, world, say)
         if rank == 0:
             table.write(options.csv)
     if not options.profile:

@@ -17,10 +17,11 @@ LEARNING_RATE = 1e-4
 
 
 class Measured(NamedTuple):
-    """Milliseconds of each step after the warm-up, seconds of the very first one, GiB at the peak (what the first step
-    compiles is left out, the optimiser's state is in), and the loss of the last step."""
+    """Milliseconds and tokens of each step after the warm-up, seconds of the very first one, GiB at the peak (what the
+    first step compiles is left out, the optimiser's state is in), and the loss of the last step."""
 
     milliseconds: list[float]
+    tokens: list[int]
     first_step_s: float
     peak_GiB: float
     loss: float
@@ -124,6 +125,7 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
     return [
         Measured(
             milliseconds[which :: len(models)],
+            [tokens.numel() for tokens in batches[WARMUP:]],
             first_step_s[which],
             (peaks[which] - (sum(held) - held[which])) / 2**30,
             losses[which].item(),

@@ -8,7 +8,7 @@ from helpers.benchmarks import imported
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
-TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1")
+TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1", "--rounds", "1")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,25 @@ def test_every_contender_trains_the_same_model_on_the_same_tokens(benchmark, tmp
         64e3 / found["sonicmoe-hf", "full", "ms"], rel=1e-3
     )
     assert "| Qwen3-30B-A3B, 1, 64 | plain |" in capsys.readouterr().out
+
+
+def test_each_round_begins_with_another_contender_and_all_rounds_are_in_the_rows(benchmark, tmp_path, monkeypatch):
+    train_step, _ = benchmark
+    order, timed_steps = [], train_step.timed_steps
+    monkeypatch.setattr(
+        train_step,
+        "prepared",
+        lambda run, options, prepare=train_step.prepared: order.append(run) or prepare(run, options),
+    )
+    milliseconds = iter([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]])
+    monkeypatch.setattr(
+        train_step, "timed_steps", lambda *given: timed_steps(*given)._replace(milliseconds=next(milliseconds))
+    )
+    chosen = ("--contender", "grouped_mm", "--contender", "sonicmoe-hf", "--rounds", "3")
+    found = measured(benchmark, tmp_path / "a.csv", *chosen)
+    ours, theirs = "sonicmoe-hf", "grouped_mm"
+    assert [run.contender for run in order] == [theirs, ours, ours, theirs, theirs, ours]
+    assert (found[theirs, "full", "ms"], found[ours, "full", "ms"]) == (8.0, 4.0)
 
 
 def test_packed_experts_train_and_a_contender_without_them_is_left_out(benchmark, tmp_path, capsys):
