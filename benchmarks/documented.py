@@ -45,6 +45,8 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",
     ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of docs/kernel-log.md",
+    ("docs/serving.md", "| engine | adapters on experts | merged checkpoints |"): "versions",
+    ("docs/serving.md", "| models | their form in vLLM |"): "names of models",
     ("docs/token-rounding.md", "| rows per expert and batch, T·K/E | use |"): "advice, declared as sentences",
     ("docs/token-rounding.md", "| option | default | meaning |"): "defaults",
     ("docs/token-rounding.md", "| rounding | n | max. rows of a layer |"): "formulas",

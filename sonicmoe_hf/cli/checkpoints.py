@@ -6,6 +6,8 @@ import argparse
 import json
 import time
 
+from ..lora.engines import ENGINES
+
 DEFAULT_SHARD_SIZE = "5GB"
 OF_MODELS = (
     "dtype",
@@ -28,12 +30,14 @@ def _add_convert(commands) -> None:
         "convert",
         help="convert a checkpoint to the native layout, or back to the hub's",
         description="Converts a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a "
-        "time and bit by bit; a folder with a LoRA adapter is converted too. The result appears whole or not at all. "
+        "time and bit by bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The "
+        "result appears whole or not at all. "
         "Exit code: 0 if it is there, 2 if nothing was written.",
     )
     convert.add_argument("src", metavar="SRC", help="folder or hub id")
     convert.add_argument("dst", metavar="DST", help="new folder")
-    convert.add_argument("--layout", choices=("native", "hub"), required=True, help="the layout to convert to")
+    convert.add_argument("--layout", choices=("native", "hub", *ENGINES), required=True,
+                         help="the layout to convert to; vllm and sglang are for adapters")  # fmt: skip
     convert.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"
     )
@@ -94,19 +98,25 @@ def _run_convert(arguments) -> int:
 
     from ..checkpoints.convert import convert_checkpoint
     from ..errors import CheckpointError
-    from ..lora.convert import convert_adapter, is_adapter
+    from ..lora.convert import is_adapter, run_adapter_conversion
 
     if is_adapter(arguments.src):
         for option in OF_MODELS:
             if getattr(arguments, option) is not None:
                 raise CheckpointError(f"--{option.replace('_', '-')} is for models, but {arguments.src} is an adapter")
-        convert_adapter(
+        converted = run_adapter_conversion(
             arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on, verify=arguments.verify
         )
         verified = ", verified" if arguments.verify else ""
-        line = f"{arguments.dst}: the adapter in the {arguments.layout} layout{verified}"
-        Console(highlight=False).print(line, markup=False)
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(f"{arguments.dst}: the adapter in the {arguments.layout} layout{verified}", markup=False)
+        for hint in converted.hints:
+            console.print(f"note: {hint}", markup=False)
         return 0
+    if arguments.layout in ENGINES:
+        raise CheckpointError(
+            f"--layout {arguments.layout} is for adapters; engines load models in the hub's layout: --layout hub"
+        )
     if arguments.trained_on is not None:
         raise CheckpointError(f"--trained-on is for adapters, but {arguments.src} is none")
     start = time.perf_counter()

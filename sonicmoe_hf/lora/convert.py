@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from ..checkpoints.atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from ..checkpoints.comparing import same_bytes
-from ..checkpoints.config_only import MAX_COUNT
-from ..checkpoints.configs import family_of, hub_config
+from ..checkpoints.configs import family_of
 from ..checkpoints.files import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
@@ -29,11 +28,12 @@ from ..checkpoints.files import (
 )
 from ..checkpoints.hub import local_folder
 from ..checkpoints.plan import TARGETS, is_finite
-from ..checkpoints.source import expected_tensors
 from ..errors import CheckpointError
 from ..layer.config import check_choice
-from ..layer.experts_module import Sizes
-from ..model_patches import NativeFamily
+from .base_model import BaseModel, read_base_model
+from .engines import ENGINES
+from .hub_form import read_hub_form, write_hub_form
+from .per_expert import is_per_expert, read_per_expert
 from .rules import (
     ADAPTER_WEIGHTS,
     KEY,
@@ -41,7 +41,6 @@ from .rules import (
     PARAMETERS,
     PREFIX,
     adapted_parameters,
-    adapter_layout,
     both_factors,
     check_factors,
     experts_shape,
@@ -49,6 +48,7 @@ from .rules import (
     read_adapter_config,
     resolved,
 )
+from .served import check_servable, serve
 
 
 def import_peft():
@@ -71,6 +71,13 @@ def is_adapter(path: str | os.PathLike) -> bool:
     return (expanded(path) / ADAPTER_CONFIG).is_file()
 
 
+class AdapterConversion(NamedTuple):
+    """What converting an adapter made: the new folder, and for an inference engine how to serve it, in sentences."""
+
+    path: Path
+    hints: list[str]
+
+
 def convert_adapter(
     src: str | os.PathLike,
     dst: str | os.PathLike,
@@ -80,10 +87,15 @@ def convert_adapter(
     base_model: str | None = None,
     verify: bool = False,
 ) -> Path:
-    """Convert a LoRA adapter between the hub layout and the native one. Optimiser states stay behind.
+    """Convert a LoRA adapter between the hub layout and the native one, or to the form that an inference engine loads.
+    Optimiser states stay behind.
 
     Args:
-        src: folder that PEFT's save_pretrained wrote. dst: the new folder; it must not exist. layout: "native" or "hub".
+        src: folder that PEFT's save_pretrained wrote, or this function. Adapters with factors for single experts, as
+            PEFT writes them where experts are linear layers, are taken too.
+        dst: the new folder; it must not exist.
+        layout: "native", "hub", "vllm" or "sglang". The last two have one rank, scales folded into lora_B, and a pair of
+            factors for each expert and projection (for vLLM only where it holds experts so); "hub" brings them back.
         trained_on: folder or hub id of the model it was trained on, of which config.json is read; by default what the
             adapter says.
         base_model: the model that the converted adapter will say it belongs to; by default it says none.
@@ -92,25 +104,70 @@ def convert_adapter(
         The new folder.
     Raises:
         CheckpointError: not a LoRA adapter, or one whose weights on experts cannot be converted, of which a factor is
-            missing, or whose shapes are not those of its ranks; nothing is written.
+            missing, or whose shapes are not those of its ranks; or the engine does not load such adapters. Nothing is
+            written.
+    Example:
+        sonicmoe_hf.convert_adapter("outputs/lora", "outputs/lora-vllm", layout="vllm")
     """
-    check_choice("layout", layout, TARGETS)
+    return run_adapter_conversion(src, dst, layout, trained_on, base_model, verify).path
+
+
+def run_adapter_conversion(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    layout: str,
+    trained_on: str | os.PathLike | None = None,
+    base_model: str | None = None,
+    verify: bool = False,
+) -> AdapterConversion:
+    """`convert_adapter`, and what a user should hear of it."""
+    check_choice("layout", layout, (*TARGETS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
     config = read_adapter_config(src / ADAPTER_CONFIG)
     refuse_model_beside_adapter(src)
-    model_path = _base_folder(src, config, trained_on) / CONFIG_FILE
-    model_config = read_json(model_path)
-    family, native = family_of(model_config, model_path)
-    _check_targets(config, native)
-    with opened(src / ADAPTER_WEIGHTS) as handle:
-        weights = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-    blocks = expected_tensors(hub_config(model_config, family), family, model_path, MAX_COUNT).blocks
-    adapter = _Adapter(config, weights, blocks, adapter_layout(family, native), src / ADAPTER_WEIGHTS)
-    if native != (layout == "native"):
-        weights, config = adapter.converted_weights(family), adapter.converted_config()
+    weights, config, hints = _converted(src, config, _base_folder(src, config, trained_on), layout)
     if verify:
         _check_finite(weights)
     config["base_model_name_or_path"] = base_model
+    _write(src, dst, weights, config, verify)
+    return AdapterConversion(dst, hints)
+
+
+def _converted(src: Path, config: dict, base: Path, layout: str) -> tuple[dict[str, torch.Tensor], dict, list[str]]:
+    """(tensors, adapter_config.json, hints) in `layout` of the adapter in `src`, trained on the model in `base`."""
+    path = src / ADAPTER_WEIGHTS
+    with opened(path) as handle:
+        weights = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
+    if layout == "native":
+        family_of(read_json(base / CONFIG_FILE), base / CONFIG_FILE)
+    model = read_base_model(base)
+    if layout in ENGINES:
+        check_servable(config, weights, src / ADAPTER_CONFIG)
+    if is_per_expert(weights):
+        factors = read_per_expert(weights, config, model, path)
+        if layout in ENGINES:
+            return serve(factors, config, model, layout)
+        weights, config = write_hub_form(factors, config, model)
+        model = model._replace(native=False)
+    _check_targets(config, model.native)
+    adapter = _Adapter(config, weights, model, path)
+    if model.native and layout != "native":
+        weights, config = adapter.converted_weights(), adapter.converted_config()
+        model = model._replace(native=False)
+        adapter = _Adapter(config, weights, model, path)
+    if layout in ENGINES:
+        return serve(read_hub_form(weights, config, adapter.tensors_of, model, path), config, model, layout)
+    if not model.native and adapter.has_zero_factors():
+        factors = read_hub_form(weights, config, adapter.tensors_of, model, path)
+        weights, config = write_hub_form(factors, config, model)
+        adapter = _Adapter(config, weights, model, path)
+    if layout == "native" and not model.native:
+        weights, config = adapter.converted_weights(), adapter.converted_config()
+    return weights, config, []
+
+
+def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:
+    """The folder `dst`, with the other files of `src` beside tensors and config."""
     files = [
         file
         for file in sorted(src.iterdir())
@@ -127,7 +184,6 @@ def convert_adapter(
         write_json(folder / ADAPTER_CONFIG, config)
         for file in files:
             copy_file(file, folder / file.name)
-    return dst
 
 
 def _check_finite(weights: dict[str, torch.Tensor]) -> None:
@@ -184,16 +240,15 @@ class _Adapter:
 
     Attributes:
         adapted: by the name of an experts module, its adapted parameters, the innermost wrapper's first. places: by the
-            name of a tensor on experts.
+            name of a tensor on experts. tensors_of: by experts module and parameter, the names of lora_A and lora_B.
     Raises:
         CheckpointError: a factor is missing or unknown, or has another shape than by its rank; the message names it.
     """
 
-    def __init__(
-        self, config: dict, weights: dict[str, torch.Tensor], blocks: dict[str, Sizes], layout: str, path: Path
-    ):
+    def __init__(self, config: dict, weights: dict[str, torch.Tensor], model: BaseModel, path: Path):
         self.config, self.weights, self.path = config, weights, path
-        self.native = layout == "native"
+        self.native, self.is_interleaved = model.native, model.is_interleaved
+        blocks, layout = model.blocks, "native" if model.native else model.layout
         self.adapted = {
             f"{block}.experts": adapted_parameters(f"{block}.experts", sizes, config, self.native)
             for block, sizes in blocks.items()
@@ -202,6 +257,7 @@ class _Adapter:
         pairs: dict[str, dict[str, str]] = {f"{m}.{name}": {} for m, names in self.adapted.items() for name in names}
         for name, place in self.places.items():
             pairs[f"{place.experts}.{place.parameter}"][place.side] = name
+        self.tensors_of: dict[str, dict[str, tuple[str, str]]] = {}
         for weight, sides in pairs.items():
             factors = both_factors(weight, sides, path)
             module, _, parameter = weight.rpartition(".")
@@ -210,6 +266,7 @@ class _Adapter:
             check_factors(
                 weight, [tuple(weights[name].shape) for name in factors], products, rank, layout, config, path
             )
+            self.tensors_of.setdefault(module, {})[parameter] = factors
         self.modules = self._modules()
 
     def _place(self, name: str) -> _Place:
@@ -222,6 +279,12 @@ class _Adapter:
                 "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"
             )
         return _Place(match["module"], parameters[len(parameters) - 1 - depth], match["side"])
+
+    def has_zero_factors(self) -> bool:
+        """Whether lora_A and lora_B of some weight of experts are zeros, as an engine's form has them for what is not
+        adapted."""
+        pairs = [pair for named in self.tensors_of.values() for pair in named.values()]
+        return any(not any(bool(self.weights[name].any()) for name in pair) for pair in pairs)
 
     def _modules(self) -> list[str]:
         """What PEFT compares with patterns outside the experts. Of linear layers, both factors must be there."""
@@ -238,7 +301,7 @@ class _Adapter:
             both_factors(weight, sides, self.path)
         return sorted(pattern_name(weight, self.config) for weight in weights)
 
-    def converted_weights(self, family: NativeFamily) -> dict[str, torch.Tensor]:
+    def converted_weights(self) -> dict[str, torch.Tensor]:
         """The weights under the names of the other layout, lora_B's rows in its order."""
         names, order = _new_names(not self.native), tuple(PARAMETERS) if self.native else NATIVE_ORDER
         converted = {}
@@ -247,7 +310,7 @@ class _Adapter:
             if place is None:
                 converted[name] = tensor
                 continue
-            if place.parameter in ("gate_up_proj", "c_fc") and place.side == "B" and family.hub_layout != "gpt_oss":
+            if place.parameter in ("gate_up_proj", "c_fc") and place.side == "B" and not self.is_interleaved:
                 tensor = _reordered(tensor, to_native=not self.native)
             after = sorted((names[old] for old in self.adapted[place.experts]), key=order.index)
             depth = "base_layer." * (len(after) - 1 - after.index(names[place.parameter]))

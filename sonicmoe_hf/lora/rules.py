@@ -31,6 +31,14 @@ PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate
 PARTS.update({native: PARTS[hub] for hub, native in PARAMETERS.items()})
 PREFIX = "base_model.model."
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "modules_to_save", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
+WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
 
 
@@ -50,6 +58,18 @@ def read_adapter_config(path: Path) -> dict:
         if not isinstance(value, (kind, type(None))) or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{path}: {key} is {value!r}; PEFT writes a {kind.__name__} of names there")
     return config
+
+
+def check_plain(config: dict, path: Path, remedy: str) -> None:
+    """Raise CheckpointError, with the remedy, where adapter_config.json at `path` describes more than A and B."""
+    set_otherwise = {key: value for key, value in config.items() if key not in PLAIN and value}
+    if config.get("bias", "none") != "none":
+        set_otherwise["bias"] = config["bias"]
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
+        set_otherwise["init_lora_weights"] = init
+    for key, value in set_otherwise.items():
+        raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {remedy}")
 
 
 def adapted_parameters(experts: str, sizes: Sizes, config: dict, native: bool) -> list[str]:

@@ -23,10 +23,12 @@ from .rules import (
     NATIVE_ORDER,
     PARAMETERS,
     PREFIX,
+    WITH_PEFT,
     adapted_parameters,
     adapter_layout,
     both_factors,
     check_factors,
+    check_plain,
     experts_shape,
     pattern_name,
     read_adapter_config,
@@ -34,14 +36,6 @@ from .rules import (
 )
 
 EMBEDDINGS = ("lm_head.weight", "model.embed_tokens.weight")  # which PEFT saves whole if one of them is adapted
-WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights",
-    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "modules_to_save", "megatron_core", "qalora_group_size",
-}  # fmt: skip
-BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
 
 
 class Factors(NamedTuple):
@@ -82,7 +76,7 @@ class LoraWeights:
         refuse_model_beside_adapter(folder)
         self.path, self.config_path = folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG
         self.config = read_adapter_config(self.config_path)
-        self._check_plain()
+        check_plain(self.config, self.config_path, WITH_PEFT)
         self.headers = headers_of(self.path)
         self.source = source
         self.carried = {source.model_name(name): source.shape_of(name) for name in source.carried}
@@ -94,16 +88,6 @@ class LoraWeights:
         self._layer: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: tuple[tuple[str, int], torch.Tensor] | None = None
         self._scratch = Scratch()
-
-    def _check_plain(self) -> None:
-        set_otherwise = {key: value for key, value in self.config.items() if key not in PLAIN and value}
-        if self.config.get("bias", "none") != "none":
-            set_otherwise["bias"] = self.config["bias"]
-        init = self.config.get("init_lora_weights")
-        if isinstance(init, str) and init.lower().startswith(BASE_CHANGED):
-            set_otherwise["init_lora_weights"] = init
-        for key, value in set_otherwise.items():
-            raise CheckpointError(f"{self.config_path}: {key} is {value!r}, which is not plain LoRA; {WITH_PEFT}")
 
     def _trained_on_native(self) -> bool:
         targets = self.config.get("target_parameters") or []

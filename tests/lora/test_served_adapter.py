@@ -1,0 +1,411 @@
+"""Adapters in the forms that vLLM and SGLang load: applied by the engines' own rule they are PEFT's merge in memory."""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers.checkpoints import FAMILIES, same_bits, tensors_in
+from helpers.models import CONFIGS, GROUPED, ORDER_OF_SUMS, SHARED, assert_all_close, build
+from helpers.native import save_both
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Glm4MoeConfig,
+    MixtralConfig,
+    Qwen3VLMoeConfig,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from sonicmoe_hf import CheckpointError, convert_adapter
+from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.lora.engines import SERVED_MODELS
+
+ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
+HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
+UNEVEN = {
+    "use_rslora": True,
+    "rank_pattern": {r"layers\.1\..*gate_up_proj": 4, "o_proj": 1},
+    "alpha_pattern": {"experts.down_proj": 3, "o_proj": 7},
+}
+THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
+
+
+def mixtral():
+    return MixtralConfig(**SHARED, **GROUPED, num_local_experts=4, intermediate_size=24)
+
+
+def glm4_moe():
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    return Glm4MoeConfig(**SHARED, **GROUPED, **experts, intermediate_size=40)
+
+
+def qwen3_vl_moe():
+    text = {**SHARED, **GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 40}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+              "deepstack_visual_indexes": [0]}  # fmt: skip
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+
+
+OTHERS = {"mixtral": mixtral, "glm4_moe": glm4_moe, "qwen3_vl_moe": qwen3_vl_moe}
+every_model = pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+
+
+def base(name, folder):
+    """A small model saved in `folder`, loaded from there."""
+    auto_class = AutoModelForImageTextToText if name == "qwen3_vl_moe" else AutoModelForCausalLM
+    if name in CONFIGS:
+        build(name).save_pretrained(folder)
+    else:
+        torch.manual_seed(0)
+        auto_class.from_config(OTHERS[name]()).save_pretrained(folder)
+    return auto_class.from_pretrained(folder)
+
+
+def adapt(model, name, folder, parameters=HUB, **options):
+    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
+    modules = options.pop("target_modules", ATTENTION.get(name, ["q_proj", "o_proj"]))
+    config = LoraConfig(r=2, lora_alpha=5, target_modules=modules, target_parameters=parameters, **options)
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3, generator=generator)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def config_of(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+def merged_by_peft(adapted, folder):
+    adapted.merge_and_unload().save_pretrained(folder)
+    return tensors_in(folder)
+
+
+def merged_by_the_engines_rule(weights, adapter, name):
+    """The hub's tensors with alpha / r * B A added, each pair where its name says; written apart from the package."""
+    config, factors = config_of(adapter), tensors_in(adapter)
+    scale, merged = config["lora_alpha"] / config["r"], dict(weights)
+    assert not config["use_rslora"] and not config["rank_pattern"] and not config["alpha_pattern"]
+    for key, a in factors.items():
+        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if module == key.removeprefix("base_model.model."):
+            continue
+        b = factors[key.replace("lora_A", "lora_B")]
+        parameter = module.replace(".experts.base_layer", ".experts.gate_up_proj")
+        parameter = re.sub(r"\.experts$", ".experts.down_proj", parameter)
+        if parameter == module:
+            assert a.shape[0] == b.shape[1] == config["r"]
+            merged[f"{module}.weight"] = merged[f"{module}.weight"] + scale * b @ a
+        else:  # [r*E, in], the expert slowest; [out, r*E], the expert fastest; gpt-oss stores [E, in, out]
+            num_experts = merged[parameter].shape[0]
+            a, b = a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+            assert a.shape[1] == b.shape[2] == config["r"]
+            product = scale * (b @ a)
+            merged[parameter] = merged[parameter] + (product.transpose(1, 2) if name == "gpt_oss" else product)
+    return merged
+
+
+@every_model
+@pytest.mark.parametrize("options", [{}, UNEVEN], ids=["one rank", "patterns and rsLoRA"])
+def test_what_vllm_loads_is_pefts_merge_in_memory(name, options, tmp_path):
+    model = base(name, tmp_path / "base")
+    adapted = adapt(model, name, tmp_path / "adapter", **options)
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm", verify=True)
+    keys = load_file(tmp_path / "served" / "adapter_model.safetensors").keys()
+    assert any("experts.base_layer.lora_A" in key for key in keys) == (name in THREE_DIMENSIONAL)
+    weights = tensors_in(tmp_path / "base")
+    merged = merged_by_the_engines_rule(weights, tmp_path / "served", name)
+    expected = merged_by_peft(adapted, tmp_path / "by peft")
+    assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
+    assert any(not torch.equal(weights[key], expected[key]) for key in weights if ".experts." in key)
+
+
+@every_model
+def test_the_way_back_is_exact_where_ranks_are_equal(name, tmp_path):
+    adapt(base(name, tmp_path / "base"), name, tmp_path / "adapter")
+    for engine in ("vllm", "sglang"):
+        convert_adapter(tmp_path / "adapter", tmp_path / engine, engine)
+        convert_adapter(tmp_path / engine, tmp_path / f"{engine} back", "hub", trained_on=tmp_path / "base")
+        there, back = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / f"{engine} back")
+        padding = {key for key in back if ".k_proj." in key or ".v_proj." in key or ".kv_a_proj" in key}
+        assert same_bits({key: back[key] for key in back.keys() - padding}, there)
+        assert engine == "sglang" or not padding
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+def test_patterns_and_rslora_come_back_with_the_same_products(name, tmp_path):
+    adapted = adapt(base(name, tmp_path / "base"), name, tmp_path / "adapter", **UNEVEN)
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "back")
+    ours, expected = merged_by_peft(model, tmp_path / "ours"), merged_by_peft(adapted, tmp_path / "by peft")
+    assert_all_close(ours, expected, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("parameters", [HUB[:1], HUB[1:], []], ids=["gate and up", "down", "attention only"])
+def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, parameters, tmp_path):
+    model = base(name, tmp_path / "base")
+    adapted = adapt(model, name, tmp_path / "adapter", parameters)
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    factors = load_file(tmp_path / "served" / "adapter_model.safetensors")
+    of_experts = {key: tensor for key, tensor in factors.items() if ".experts." in key}
+    zero = {key for key, tensor in of_experts.items() if not tensor.any()}
+    if name == "qwen3_moe" and parameters:  # vLLM asserts that all three projections of every expert are there
+        assert len(of_experts) == 2 * 8 * 3 * 2 and len(zero) == len(of_experts) // 3 * (
+            2 if parameters == HUB[1:] else 1
+        )
+    merged = merged_by_the_engines_rule(tensors_in(tmp_path / "base"), tmp_path / "served", name)
+    assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-5, ORDER_OF_SUMS)
+    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
+    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter")), "zeros are left out again"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_adapter_trained_on_the_native_layout_is_served_and_comes_back(name, tmp_path):
+    hub, native = save_both(build(name), tmp_path)
+    adapt(AutoModelForCausalLM.from_pretrained(native), name, tmp_path / "adapter", NATIVE)
+    convert_adapter(tmp_path / "adapter", tmp_path / "hub adapter", "hub")
+    for engine in ("vllm", "sglang"):
+        convert_adapter(tmp_path / "adapter", tmp_path / engine, engine)
+        convert_adapter(tmp_path / "hub adapter", tmp_path / f"{engine} from hub", engine, trained_on=hub)
+        assert same_bits(tensors_in(tmp_path / engine), tensors_in(tmp_path / f"{engine} from hub"))
+    convert_adapter(tmp_path / "vllm", tmp_path / "back", "native", trained_on=hub)
+    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden=32, intermediate=16):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+
+def with_linear_experts(folder):
+    """Modules named as the tensors of the hub's Qwen3-MoE checkpoint, whose experts are linear layers."""
+    root = nn.Module()
+    weights = tensors_in(folder)
+    for name in sorted(weights):
+        *path, _ = name.split(".")
+        parent = root
+        for part in path[:-1]:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent._modules[part]
+        if weights[name].dim() == 2 and path[-1] != "embed_tokens":
+            layer = nn.Linear(*reversed(weights[name].shape), bias=False)
+            layer.weight.data.copy_(weights[name])
+            parent.add_module(path[-1], layer)
+    return root
+
+
+EXPERT_PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
+
+
+def test_peft_loads_the_file_into_a_model_whose_experts_are_linear_layers(tmp_path):
+    model = base("qwen3_moe", tmp_path / "base")
+    adapted = adapt(model, "qwen3_moe", tmp_path / "adapter", **UNEVEN)
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    config = config_of(tmp_path / "served")
+    assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj"]
+    assert config["target_parameters"] is None
+    linear = PeftModel.from_pretrained(with_linear_experts(tmp_path / "base"), tmp_path / "served").merge_and_unload()
+    expected = merged_by_peft(adapted, tmp_path / "by peft")
+    merged = {name: tensor for name, tensor in linear.state_dict().items() if "proj" in name}
+    assert_all_close(merged, {name: expected[name] for name in merged}, 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize(
+    "target_modules", [["q_proj", *EXPERT_PROJECTIONS], ["down_proj", "experts.2.up_proj"]], ids=str
+)
+def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter(target_modules, tmp_path):
+    """Gate and up have A of their own there, so that the fused rank is the sum of theirs; some experts may have none."""
+    base("qwen3_moe", tmp_path / "base")
+    model = get_peft_model(
+        with_linear_experts(tmp_path / "base"),
+        LoraConfig(r=2, lora_alpha=5, target_modules=target_modules, alpha_pattern={"experts.3.down_proj": 9}),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    weights = tensors_in(tmp_path / "base")
+    linear = model.merge_and_unload().state_dict()
+    expected = {**weights, **{name: tensor for name, tensor in linear.items() if "proj" in name}}
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm", trained_on=tmp_path / "base")
+    assert config_of(tmp_path / "served")["r"] == 2
+    merged = merged_by_the_engines_rule(weights, tmp_path / "served", "qwen3_moe")
+    assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
+    convert_adapter(tmp_path / "adapter", tmp_path / "fused", "hub", trained_on=tmp_path / "base")
+    fused = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "fused")
+    assert_all_close(merged_by_peft(fused, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
+
+
+def test_names_of_experts_are_those_of_the_hubs_checkpoints():
+    for model_type, served in SERVED_MODELS.items():
+        if served.is_3d:
+            continue
+        conversions = get_checkpoint_conversion_mapping(model_type)
+        sources = {
+            name
+            for conversion in conversions
+            for pattern in [conversion.source_patterns]
+            for name in ([pattern] if isinstance(pattern, str) else pattern)
+        }
+        for projection in (served.gate, served.up, served.down):
+            assert any(name.endswith(f"experts.*.{projection}.weight") for name in sources), model_type
+        renamed = any(served.block in name for name in sources)
+        assert renamed or served.block == "mlp", model_type
+
+
+def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_path):
+    """Its loader looks q_proj, k_proj and v_proj up together, and the scale is alpha / r whatever the config says."""
+    for name, modules in (("gpt_oss", ["q_proj"]), ("deepseek_v3", ["kv_a_proj_with_mqa"])):
+        model = base(name, tmp_path / name)
+        adapted = adapt(model, name, tmp_path / f"{name} adapter", target_modules=modules, **UNEVEN)
+        served = tmp_path / f"{name} served"
+        convert_adapter(tmp_path / f"{name} adapter", served, "sglang")
+        factors = tensors_in(served)
+        for key in list(factors):
+            for group in (
+                ("q_proj", "k_proj", "v_proj"),
+                ("q_a_proj", "kv_a_proj_with_mqa"),
+                ("gate_proj", "up_proj"),
+            ):
+                if any(f".{member}." in key for member in group):
+                    present = next(member for member in group if f".{member}." in key)
+                    assert all(key.replace(f".{present}.", f".{other}.") in factors for other in group)
+        assert not any("base_layer" in key or key.endswith(".experts.lora_A.weight") for key in factors)
+        weights = split_gpt_oss(tensors_in(tmp_path / name)) if name == "gpt_oss" else tensors_in(tmp_path / name)
+        expected = merged_by_peft(adapted, tmp_path / f"{name} by peft")
+        expected = split_gpt_oss(expected) if name == "gpt_oss" else expected
+        assert_all_close(merged_by_the_engines_rule(weights, served, name), expected, 1e-5, ORDER_OF_SUMS)
+
+
+def split_gpt_oss(tensors):
+    """The experts' weights one by one, [out, in], as engines without a form for all of them name them."""
+    split = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, weight in enumerate(tensor):
+                stem = name.replace("gate_up_proj", str(expert))
+                split[f"{stem}.gate_proj.weight"], split[f"{stem}.up_proj.weight"] = weight.T[0::2], weight.T[1::2]
+        elif name.endswith("experts.down_proj"):
+            split.update({name.replace("down_proj", f"{e}.down_proj.weight"): w.T for e, w in enumerate(tensor)})
+        else:
+            split[name] = tensor
+    return split
+
+
+def test_an_adapter_on_some_layers_names_them_in_full(tmp_path):
+    adapt(base("deepseek_v3", tmp_path / "base"), "deepseek_v3", tmp_path / "adapter", layers_to_transform=[1])
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    config = config_of(tmp_path / "served")
+    assert "model.layers.1.self_attn.o_proj" in config["target_modules"] and config["layers_to_transform"] is None
+    assert "experts.0.gate_proj" in config["target_modules"], "gate_proj alone is the shared expert's too"
+    factors = tensors_in(tmp_path / "served")
+    assert not any(".layers.0." in key for key in factors)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def edit(adapter, **changes):
+    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
+
+
+def assert_refused(adapter, match, layout="vllm", **options):
+    with pytest.raises(CheckpointError, match=match):
+        convert_adapter(adapter, adapter.parent / "refused", layout, **options)
+    assert not (adapter.parent / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"use_dora": True}, r"use_dora is True, .* no engine loads it: merge it with PEFT: .*merge_and_unload"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\].*sonicmoe-hf merge BASE ADAPTER DST"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is"),
+    ],
+    ids=str,
+)
+def test_what_engines_refuse_raises_with_the_remedy(adapter, changes, match):
+    edit(adapter, **changes)
+    assert_refused(adapter, match)
+    assert_refused(adapter, match, "sglang")
+
+
+def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_path):
+    model = base("gpt_oss", tmp_path / "gpt_oss")
+    adapt(model, "gpt_oss", tmp_path / "biases", [*HUB, "mlp.experts.down_proj_bias"])
+    assert_refused(tmp_path / "biases", "experts.down_proj_bias, and no form .* sonicmoe-hf merge")
+    for what, parameters, modules in (
+        ("a router", [*HUB, "mlp.gate.weight"], ["q_proj"]),
+        ("the embeddings or the head", HUB, ["q_proj", "embed_tokens"]),
+        ("the embeddings or the head", HUB, ["lm_head"]),
+    ):
+        folder = tmp_path / f"{what} {len(modules)}"
+        adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", folder, parameters, target_modules=modules)
+        assert_refused(folder, f"{what}, which not all models of engines adapt; merge it, and serve the result")
+    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "large", rank_pattern={"q_proj": 513})
+    assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
+
+
+def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
+    convert_adapter(adapter, tmp_path / "served", "vllm")
+    path, name = (
+        tmp_path / "served" / "adapter_model.safetensors",
+        "base_model.model.model.layers.0.mlp.experts.{}.lora_A.weight",
+    )
+    weights = load_file(path)
+    for changes, match in (
+        ({name.format("3.up_proj"): None}, "has no lora_A of model.layers.0.mlp.experts.3.up_proj.weight"),
+        ({name.format("3.up_proj"): torch.ones(3, 32)}, r"\(3, 32\) and \(16, 2\), where \(2, in\)"),
+        ({name.format("3.up_proj"): torch.ones(2, 31)}, r"where \(r, 32\) and \(16, r\) are due"),
+        ({name.format("8.up_proj"): torch.ones(2, 32), name.format("8.up_proj").replace("A.", "B."): torch.ones(16, 2)},
+         "is of expert 8, but there are 8"),
+        ({name.format("3.w9"): torch.ones(2, 32), name.format("3.w9").replace("A.", "B."): torch.ones(16, 2)},
+         "experts.3.w9 is no expert's projection"),
+        ({"base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight": torch.ones(16, 32)}, "mixes two forms"),
+    ):  # fmt: skip
+        save_file({key: tensor for key, tensor in {**weights, **changes}.items() if tensor is not None}, path)
+        for layout in ("vllm", "hub", "native"):
+            assert_refused(tmp_path / "served", match, layout, trained_on=tmp_path / "base")
+
+
+def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
+    config = json.loads((adapter.parent / "base" / "config.json").read_text())
+    (adapter.parent / "base" / "config.json").write_text(
+        json.dumps(
+            {**config, "model_type": "flex_olmo", "intermediate_size": 16, "architectures": ["FlexOlmoForCausalLM"]}
+        )
+    )
+    assert_refused(adapter, "experts of flex_olmo is not known here, only of deepseek_v2")
+
+
+def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
+    arguments = ["convert", str(adapter), str(tmp_path / "served"), "--layout", "vllm"]
+    assert main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "vllm serve BASE --enable-lora --max-lora-rank 8 --lora-modules NAME=ADAPTER" in printed
+    assert '"model": "NAME"' in printed and "--enable-expert-parallel" in printed
+    assert main(["convert", str(adapter), str(tmp_path / "sglang"), "--layout", "sglang"]) == 0
+    assert '"lora_path": "NAME"' in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model"), "--layout", "vllm"]) == 2
+    assert "--layout vllm is for adapters; engines load models in the hub's layout" in capsys.readouterr().err
