@@ -8,13 +8,17 @@ on any machine.
     python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --trl ...
-    torchrun --nproc-per-node 2 examples/qlora.py ...    # each GPU holds all packed experts; the first rank writes
+    torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization nf4 \
+        --dataset my_texts.jsonl
+    torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --random --layers 8 --steps 10
+    torchrun --nproc-per-node 2 examples/qlora.py --replicate ...    # each GPU holds all packed experts
 
 Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
 packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), and on GPUs the linear layers beside them
-become bitsandbytes' NF4 where that is installed. A folder that `sonicmoe-hf convert MODEL FOLDER --layout native
---quantize nf4` wrote loads in seconds: give it as --model. --trl trains with TRL's SFTTrainer in place of Transformers'
-Trainer.
+become bitsandbytes' NF4 where that is installed. Under torchrun each GPU holds its own experts and their adapters, FSDP2
+shards everything else in bf16, and the first rank merges; it takes Transformers 5.23. A folder that
+`sonicmoe-hf convert MODEL FOLDER --layout native --quantize nf4` wrote loads in seconds: give it as --model. --trl trains
+with TRL's SFTTrainer in place of Transformers' Trainer.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, config_of, random_packed_model, small_config
 from sonicmoe_hf.demo.throughput import ThroughputCallback
+from sonicmoe_hf.kernels.quantized import FORMATS
 
-PACKED, MXFP4 = "sonicmoe_hf", "mxfp4"  # quantisation methods of checkpoints that are taken as they are
+PACKED = "sonicmoe_hf"  # quantisation method of checkpoints whose experts we packed
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -55,6 +60,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="random weights at the sizes of --model; trains, saves nothing",
     )
     parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    parser.add_argument(
+        "--experts-quantization", choices=tuple(FORMATS), help="default: the checkpoint's own format, else nf4"
+    )
+    parser.add_argument("--replicate", action="store_true", help="under torchrun: every GPU holds all experts")
     parser.add_argument("--attn-implementation", help="sdpa, flex_attention (gpt-oss has no sdpa), ...")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
@@ -65,7 +74,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--split", default="train")
     parser.add_argument("--text-column", default="text")
     parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step and GPU")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, help="default: 1e-4; for the small model 3e-3")
     parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer")
@@ -102,17 +111,27 @@ def quantisation_of(config) -> str | None:
     return (getattr(config, "quantization_config", None) or {}).get("quant_method")
 
 
-def load_packed(name: str, arguments: argparse.Namespace):
-    """The model with its experts in 4 bits, and the linear layers too where bitsandbytes is installed."""
+def sharing(arguments: argparse.Namespace, world_size: int):
+    """How ranks share the model's experts and shard the rest; None where each holds everything."""
+    if world_size == 1 or arguments.replicate:
+        return None
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(fsdp_size=world_size, ep_size=world_size, ep_implementation="sonicmoe_hf")
+
+
+def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
+    """The model with packed experts, and packed linear layers where bitsandbytes is installed and nothing is sharded."""
     options, method = options_of(arguments), quantisation_of(AutoConfig.from_pretrained(name))
-    if method not in (None, PACKED, MXFP4):
+    if method not in (None, PACKED, *FORMATS):
         raise SystemExit(
             f"{name} is quantised with {method!r}; convert it first: sonicmoe-hf convert {name} FOLDER --layout native "
             "--quantize nf4"
         )
     if method != PACKED:
-        options["experts_quantization"] = MXFP4 if method == MXFP4 else "nf4"
-    if method is None and linear_in_4_bits():
+        options["experts_quantization"] = arguments.experts_quantization or method or "nf4"
+    options["distributed_config"] = sharing(arguments, world_size)
+    if method is None and options["distributed_config"] is None and linear_in_4_bits():
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -122,12 +141,13 @@ def load_packed(name: str, arguments: argparse.Namespace):
     return sonicmoe_hf.from_pretrained(name, **options)
 
 
-def load_random(texts, arguments: argparse.Namespace):
+def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
     """(a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
-    config = config_of(arguments.model, arguments.layers)
-    is_mxfp4 = quantisation_of(config) == MXFP4
-    experts, linear = (MXFP4, None) if is_mxfp4 else ("nf4", "nf4" if linear_in_4_bits() else None)
-    model = random_packed_model(config, experts, linear, **options_of(arguments))
+    config, shared = config_of(arguments.model, arguments.layers), sharing(arguments, world_size)
+    method = quantisation_of(config)
+    experts = arguments.experts_quantization or (method if method in FORMATS else "nf4")
+    linear = "nf4" if method is None and shared is None and linear_in_4_bits() else None
+    model = random_packed_model(config, experts, linear, distributed_config=shared, **options_of(arguments))
     sonicmoe_hf.patch_model(model)
     return model, train_tokenizer(texts, VOCAB_SIZE)
 
@@ -145,6 +165,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         "warmup_steps": max(1, arguments.steps // 20),
         "bf16": True,
         "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "use_liger_kernel": torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None,
         "liger_kernel_config": {"swiglu": False},  # the experts are ours
         "optim": "adamw_torch_fused",
@@ -190,14 +211,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     is_first = args.process_index == 0
     texts, adapter, merged = load_texts(arguments), arguments.output / "adapter", arguments.output / "merged"
     if arguments.random:
-        model, tokenizer = load_random(texts, arguments)
+        model, tokenizer = load_random(texts, arguments, args.world_size)
     else:
         base = arguments.model or str(arguments.output / "base")
         with args.main_process_first(local=False):
             if arguments.model is None and is_first:
                 make_small_model(texts, arguments.output / "base")
         tokenizer = AutoTokenizer.from_pretrained(base)
-        model = load_packed(base, arguments)
+        model = load_packed(base, arguments, args.world_size)
     options = {"target_parameters": []} if arguments.attention_only else {}
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.rank, **options))
     if is_first:

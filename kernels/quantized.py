@@ -14,6 +14,7 @@ scale of its own, so fp8 and nvfp4 keep them apart: a weight's order says which 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,7 +165,12 @@ def check_quantized(packed: Quantized, name: str) -> None:
             )
 
 
-def quantize(weight_ENK: torch.Tensor, name: str, order: str = "whole") -> Quantized:
+def quantize(
+    weight_ENK: torch.Tensor,
+    name: str,
+    order: str = "whole",
+    mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
+) -> Quantized:
     """A weight [E, N, K] of any strides and float dtype, on its device, expert by expert; its rows in an order of ORDERS.
 
     NF4's codes and scales are bitsandbytes' for the whole tensor. MXFP4: the smallest scale with which no value exceeds
@@ -172,13 +178,15 @@ def quantize(weight_ENK: torch.Tensor, name: str, order: str = "whole") -> Quant
     which a block's largest magnitude becomes the largest E4M3 value, as Transformers' Fp8Quantize. NVFP4: ModelOpt's
     scales, of the largest magnitudes of 16 values and of the gate's, the up's or down's whole tensor.
 
+    mean: of NF4's scales [n] in fp32. Where the weight is a part of the experts, that of the whole weight's.
+
     Raises:
         ValueError: NaN or infinity in the weight, or K no multiple of the format's block.
     """
     shapes = stored_shapes(name, tuple(weight_ENK.shape), order)
     device = weight_ENK.device
     if name == "nf4":
-        return _quantize_nf4_weight(weight_ENK, shapes)
+        return _quantize_nf4_weight(weight_ENK, shapes, mean)
     codes = torch.empty(shapes.codes, dtype=torch.uint8, device=device)
     scales = torch.empty(shapes.scales, dtype=torch.float32 if name == "fp8" else torch.uint8, device=device)
     state = None if shapes.state is None else torch.empty(shapes.state, device=device)
@@ -193,15 +201,38 @@ def quantize(weight_ENK: torch.Tensor, name: str, order: str = "whole") -> Quant
     return Quantized(codes, scales, state)
 
 
-def _quantize_nf4_weight(weight_ENK: torch.Tensor, shapes: Shapes) -> Quantized:
+def _quantize_nf4_weight(weight_ENK: torch.Tensor, shapes: Shapes, mean) -> Quantized:
     codes, scales = (torch.empty(shape, dtype=torch.uint8, device=weight_ENK.device) for shape in shapes[:2])
     absmax = torch.empty(shapes.scales, device=weight_ENK.device)
     for expert, weight in enumerate(weight_ENK):
         codes[expert], absmax[expert] = _quantize_nf4(weight)
     assert shapes.state is not None
     state = torch.empty(shapes.state, device=weight_ENK.device)
-    _quantize_scales(absmax.view(-1), scales.view(-1), state)
+    _quantize_scales(absmax.view(-1), scales.view(-1), state, mean(absmax.view(-1)))
     return Quantized(codes, scales, state)
+
+
+def state_of_part(state: torch.Tensor, experts: slice, scales_per_expert: int) -> torch.Tensor:
+    """NF4's state of some experts of a weight, for which `check_part` holds, from the whole weight's."""
+    first, end = (bound * scales_per_expert // SCALES_PER_SCALE for bound in (experts.start, experts.stop))
+    return torch.cat((state[: SCALE_SCALES.start], state[SCALE_SCALES][first:end]))
+
+
+def state_of_parts(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """NF4's state of a weight, from those of its parts in their order."""
+    return torch.cat((states[0][: SCALE_SCALES.start], *(state[SCALE_SCALES] for state in states)))
+
+
+def check_part(name: str, experts: slice, values_per_expert: int) -> None:
+    """Raise ValueError where some experts of a weight cannot be stored apart with the values that they have in the whole
+    one: NF4's scales share one of theirs across experts."""
+    size = FORMATS["nf4"] * SCALES_PER_SCALE
+    bounds = [bound * values_per_expert for bound in (experts.start, experts.stop)]
+    if name == "nf4" and any(bound % size for bound in bounds):
+        raise ValueError(
+            f"nf4 quantises the scales of {size} values together, and {experts.stop - experts.start} experts of this "
+            f'weight have {bounds[1] - bounds[0]}; split the experts over fewer ranks, or use "mxfp4"'
+        )
 
 
 def _blocks(weight_NK: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,9 +271,9 @@ def _dynamic_map() -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def _quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Tensor) -> None:
-    """Fill `scales` [n] and `state` from absmax [n]: blocks of 256 less the mean, in 8 bits."""
-    values, offset = _dynamic_map().to(absmax.device), absmax.mean()
+def _quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Tensor, offset: torch.Tensor) -> None:
+    """Fill `scales` [n] and `state` from absmax [n]: blocks of 256 less the offset, in 8 bits."""
+    values = _dynamic_map().to(absmax.device)
     size = -absmax.numel() % SCALES_PER_SCALE
     blocks = torch.nn.functional.pad(absmax - offset, (0, size)).view(-1, SCALES_PER_SCALE)
     largest = blocks.abs().amax(-1)

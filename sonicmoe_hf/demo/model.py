@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,12 @@ from transformers import (
 )
 
 from ..layer.packed_weight import PackedWeight
-from ..quantization.quantizer import finish, is_transposed, packable
+from ..quantization.quantizer import finish, is_transposed, order_of, packable
+from ..quantization.shares import await_packed, end_awaiting
 from ..quantization.state import hold_packed
+
+if TYPE_CHECKING:
+    from transformers.distributed import DistributedConfig
 
 VOCAB_SIZE = 2048
 NUM_EXPERTS = 32
@@ -78,28 +82,38 @@ def random_model(name: str, layers: int | None = None, **options) -> PreTrainedM
 
 
 def random_packed_model(
-    config: PreTrainedConfig, experts: str | None = "nf4", linear: str | None = None, device=None, **options
+    config: PreTrainedConfig,
+    experts: str | None = "nf4",
+    linear: str | None = None,
+    device=None,
+    distributed_config: DistributedConfig | None = None,
+    **options,
 ) -> PreTrainedModel:
     """A model with random weights of which some are in 4 bits. It is made module by module: at no moment is more than one
     weight there that is still to be packed.
 
     Args:
         config: of the model.
-        experts: format of the experts' weights, "nf4" or "mxfp4"; None: as they are.
+        experts: format of the experts' weights, one of kernels.quantized.FORMATS; None: as they are.
         linear: bitsandbytes' quant_type for the linear layers but the last, "nf4" or "fp4"; None: as they are.
         device: where it is made; default: the accelerator where there is one.
+        distributed_config: how ranks share it; each makes its own part.
         options: of `AutoModelForCausalLM.from_config`, such as dtype.
     """
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
+    if distributed_config is not None:
+        device = _distribute(model, distributed_config, experts)
     for name in [name for name, _ in model.named_modules()]:  # names alone: what is packed must not be held
         module = model.get_submodule(name)
         module.to_empty(device=device, recurse=False)
         model._init_weights(module)
         if experts is not None:
             for weight in packable(module):
-                packed = PackedWeight.quantize(getattr(module, weight), experts, is_transposed(module))
+                packed = PackedWeight.quantize(
+                    getattr(module, weight), experts, is_transposed(module), order_of(module, weight)
+                )
                 hold_packed(module, weight, packed)
         if linear is not None and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             parent, _, child = name.rpartition(".")
@@ -110,6 +124,22 @@ def random_packed_model(
     if linear is not None:
         model.is_loaded_in_4bit = True  # PEFT asks for it before it looks for bitsandbytes' layers
     return model
+
+
+def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, experts: str | None) -> Any:
+    """Split a model on the meta device over ranks as from_pretrained does; returns this rank's device."""
+    modules = [module for module in model.modules() if experts is not None and packable(module)]
+    for module in modules:
+        await_packed(module, packable(module), experts or "")
+    layers: tuple[Any, Any] = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embeddings = layers
+    if head is not None and head.weight is embeddings.weight:  # FSDP2 shards them before they are tied
+        head.weight = nn.Parameter(torch.empty_like(embeddings.weight))
+    config, device, mesh = model.prepare_distribute_model(distributed_config)
+    model.maybe_distribute_model(model, config, mesh)
+    for module in modules:
+        end_awaiting(module)
+    return device
 
 
 def _linear_in_4_bits(linear: nn.Linear, quant_type: str) -> nn.Module:

@@ -30,6 +30,20 @@ class _SumOfGradients(torch.autograd.Function):
         return total, None
 
 
+class _MeanOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, count, group):
+        ctx.count, ctx.group = count, group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        mean = gradient / ctx.count
+        if ctx.group is not None:
+            dist.all_reduce(mean, group=ctx.group)
+        return mean, None, None
+
+
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, partial, group):
@@ -133,6 +147,11 @@ def sum_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return _SumOfGradients.apply(tensor, group)
 
 
+def mean_of_gradients(tensor: torch.Tensor, count: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The tensor as it is; its gradient is divided by `count` and summed over the ranks of `group`, if there is one."""
+    return _MeanOfGradients.apply(tensor, count, group)
+
+
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over the ranks, which all go on with the same: its gradient is every rank's own."""
     return _SumOverRanks.apply(partial, group)
@@ -168,6 +187,23 @@ def sum_of_rows(y_RH: torch.Tensor, rows: Rows, num_tokens: int) -> torch.Tensor
 
 # by the group itself: another one may have its name once destroy_process_group was called
 _of_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+_with_the_same_part: weakref.WeakKeyDictionary[dist.ProcessGroup, list] = weakref.WeakKeyDictionary()
+
+
+def with_the_same_part(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The ranks that have this one's place in groups like `group`, which all ranks are divided into; None where there is
+    one such group. All ranks make the first call together."""
+    if group not in _with_the_same_part:
+        groups: list = [None] * dist.get_world_size()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(group))
+        own = None
+        for ranks in zip(*sorted(set(map(tuple, groups)))):
+            made = dist.new_group(ranks) if len(ranks) > 1 else None
+            own = made if dist.get_rank() in ranks else own
+        _with_the_same_part[group] = [own]
+    return _with_the_same_part[group][0]
 
 
 def largest(values: list[int], group: dist.ProcessGroup) -> list[int]:

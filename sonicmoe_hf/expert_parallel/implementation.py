@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from ..layer.experts_module import IMPLEMENTATION, PARALLELISM, is_native
+from ..layer.experts_module import IMPLEMENTATION, PARALLELISM, WHEN_SPLIT, is_native
 from ..layer.routing import Routing
 from ..private.transformers import experts_implementation
-from .collectives import sum_gradients, sum_over_ranks
+from .collectives import mean_of_gradients, sum_gradients, sum_over_ranks, with_the_same_part
 from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
 
 
@@ -28,6 +29,9 @@ class SonicMoEExpertParallelism(EPImplementation):
         self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), self.num_local_experts)
         self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
         setattr(experts, PARALLELISM, self)
+        when_split = vars(experts).pop(WHEN_SPLIT, None)
+        if when_split is not None:
+            when_split(experts)
 
     def __deepcopy__(self, memo):
         return self  # as Transformers' forward around it, a function, is not copied either
@@ -35,6 +39,18 @@ class SonicMoEExpertParallelism(EPImplementation):
     def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that ranks with the same batch share: each has the gradient of what its own experts do with it."""
         return tensor if self.batch_group is None else sum_gradients(tensor, self.batch_group)
+
+    def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this rank's experts, which have tokens of all batches: its gradient becomes that of the mean of the
+        batches' losses, the same on all ranks that hold these experts."""
+        num_batches = dist.get_world_size() // self.tp_mesh.size()
+        return mean_of_gradients(tensor, num_batches, with_the_same_part(self.ranks.group))
+
+    def begin_alike(self, tensor: torch.Tensor) -> None:
+        """Have all ranks that hold these experts begin with the first one's values of a tensor."""
+        group = with_the_same_part(self.ranks.group)
+        if group is not None:
+            dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
 
     def __call__(self, hidden_states, top_k_index, top_k_weights):
         """The experts' output [T, H] for this rank's tokens [T, H].

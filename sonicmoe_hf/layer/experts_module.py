@@ -13,6 +13,7 @@ from torch import nn
 
 IMPLEMENTATION = "sonicmoe_hf"  # our name as experts_implementation and as ep_implementation
 PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: what brings them their tokens, if we do
+WHEN_SPLIT = "_sonicmoe_hf_when_split"  # attribute of experts: to be called with them once ranks share them, if we do
 
 
 class Sizes(NamedTuple):
@@ -30,7 +31,12 @@ class Sizes(NamedTuple):
 
 
 class Ranks(Protocol):
-    """The ranks that share a layer's experts."""
+    """The ranks of `group` that share a layer's experts, this one's place among them, and how many experts each has."""
+
+    group: torch.distributed.ProcessGroup
+    rank: int
+    size: int
+    num_local: int
 
     @property
     def experts(self) -> slice:
@@ -40,14 +46,21 @@ class Ranks(Protocol):
 class ExpertParallelism(Protocol):
     """What brings experts the tokens of other ranks: expert_parallel.implementation.
 
-    batch_group: the ranks that have the same batch, or None.
+    batch_group: the ranks that have the same batch, or None. ep_mesh: `ranks` as a DeviceMesh.
     """
 
     ranks: Ranks
     batch_group: torch.distributed.ProcessGroup | None
+    ep_mesh: Any
 
     def with_summed_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that ranks with the same batch share."""
+
+    def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of this rank's experts."""
+
+    def begin_alike(self, tensor: torch.Tensor) -> None:
+        """Of ranks with the same experts, all take the first one's values."""
 
 
 def is_native(module: nn.Module) -> bool:

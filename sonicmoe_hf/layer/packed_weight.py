@@ -66,17 +66,23 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def quantize(
-        cls, weight: torch.Tensor, format: str, is_transposed: bool = False, order: str = "whole"
+        cls,
+        weight: torch.Tensor,
+        format: str,
+        is_transposed: bool = False,
+        order: str = "whole",
+        mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
     ) -> PackedWeight:
         """`weight` [E, N, K] ([E, K, N] if `is_transposed`) packed, on its device.
 
         order: "concatenated" if its first N/2 rows are gates and the others ups, "interleaved" if gates and ups come in
             turn; fp8 and nvfp4 give each half blocks or a scale of its own.
+        mean: of NF4's scales; kernels.quantized says where it is another's.
         Raises:
             ValueError: NaN or infinity, or K no multiple of the format's block.
         """
         weight = weight.detach()
-        packed = quantize(weight.transpose(1, 2) if is_transposed else weight, format, order)
+        packed = quantize(weight.transpose(1, 2) if is_transposed else weight, format, order, mean)
         return cls(packed, format, weight.dtype, is_transposed)
 
     @classmethod

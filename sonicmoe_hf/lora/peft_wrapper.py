@@ -3,7 +3,8 @@ parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_feat
 get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
-the experts' forward instead. Imported when PEFT is (registration.py).
+the experts' forward instead. Imported when PEFT is (registration.py). Adapters of experts that ranks share are another
+module's (shared_experts.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ..patching.active_adapters import Given
 from ..patching.experts import experts_facts
 from ..patching.forwards import why_not_reached
 from ..private.transformers import experts_implementation, experts_implementation_at_once
+from . import shared_experts
 
 logger = logging.getLogger(__name__)
 _PEFTS_ACTIVATE = ParamWrapper._activate_lora
@@ -127,7 +129,7 @@ def _obstacle(wrapper: ParamWrapper, experts: nn.Module) -> str | None:
     return None if dtype in FLOAT_DTYPES else f"{name} is stored as {dtype}"
 
 
-def _weight(linears: Any, adapter: str) -> torch.Tensor:
+def _weight(linears: Any, adapter: str) -> Any:
     """Of a Linear, without Module.__getattr__, which takes ten times as long."""
     linear = linears._modules[adapter]
     parameters = linear._parameters
@@ -139,19 +141,14 @@ def _weight(linears: Any, adapter: str) -> torch.Tensor:
 def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
     """One adapter, as PEFT stores it where that is what `LowRank` takes."""
     slow, fast = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
-    scale, parallelism = wrapper.scaling[adapter], checked.parallelism
-    if parallelism is None and not checked.is_swapped:
+    scale, parallelism, num_experts = wrapper.scaling[adapter], checked.parallelism, wrapper.num_experts
+    if parallelism is not None:
+        slow, fast = (parallelism.with_mean_gradient(factor.to_local()) for factor in (slow, fast))
+        num_experts = parallelism.ranks.num_local
+    if not checked.is_swapped:
         return LowRank(slow, fast, scale)
-    if parallelism is not None:
-        # each rank has the gradients of its own experts' factors; ranks with other batches are averaged by whoever
-        # averages the other adapters
-        slow, fast = parallelism.with_summed_gradient(slow), parallelism.with_summed_gradient(fast)
-    a, b, _ = of_experts(LowRank(slow, fast), wrapper.num_experts)
-    if checked.is_swapped:
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
-    if parallelism is not None:
-        a, b = a[parallelism.ranks.experts], b[parallelism.ranks.experts]
-    return LowRank(a, b, scale)
+    a, b, _ = of_experts(LowRank(slow, fast), num_experts)
+    return LowRank(b.transpose(1, 2), a.transpose(1, 2), scale)
 
 
 def _activate_lora(self, active_adapters):
@@ -212,12 +209,13 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
 
 
 def install() -> None:
-    """Have PEFT's ParamWrapper hand the factors to our experts, its policy for FSDP leave them in their layer, and its
-    hooks for tensor parallelism leave them whole under expert parallelism."""
+    """Have PEFT's ParamWrapper hand the factors to our experts, its policy for FSDP leave them in their layer, its hooks
+    for tensor parallelism leave them alone under expert parallelism, and `shared_experts` shard them there."""
     setattr(ParamWrapper, "_activate_lora", _activate_lora)  # noqa: B010  (mypy refuses an assignment)
     peft_other.fsdp_auto_wrap_policy = _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:
         peft_model.get_tp_plan_and_mesh = _get_tp_plan_and_mesh
+    shared_experts.install()
 
 
 install()

@@ -1,4 +1,4 @@
-"""PEFT's private parts, which patching/peft_adapters.py replaces and reads."""
+"""PEFT's private parts, which lora/peft_wrapper.py and lora/shared_experts.py replace and reads."""
 
 USED = {
     "peft.tuners.lora.layer.ParamWrapper._activate_lora": ("0.20 to 0.21", "LoRA on experts without forming W + BA"),
@@ -7,6 +7,10 @@ USED = {
         "0.20 to 0.21",
         "which of an adapter's sides is the input's",
     ),
+    "peft.tuners.lora.layer.ParamWrapper.update_layer": ("0.20 to 0.21", "sharding the factors of experts"),
+    "peft.tuners.lora.layer.ParamWrapper.get_delta_weight": ("0.20 to 0.21", "the error for merging sharded factors"),
+    "peft.tuners.tuners_utils.BaseTuner.inject_adapter": ("0.20 to 0.21", "averaging the gradients of other adapters"),
+    "peft.utils.save_and_load._reshard_dtensor_values_for_load": ("0.21 to 0.21", "loading the factors of experts"),
     "peft.tuners.lora.model.get_tp_plan_and_mesh": (
         "0.21 to 0.21",
         "adapters of experts under expert and tensor parallelism",

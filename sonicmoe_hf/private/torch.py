@@ -46,6 +46,10 @@ USED = {
     "torch.utils._pytree.tree_flatten": ("2.11 to 2.15", "vmap over our functions"),
     "torch.utils._pytree.tree_leaves": ("2.11 to 2.15", "noticing that a model's backward begins"),
     "torch.utils._pytree.tree_unflatten": ("2.11 to 2.15", "vmap over our functions"),
+    "torch.distributed.tensor.placement_types._StridedShard": (
+        "2.11 to 2.15",
+        "adapters of experts that ranks share",
+    ),
     "torch.nn.Module()._modules": ("2.11 to 2.15", "finding what PEFT, FSDP and checkpointing wrap"),
     "torch.nn.Module()._parameters": ("2.11 to 2.15", "restoring experts from a Trainer's checkpoint in place"),
     "torch.nn.Module()._buffers": ("2.11 to 2.15", "restoring experts from a Trainer's checkpoint in place"),
@@ -112,6 +116,7 @@ __all__ = [
     "remove_batch_dim",
     "remove_hooks",
     "running_modules",
+    "strided_shard",
     "to_copy",
     "tree_flatten",
     "tree_leaves",
@@ -120,6 +125,13 @@ __all__ = [
     "without_torch_function",
     "wrapper_of",
 ]
+
+
+def strided_shard(dim: int, num_groups: int):
+    """The placement of a DTensor of which a rank has its part of each of so many equal groups along a dimension."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=num_groups)
 
 
 def forward_mode_level() -> int:

@@ -35,13 +35,20 @@ USED = {
     "transformers.Trainer._inner_training_loop": ("5.17 to 5.23", "callbacks whose settings end with a training step"),
     "transformers.Trainer._load_from_checkpoint": ("5.17 to 5.23", "restoring experts on resume"),
     "transformers.Trainer._load_best_model": ("5.17 to 5.23", "restoring experts with load_best_model_at_end"),
+    "transformers.Trainer._load_optimizer_and_scheduler": ("5.17 to 5.23", "resuming adapters of sharded models"),
+    "transformers.Trainer._save_rng_state": ("5.17 to 5.23", "resuming adapters of sharded models"),
     "transformers.Trainer._issue_warnings_after_load": ("5.17 to 5.23", "warnings after restoring experts"),
+    "transformers.trainer: _replicated_grad_hook_registered": (
+        "5.23 to 5.23",
+        "averaging adapters' gradients once where the Trainer does it too",
+    ),
     "transformers.distributed.tensor_parallel: _is_hooked": ("5.17 to 5.23", "telling parallel forwards from others"),
     "transformers.distributed.mixin: _device_mesh": ("5.17 to 5.23", "telling which ranks share batch or layers"),
     "transformers.training_args: _n_gpu": ("5.17 to 5.23", "the demo on a machine with several GPUs"),
     "accelerate.hooks: _hf_hook": ("1.10 to 1.15", "telling accelerate's forwards from others"),
     "accelerate.hooks: _old_forward": ("1.10 to 1.15", "telling what accelerate's forwards call"),
 }
+REPLICATED_HOOK = "_replicated_grad_hook_registered"  # attribute of parameters whose gradients are averaged over ranks
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 _WARNING_METHOD = "_issue_warnings_after_load"
 
@@ -170,3 +177,15 @@ def warnings_held_back(trainer) -> Iterator[tuple[list, Any]]:
         yield held, warn
     finally:
         trainer._issue_warnings_after_load = warn
+
+
+def replace_optimizer_loading(trainer, load) -> Any:
+    """Have a Trainer call load(checkpoint) where it loads the optimiser and the schedule; returns its own method."""
+    own = trainer._load_optimizer_and_scheduler
+    trainer._load_optimizer_and_scheduler = load
+    return own
+
+
+def save_random_state(trainer, folder: str) -> None:
+    """Write this rank's random numbers where the Trainer looks for them when it resumes."""
+    trainer._save_rng_state(folder)

@@ -25,10 +25,13 @@ from ..layer.packed_weight import PackedWeight, as_parameter
 from .hub_formats import HUB_FORMATS, with_hub_converters
 from .loading_errors import noted
 from .refusals import check_distributed
+from .shares import await_packed, end_awaiting, gathered_for_saving, is_split, quantize_share, share_of, stored_share
 from .state import from_stored, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
-OF_PACKED = ("_weight_conversions", "_ddp_params_and_buffers_to_ignore")  # attributes of a model with packed experts
+OF_PACKED = (  # attributes of a model with packed experts
+    "_weight_conversions", "_ddp_params_and_buffers_to_ignore", "gather_sharded_state_dict_for_save",
+)  # fmt: skip
 # bytes a weight, somewhat more than is stored (4.13, 4.25, 8.002 and 4.5 bits): what device_map counts with
 ELEMENT_SIZE = {"nf4": 0.6, "mxfp4": 0.6, "fp8": 1.1, "nvfp4": 0.6}
 WEIGHTS = ("gate_up_proj", "down_proj", "c_fc", "c_proj")
@@ -113,6 +116,7 @@ class _Pack(ConversionOps):
     def __init__(self, hf_quantizer: ExpertsQuantizer):
         self.hf_quantizer = hf_quantizer
 
+    @noted
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         if not self.hf_quantizer.packs(model, full_layer_name):
             operation = self.hf_quantizer.linear.get_quantize_ops()
@@ -120,8 +124,11 @@ class _Pack(ConversionOps):
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)
-        format = self.hf_quantizer.quantization_config.experts
-        packed = PackedWeight.quantize(value, format, is_transposed(module), order_of(module, name))
+        format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        if share is None:
+            packed = PackedWeight.quantize(value, format, is_transposed(module), order_of(module, name))
+        else:
+            packed = quantize_share(value, format, is_transposed(module), order_of(module, name), share)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -138,9 +145,10 @@ class _TakePacked(ConversionOps):
             pattern.rstrip("$").rpartition(".")[2]: value[0] if isinstance(value, list) else value
             for pattern, value in input_dict.items()
         }
-        weight = getattr(module, name)
-        format = self.hf_quantizer.quantization_config.experts
-        packed = from_stored(name, tensors, format, weight.dtype, is_transposed(module))
+        format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        if share is not None:
+            tensors = stored_share(name, tensors, format, share)
+        packed = from_stored(name, tensors, format, getattr(module, name).dtype, is_transposed(module))
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -212,13 +220,16 @@ class ExpertsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         weights = check_packable(model, self.quantization_config.experts)
-        check_distributed(model, [name for name, *_ in weights])
+        check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
+        for module in {module for _, module, _ in weights}:
+            await_packed(module, packable(module), self.quantization_config.experts)
         if self.linear is not None:
             self.linear._process_model_before_weight_loading(model, **kwargs)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for module in model.modules():
+            end_awaiting(module)
             if any(isinstance(weight, PackedWeight) for weight in module._parameters.values()):
                 use_stored_names(module)
         finish(model)
@@ -247,6 +258,8 @@ def finish(model: PreTrainedModel) -> None:
     state = vars(model)
     # saved under the names it has: nothing splits packed weights into one per expert
     state["_weight_conversions"] = []
+    if is_split(model):
+        state["gather_sharded_state_dict_for_save"] = gathered_for_saving
     # DDP broadcasts parameters as dense tensors when it starts; PEFT puts prefixes before their names
     names = [name for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)]
     state["_ddp_params_and_buffers_to_ignore"] = [

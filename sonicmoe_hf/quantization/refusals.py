@@ -12,28 +12,43 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..errors import UnsupportedModelError
+from ..layer.experts_module import IMPLEMENTATION, expert_parallel_remedy
 from ..layer.packed_weight import PackedWeight
 from ..registration import when_imported
 
 SHARDING = "replicate them by DDP, or shard them with FSDP2 (fully_shard; accelerate's fsdp_version: 2)"
+CONVERT = "sonicmoe-hf convert SRC DST --layout native --quantize FORMAT"
 DEEPSPEED = f"DeepSpeed does not take packed experts; {SHARDING}, or load the model in bf16 for DeepSpeed"
 SPLIT = "tensor parallelism cannot split packed experts; load the model without tp_size, or in bf16"
 
 
-def check_distributed(model: PreTrainedModel, weights: list[str]) -> None:
+def check_distributed(
+    model: PreTrainedModel, weights: list[str], is_linear_packed: bool = False, hub: dict | None = None
+) -> None:
     """Raise UnsupportedModelError where a model that is being loaded, whose `weights` will be packed, is to be sharded in
-    a way that packed weights do not take."""
+    a way that packed weights do not take, or packed linear layers beside them. hub: as ExpertsQuantizationConfig."""
     if is_deepspeed_zero3_enabled():
         raise UnsupportedModelError(DEEPSPEED)
     config = getattr(model.config, "distributed_config", None)
     sizes = {
         name: getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
     }
+    if hub is not None and sizes["tp_size"] > 1:
+        raise UnsupportedModelError(
+            f"DistributedConfig(tp_size={sizes['tp_size']}) splits linear layers that the checkpoint stores as "
+            f"{hub['quant_method']}; use fsdp_size, or convert the checkpoint first: {CONVERT}"
+        )
+    is_ours = sizes["ep_size"] > 1 and getattr(config, "ep_implementation", None) == IMPLEMENTATION
     for name in ("fsdp_size", "dp_replicate_size"):
-        if sizes[name] > 1:
+        if sizes[name] > 1 and not is_ours:
             raise UnsupportedModelError(
-                f"DistributedConfig({name}={sizes[name]}) does not take packed experts; load the model without it, and "
-                f"{SHARDING}"
+                f"DistributedConfig({name}={sizes[name]}) does not take packed experts; split them by expert parallelism "
+                f"(ep_size, {expert_parallel_remedy()}), or load the model without it, and {SHARDING}"
+            )
+        if sizes[name] > 1 and is_linear_packed:
+            raise UnsupportedModelError(
+                f"DistributedConfig({name}={sizes[name]}) shards the linear layers, which cannot be packed then; leave "
+                "out quantization_config"
             )
     by_experts = sizes["ep_size"] > 1 or getattr(config, "enable_expert_parallel", False)  # the latter until 5.20
     if sizes["tp_size"] > 1 and not by_experts:

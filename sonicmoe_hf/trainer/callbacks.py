@@ -26,6 +26,7 @@ from ..patching.patch import (
 from ..patching.support import find_layers
 from .loss_scale import LossWithScale
 from .policy_trainers import check_no_policy_trainer
+from .rank_states import save_rank_states
 from .resume import restore_experts_on_resume
 from .steps import ask, stop_asking
 from .weights_digest import DIGEST, check_resumed, experts_digest, restore_best
@@ -279,8 +280,10 @@ def attach(trainer) -> ExpertLoadCallback:
 
     The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
     load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
-    leaves out, so that fused experts are restored too. `trainer.compute_loss` gives LoadBalancing(per_layer_loss=...) its
-    scale where the loss is computed outside the model, as by TRL's trainers.
+    leaves out, so that fused experts are restored too. Adapters of a model that Transformers loaded sharded
+    (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint.
+    `trainer.compute_loss` gives LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model,
+    as by TRL's trainers.
 
     Returns:
         The callback, whose `history` keeps rows per expert.
@@ -293,6 +296,7 @@ def attach(trainer) -> ExpertLoadCallback:
         if isinstance(callback, TokenRoundingCallback):
             callback._check_trainer(trainer, trainer.args)
     restore_experts_on_resume(trainer)
+    save_rank_states(trainer)
     callback = next((c for c in callbacks if isinstance(c, ExpertLoadCallback)), None)
     if callback is None:
         callback = ExpertLoadCallback()

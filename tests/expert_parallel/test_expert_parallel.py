@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
@@ -45,9 +44,9 @@ def ranks(tmp_path_factory):
     ranks.close()
 
 
-def load(folder, sizes, routing=None, implementation="sonicmoe_hf"):
+def load(folder, sizes, routing=None, implementation="sonicmoe_hf", **options):
     config = DistributedConfig(**sizes, ep_implementation=implementation)
-    return sonicmoe_hf.from_pretrained(folder, routing=routing, distributed_config=config).train()
+    return sonicmoe_hf.from_pretrained(folder, routing=routing, distributed_config=config, **options).train()
 
 
 @contextlib.contextmanager
@@ -259,14 +258,6 @@ def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks
 # adapters of the experts
 
 
-def averaged(model):
-    """What data parallelism makes of adapters' gradients: Transformers' FSDP2 came before them."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
 def adapted_steps(rank, folder, sizes):
     model = with_lora(load(folder, sizes))
     found = []
@@ -276,8 +267,6 @@ def adapted_steps(rank, folder, sizes):
             model.zero_grad()
             loss = model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).loss
             loss.backward()
-        if sizes == APART:
-            averaged(model)
         found.append({"loss": loss.detach(), **gradients(model)})
     return found
 

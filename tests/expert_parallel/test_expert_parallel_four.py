@@ -3,20 +3,23 @@
 import itertools
 
 import pytest
+import torch
 from helpers.adapters import fused, with_lora
 from helpers.models import assert_all_close, build
 from helpers.parallel import OWN_BATCH, mean_of_ranks
 from helpers.ranks import Ranks
 from helpers.training import POLICY
-from test_expert_parallel import PARTIAL_SUMS, averaged, batch, gradients, load, step
+from test_expert_parallel import PARTIAL_SUMS, batch, gradients, load, step
 from test_expert_parallel import pytestmark as pytestmark
 from torch.distributed.fsdp import fully_shard
 
 import sonicmoe_hf
+from sonicmoe_hf.expert_parallel.gradients import by_mesh, clip_grad_norm_
 from sonicmoe_hf.patching.support import find_layers
 
 APART = {"fsdp_size": 4, "ep_size": 4}
 BATCHES = [*OWN_BATCH, {"rows": 2, "length": 17, "seed": 3}, {"rows": 4, "length": 30, "seed": 4}]
+TWICE = {"fsdp_size": 4, "ep_size": 2}  # each expert on two ranks
 IN_PAIRS = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}  # two ranks share each of two batches
 # odd numbers of tokens; no near ties of scores, which tensor parallelism's other sums would order the other way
 BATCHES_OF_PAIRS = [{"rows": 3, "length": 25, "seed": 3}, OWN_BATCH[0]]
@@ -34,7 +37,6 @@ def steps(rank, folder):
     with fused():
         loss = peft(**batch(**BATCHES_OF_PAIRS[rank // 2])).loss
         loss.backward()
-    averaged(peft)
     return [*found, {"loss": loss.detach(), **gradients(peft)}]
 
 
@@ -61,6 +63,34 @@ def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
         sonicmoe_hf.set_routing(model, routing)
         assert_mean(results, number, model, batches)
     assert_mean(results, 4, with_lora(model), BATCHES_OF_PAIRS)
+
+
+def packed_steps(rank, folder):
+    """Of packed experts, which four ranks share or two ranks twice, with adapters on them and on attention."""
+    found = []
+    for sizes in (APART, TWICE):
+        model = with_lora(load(folder, sizes, POLICY, experts_quantization="nf4"), target_modules=["q_proj", "v_proj"])
+        loss = model(**batch(**BATCHES[rank])).loss
+        loss.backward()
+        result = {"loss": loss.detach(), **{name: one.clone() for name, one in gradients(model).items()}}
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        clipped = clip_grad_norm_(model.parameters(), torch.inf)
+        optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh(model.parameters())], foreach=True)
+        optimizer.step()
+        found.append({**result, "norm": norm, "clipped": clipped})
+    return found
+
+
+def test_four_ranks_train_adapters_beside_packed_experts(ranks, tmp_path):
+    build("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(tmp_path)
+    results = ranks.run(packed_steps, str(tmp_path))
+    model = sonicmoe_hf.from_pretrained(tmp_path, experts_quantization="nf4", routing=POLICY).train()
+    losses, expected = mean_of_ranks(with_lora(model, target_modules=["q_proj", "v_proj"]), BATCHES)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for loss, found in zip(losses, results, strict=True):
+        for one in found:
+            wanted = {"loss": loss, **expected, "norm": norm, "clipped": torch.tensor(0.1)}
+            assert_all_close(one, wanted, 1e-5, PARTIAL_SUMS)
 
 
 def resharded(rank):

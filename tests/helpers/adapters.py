@@ -16,7 +16,11 @@ def random_factors(model, seed=3):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+                factor = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+                if hasattr(parameter, "device_mesh"):  # this takes the rank's part
+                    model.load_state_dict({name: factor}, strict=False)
+                else:
+                    parameter.copy_(factor)
     return model
 
 

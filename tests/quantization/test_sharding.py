@@ -387,7 +387,7 @@ def written_by_qlora(rank, folder):
     )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         options = ["--steps", "1", "--batch-size", "1", "--sequence-length", "32", "--rank", "2", "--output", folder]
-        loss = qlora.main(options)["eval_loss"]
+        loss = qlora.main([*options, "--replicate"])["eval_loss"]
     qlora.load_texts, qlora.make_small_model, sonicmoe_hf.merge_adapter = standard_library_, make, merge
     return written, len(printed.getvalue().splitlines()), loss
 

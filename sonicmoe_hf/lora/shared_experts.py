@@ -1,0 +1,201 @@
+"""PEFT's LoRA on a model whose ranks share its experts (our expert parallelism).
+
+Factors of experts are sharded with them: each is a DTensor, of which a rank holds its own experts' part, as PEFT's whole
+factor would have it. Whole factors appear one at a time, where PEFT makes one, and where an adapter is saved or loaded.
+The gradient of the mean of all batches' losses is complete when backward returns: experts' factors see all ranks' tokens,
+and all other adapters are whole on every rank and averaged over the ranks.
+
+Letters: E experts of the layer, r an adapter's rank. PEFT's private parts here are ParamWrapper and, since 0.21,
+_reshard_dtensor_values_for_load.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import save_and_load
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..layer.experts_module import PARALLELISM, expert_parallelism
+from ..private.torch import strided_shard
+from ..private.transformers import REPLICATED_HOOK
+
+SHARDED = "_sonicmoe_hf_sharded"  # attribute of ParamWrappers whose factors are sharded with their experts
+AVERAGED = "_sonicmoe_hf_averaged"  # attribute of models whose replicated adapters' gradients we average
+SIDES = ("lora_A", "lora_B")
+_PEFTS_UPDATE = ParamWrapper.update_layer
+_PEFTS_DELTA = ParamWrapper.get_delta_weight
+_PEFTS_INJECT = BaseTuner.inject_adapter
+_PEFTS_STATE = save_and_load.get_peft_model_state_dict
+_PEFTS_RESHARD: Any = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)  # since 0.21
+
+
+def _by_expert(factor: torch.Tensor, side: str, num_experts: int) -> torch.Tensor:
+    """A view of PEFT's factor in which experts have a dimension: A's first of three, B's last."""
+    if side == "lora_A":  # [r * E, in], the expert slowest
+        return factor.view(num_experts, -1, factor.shape[1])
+    return factor.view(factor.shape[0], -1, num_experts)  # [out, r * E], the expert fastest
+
+
+def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
+    """This rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    ranks = parallelism.ranks
+    view = _by_expert(whole, side, ranks.size * ranks.num_local)
+    if side == "lora_A":
+        local, placement = view[ranks.experts].reshape(-1, whole.shape[1]), Shard(0)
+    else:
+        local, placement = view[..., ranks.experts].reshape(len(whole), -1), strided_shard(1, view.shape[1])
+    local = local.clone(memory_format=torch.contiguous_format)  # nothing holds the whole factor
+    return DTensor.from_local(
+        local, parallelism.ep_mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
+    """PEFT's factor of all experts in the memory of the host, from the ranks' parts. All ranks of the group call it."""
+    ranks = parallelism.ranks
+    local = _by_expert(factor.to_local().detach().contiguous(), side, ranks.num_local)
+    parts = [torch.empty_like(local) for _ in range(ranks.size)]
+    dist.all_gather(parts, local, group=ranks.group)
+    return torch.cat([part.cpu() for part in parts], dim=0 if side == "lora_A" else 2).view(factor.shape)
+
+
+def _factors(wrapper: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
+    """(name in a state dict, side, parameter) of the factors of every adapter of a wrapper."""
+    for side in SIDES:
+        for adapter, linear in getattr(wrapper, side).items():
+            yield f"{prefix}{side}.{adapter}.weight", side, linear.weight
+
+
+def _take_own_part(wrapper, state_dict, prefix, *_):
+    parallelism = expert_parallelism(wrapper.get_base_layer())
+    for name, side, factor in _factors(wrapper, prefix):
+        given = state_dict.get(name)
+        if given is not None and given.shape == factor.shape and not hasattr(given, "device_mesh"):
+            state_dict[name] = own_part(given.to(factor.device), side, parallelism)
+
+
+def _update_layer(self, adapter_name, *args, **kwargs):
+    """In place of ParamWrapper's, which makes the factors of an adapter: of all experts, of which this rank's stay."""
+    parallelism = expert_parallelism(self.get_base_layer())
+    if parallelism is None:
+        return _PEFTS_UPDATE(self, adapter_name, *args, **kwargs)
+    self.num_experts = parallelism.ranks.size * parallelism.ranks.num_local
+    result = _PEFTS_UPDATE(self, adapter_name, *args, **kwargs)
+    for side in SIDES:
+        linear: Any = getattr(self, side)[adapter_name]
+        part = own_part(linear.weight.detach(), side, parallelism)
+        parallelism.begin_alike(part.to_local())
+        linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
+    if not hasattr(self, SHARDED):
+        setattr(self, SHARDED, True)
+        self.register_load_state_dict_pre_hook(_take_own_part)
+    return result
+
+
+def _get_delta_weight(self, adapter_name, *args, **kwargs):
+    """In place of ParamWrapper's, which merging calls."""
+    if hasattr(self, SHARDED):
+        raise UnsupportedModelError(
+            "adapters of experts that ranks share cannot be merged in memory; save the adapter, and merge it into the "
+            "checkpoint: sonicmoe-hf merge BASE ADAPTER DST"
+        )
+    return _PEFTS_DELTA(self, adapter_name, *args, **kwargs)
+
+
+def _shares_experts(model: nn.Module) -> bool:
+    return any(PARALLELISM in vars(module) for module in model.modules())
+
+
+def _inject_adapter(self, model, *args, **kwargs):
+    """In place of BaseTuner's, by which every way to make an adapter passes."""
+    result = _PEFTS_INJECT(self, model, *args, **kwargs)
+    if not hasattr(model, AVERAGED) and _shares_experts(model):
+        setattr(model, AVERAGED, True)
+        model.register_forward_pre_hook(_average_replicated)
+    return result
+
+
+@torch.compiler.disable
+def _average_replicated(model: nn.Module, args: Any) -> None:
+    """Have each trainable parameter that is whole on every rank begin alike, and its gradient be averaged from now on."""
+    if not torch.is_grad_enabled():
+        return
+    for parameter in model.parameters():
+        is_replicated = parameter.requires_grad and not hasattr(parameter, "device_mesh")
+        if is_replicated and not hasattr(parameter, REPLICATED_HOOK):  # the Trainer's hook does the same
+            dist.broadcast(parameter.data, src=0)
+            parameter.register_post_accumulate_grad_hook(_average_gradient)
+            setattr(parameter, REPLICATED_HOOK, True)
+
+
+def _average_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad /= dist.get_world_size()
+    dist.all_reduce(parameter.grad)
+
+
+def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
+    """In place of PEFT's: factors of all experts, and nothing made whole that is not the adapter's."""
+    if not _shares_experts(model):
+        return _PEFTS_STATE(model, state_dict, *args, **kwargs)
+    sharded = {
+        factor: (side, expert_parallelism(module.get_base_layer()))
+        for prefix, module in model.named_modules()
+        if hasattr(module, SHARDED)
+        for factor, side, _ in _factors(module, f"{prefix}." if prefix else "")
+    }
+    given = _of_adapters(model, model.state_dict() if state_dict is None else state_dict)
+    for name, (side, parallelism) in sharded.items():
+        if hasattr(given.get(name), "device_mesh"):
+            given[name] = whole_factor(given[name], side, parallelism)
+    return _PEFTS_STATE(model, given, *args, **kwargs)
+
+
+def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What of a state dict may belong to an adapter: no experts, and no frozen weights of sharded layers. PEFT makes all
+    that it is given whole, in each rank's memory, before it looks for the adapter."""
+    experts = tuple(f"{name}." for name, module in model.named_modules() if PARALLELISM in vars(module))
+    frozen = {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and hasattr(parameter, "device_mesh") and ".layers." in f".{name}"
+    }
+    return {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if "lora_" in name or not (name.startswith(experts) or name in frozen)
+    }
+
+
+def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """In place of PEFT's, which leaves the factors to `_take_own_part`."""
+    ours = {
+        name: state_dict.pop(name)
+        for prefix, module in model.named_modules()
+        if hasattr(module, SHARDED)
+        for name, *_ in _factors(module, f"{prefix}." if prefix else "")
+        if name in state_dict
+    }
+    return {**_PEFTS_RESHARD(model, state_dict), **ours}
+
+
+def install() -> None:
+    """Have PEFT make, load, save and average adapters so."""
+    for name, ours in (("update_layer", _update_layer), ("get_delta_weight", _get_delta_weight)):
+        setattr(ParamWrapper, name, ours)
+    setattr(BaseTuner, "inject_adapter", _inject_adapter)  # noqa: B010  (mypy refuses an assignment)
+    for module in ("peft", "peft.functional", "peft.peft_model", "peft.utils", "peft.utils.save_and_load"):
+        if hasattr(sys.modules.get(module), "get_peft_model_state_dict"):
+            vars(sys.modules[module])["get_peft_model_state_dict"] = _get_peft_model_state_dict
+    if _PEFTS_RESHARD is not None:
+        vars(save_and_load)["_reshard_dtensor_values_for_load"] = _reshard_dtensor_values_for_load

@@ -1,0 +1,117 @@
+"""Packed experts under expert parallelism, on two and four gloo ranks: each holds its own experts, and together they compute
+what one rank with all of them computes."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.models import assert_all_close, batch, build
+from helpers.parallel import OWN_BATCH
+from helpers.ranks import WORLD, Ranks
+from helpers.training import POLICY
+from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, all_to_all, load
+from test_expert_parallel import pytestmark as pytestmark
+from transformers import BitsAndBytesConfig
+from transformers.distributed import DistributedConfig
+
+import sonicmoe_hf
+from sonicmoe_hf.layer.packed_weight import PackedWeight
+from sonicmoe_hf.patching.support import find_layers
+from sonicmoe_hf.quantization.shares import Share, quantize_share
+
+FORMATS = ["nf4", "mxfp4", "fp8", "nvfp4"]
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def weights(model):
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
+
+
+def held_logits(model, rank, sizes, routing=None):
+    """This rank's logits in training, with tokens brought in both ways, and the values of its packed weights."""
+    held = weights(model)
+    assert len(held) == 4 and all(len(weight) == len(weight.codes) == 4 for weight in held.values())
+    found = []
+    sonicmoe_hf.set_routing(model, routing)
+    for by in (contextlib.nullcontext, all_to_all):
+        with by():
+            found.append(model(**batch(**OWN_BATCH[rank if sizes == APART else 0])).logits.detach())
+    return found, {name: weight.dequantize() for name, weight in held.items()}
+
+
+def packed_and_reloaded(rank, folder, sizes, format):
+    model = load(f"{folder}/hub", sizes, experts_quantization=format)
+    model.save_pretrained(f"{folder}/saved")
+    dist.barrier()
+    reloaded = load(f"{folder}/saved", sizes)
+    return [held_logits(model, rank, sizes), held_logits(reloaded, rank, sizes, POLICY)]
+
+
+@pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_ranks_pack_save_and_reload_their_experts_as_one_rank_does_all(ranks, format, sizes, tmp_path):
+    build("qwen3_moe", **SIZES).save_pretrained(tmp_path / "hub")
+    model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format).train()
+    results = ranks.run(packed_and_reloaded, str(tmp_path), sizes, format)
+    saved = sonicmoe_hf.from_pretrained(tmp_path / "saved").train()
+    for whole, routing in ((model, None), (saved, POLICY)):
+        sonicmoe_hf.set_routing(whole, routing)
+    for rank, loads in enumerate(results):
+        for whole, (found, held) in zip((model, saved), loads, strict=True):
+            for name, weight in held.items():
+                assert torch.equal(weight, weights(whole)[name].dequantize()[4 * rank : 4 * rank + 4]), name
+            expected = whole(**batch(**OWN_BATCH[rank if sizes == APART else 0])).logits.detach()
+            for one in found:
+                assert_all_close({"logits": one}, {"logits": expected}, 1e-5, PARTIAL_SUMS)
+    state = model.state_dict()
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def refusals(rank, folder):
+    messages = []
+    for name, sizes, options in (
+        ("damaged", APART, {}),
+        ("narrow", APART, {}),
+        ("hub", {**APART, "ep_implementation": "all_to_all"}, {}),
+        ("hub", {"fsdp_size": WORLD}, {}),
+        ("hub", APART, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}),
+    ):
+        config = DistributedConfig(**{"ep_implementation": "sonicmoe_hf", **sizes})
+        try:
+            sonicmoe_hf.from_pretrained(
+                f"{folder}/{name}", distributed_config=config, experts_quantization="nf4", **options
+            )
+        except (ValueError, RuntimeError) as error:
+            messages.append(f"{error}")
+    experts = next(find_layers(build("qwen3_moe", **SIZES))).experts
+    experts.down_proj.data[0, 0, 0] = torch.nan
+    share = Share(dist.group.WORLD, rank, WORLD)
+    try:
+        quantize_share(experts.down_proj.data[4 * rank : 4 * rank + 4], "nf4", False, "whole", share)
+    except ValueError as error:
+        messages.append(f"{error}")
+    return messages
+
+
+def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
+    model = build("qwen3_moe", **SIZES)
+    model.save_pretrained(tmp_path / "hub")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[0, 0, 0] = torch.nan  # an expert of the first rank
+    model.save_pretrained(tmp_path / "damaged")
+    build("qwen3_moe", hidden_size=64, moe_intermediate_size=64, num_experts=2).save_pretrained(tmp_path / "narrow")
+    for damaged, narrow, theirs, sharded, linear, nan in ranks.run(refusals, str(tmp_path)):
+        assert "NaN or infinite" in damaged
+        assert "NaN or infinite" in nan
+        assert 'use "mxfp4"' in narrow
+        assert 'ep_implementation="sonicmoe_hf"' in theirs and 'ep_implementation="sonicmoe_hf"' in sharded
+        assert "leave out quantization_config" in linear
