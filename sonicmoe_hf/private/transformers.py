@@ -6,6 +6,7 @@ They are imported where they are used: parts of sonicmoe_hf are imported while T
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ USED = {
         "5.23 to 5.23",
         "averaging adapters' gradients once where the Trainer does it too",
     ),
+    "transformers.distributed.sharding_utils.DtensorShardOperation": ("5.23 to 5.23", "scales that are one number"),
+    "transformers.distributed.sharding_utils: _axis0_offset": ("5.23 to 5.23", "scales that are one number"),
+    "transformers.distributed.sharding_utils: _axis0_local_size": ("5.23 to 5.23", "scales that are one number"),
+    "transformers.distributed.sharding_utils: _axis0_size": ("5.23 to 5.23", "scales that are one number"),
     "transformers.distributed.tensor_parallel: _is_hooked": ("5.17 to 5.23", "telling parallel forwards from others"),
     "transformers.distributed.mixin: _device_mesh": ("5.17 to 5.23", "telling which ranks share batch or layers"),
     "transformers.training_args: _n_gpu": ("5.17 to 5.23", "the demo on a machine with several GPUs"),
@@ -189,3 +194,26 @@ def replace_optimizer_loading(trainer, load) -> Any:
 def save_random_state(trainer, folder: str) -> None:
     """Write this rank's random numbers where the Trainer looks for them when it resumes."""
     trainer._save_rng_state(folder)
+
+
+def read_scalars_whole() -> None:
+    """Have Transformers read a number that a checkpoint stores beside a sharded weight: there is nothing to be cut. It is
+    one of this rank's experts, or a linear layer's."""
+    try:
+        from transformers.distributed.sharding_utils import DtensorShardOperation
+    except ImportError:  # before 5.23, where we split no experts
+        return
+    own: Any = DtensorShardOperation.shard_tensor
+
+    @functools.wraps(own)
+    def shard_tensor(self, source, tensor_idx=None, device=None, dtype=None):
+        shape = tuple(source.shape if hasattr(source, "shape") else source.get_shape())
+        if shape not in ((), (1,)) or self.param_ndim < 2:
+            return own(self, source, tensor_idx=tensor_idx, device=device, dtype=dtype)
+        if self.param_ndim == 3 and tensor_idx is not None:
+            expert = tensor_idx % self._axis0_size - self._axis0_offset
+            if not 0 <= expert < self._axis0_local_size:
+                return None
+        return source[...].to(device=device, dtype=dtype)
+
+    setattr(DtensorShardOperation, "shard_tensor", shard_tensor)  # noqa: B010  (mypy refuses an assignment)

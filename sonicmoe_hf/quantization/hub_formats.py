@@ -15,7 +15,9 @@ from ..errors import CheckpointError
 from ..kernels.minifloat import from_e2m1, from_e4m3
 from ..kernels.quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, scales_in_fp32
 from ..layer.packed_weight import as_parameter
+from ..private.transformers import read_scalars_whole
 from .loading_errors import noted
+from .shares import gathered_rows
 from .state import checked_weight
 
 TO_BF16 = "load the bf16 checkpoint that it was made from"
@@ -55,10 +57,22 @@ def _fp8_scales(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    scales = scales_in_fp32(_fp8_scales(weight, scale_inv))
+    return _rows_of_fp8(weight, scales_in_fp32(_fp8_scales(weight, scale_inv)), 0)
+
+
+def _rows_of_fp8(weight: torch.Tensor, scales: torch.Tensor, first: int) -> torch.Tensor:
+    """Some rows of a weight, from the `first` on, by the scales of the whole weight."""
     rows, columns = weight.shape
-    by_row = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
+    by_row = scales[torch.arange(first, first + rows, device=scales.device) // FP8_BLOCK]
     return weight.float() * by_row.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+
+
+def _dense_part_of_fp8(weight: torch.Tensor, scale_inv: torch.Tensor, parameter) -> torch.Tensor:
+    """A rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but blocks need
+    not end where parts do."""
+    whole, first = gathered_rows(scale_inv, -(-parameter.shape[0] // FP8_BLOCK), parameter)
+    like_whole = weight.new_empty(parameter.shape, device="meta")
+    return _rows_of_fp8(weight, scales_in_fp32(_fp8_scales(like_whole, whole)), first)
 
 
 def _pack_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
@@ -177,21 +191,24 @@ class _TakeDense(ConversionOps):
     @noted
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
-        ends = ("", *self.format.scales)
+        parameter, ends = getattr(module, name), ("", *self.format.scales)
         tensors = [found[0] for end in ends if (found := input_dict.get(f"{WEIGHT[1:]}{end}$"))]
-        weight, dtype = tensors[0], getattr(module, name).dtype
+        weight, is_split = tensors[0], hasattr(parameter, "device_mesh")
         is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
         if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(ends)):
             raise CheckpointError(
                 f"{full_layer_name} is {weight.dtype} with {len(tensors) - 1} of {len(ends) - 1} scales"
             )
         try:
-            dense = self.format.dense(*tensors) if is_packed else weight
+            if is_packed and is_split and self.format.name == "fp8":
+                dense = _dense_part_of_fp8(*tensors, parameter)
+            else:
+                dense = self.format.dense(*tensors) if is_packed else weight
         except CheckpointError as error:
             raise CheckpointError(f"{full_layer_name}: {error}") from error
         if is_packed and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{full_layer_name} or its scales have NaN or infinite values")
-        return {full_layer_name: dense.to(dtype)}
+        return {full_layer_name: dense.to(parameter.dtype)}
 
 
 def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
@@ -219,3 +236,6 @@ def _of_experts(converter, hf_quantizer, format: HubFormat):
 
 def _is_weight(source: str) -> bool:
     return source.endswith(WEIGHT)
+
+
+read_scalars_whole()  # nvfp4's scale of a tensor, where ranks read parts of a checkpoint

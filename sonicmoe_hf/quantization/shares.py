@@ -7,14 +7,14 @@ What it holds is a packed weight of these experts alone, with the values that on
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedExpertsError
+from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, SCALE_SCALES, SCALES_PER_SCALE, check_part, state_of_part, state_of_parts
 from ..layer.experts_module import WHEN_SPLIT, expert_parallelism
 from ..layer.packed_weight import PackedWeight
@@ -143,6 +143,34 @@ def stored_share(name: str, tensors: dict[str, torch.Tensor], format: str, share
     dist.all_gather_into_tensor(pieces, padded, group=share.group)
     state = state_of_part(pieces[:length], share.experts(num_local), scales_per_expert)
     return dict(zip(stored_as(name, format), (codes, scales, state)))
+
+
+def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
+    """Of what a checkpoint stores for a sharded parameter, with `rows` rows in all: (all rows, from the ranks' pieces;
+    which of the parameter's own rows is this rank's first). All ranks call it.
+
+    Raises:
+        CheckpointError: the parameter is sharded otherwise than by its rows over one group of ranks.
+    """
+    mesh, sharded = parameter.device_mesh, []
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate() and mesh.size(dim) > 1:
+            sharded.append((dim, placement))
+    if not sharded:
+        return piece, 0
+    if len(sharded) > 1 or not sharded[0][1].is_shard(0):
+        raise CheckpointError(
+            f"a linear layer is sharded as {parameter.placements}, which the checkpoint's blocks do not take; shard by "
+            "fsdp_size alone"
+        )
+    dim = sharded[0][0]
+    count, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    most = -(-rows // count)
+    sent = piece.contiguous().view(torch.uint8)
+    sent = torch.nn.functional.pad(sent, (0, 0, 0, most - len(sent)))
+    received = sent.new_empty(count * most, sent.shape[1])
+    dist.all_gather_into_tensor(received, sent, group=mesh.get_group(dim))
+    return received[:rows].view(piece.dtype), rank * -(-parameter.shape[0] // count)
 
 
 def is_split(model: nn.Module) -> bool:

@@ -2,10 +2,13 @@
 what one rank with all of them computes."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.checkpoints import edit_config, make, rewrite, tensors_in
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH
 from helpers.ranks import WORLD, Ranks
@@ -115,3 +118,37 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
         assert 'use "mxfp4"' in narrow
         assert 'ep_implementation="sonicmoe_hf"' in theirs and 'ep_implementation="sonicmoe_hf"' in sharded
         assert "leave out quantization_config" in linear
+
+
+def module_of(name):
+    """Another module of tests, which makes checkpoints."""
+    path = Path(__file__).resolve().parents[1] / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def from_hub(rank, folder, format):
+    model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(**batch(**OWN_BATCH[rank])).logits
+    return logits, {name: weight.dequantize() for name, weight in weights(model).items()}
+
+
+@pytest.mark.parametrize(("format", "family"), [("fp8", "deepseek_v3"), ("fp8", "qwen3_moe"), ("nvfp4", "qwen3_moe")])
+def test_ranks_take_their_experts_of_a_hub_checkpoint_as_they_are(ranks, format, family, tmp_path):
+    if format == "fp8":  # a rank's 72 rows of 144 end inside a block
+        module_of("quantization/test_hub_formats").make_fp8(tmp_path / "hub", family)
+    else:
+        made_of = module_of("checkpoints/test_nvfp4")
+        make(tmp_path / "hub", family, **made_of.SIZES)
+        rewrite(tmp_path / "hub", made_of.as_nvfp4(tensors_in(tmp_path / "hub"))[0])
+        edit_config(tmp_path / "hub", quantization_config=made_of.DECLARED)
+    model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format, dtype=torch.float32).train()
+    for rank, (logits, held) in enumerate(ranks.run(from_hub, str(tmp_path / "hub"), format)):
+        for name, weight in held.items():
+            assert torch.equal(weight, weights(model)[name].dequantize()[4 * rank : 4 * rank + 4]), name
+        with torch.no_grad():
+            expected = model(**batch(**OWN_BATCH[rank])).logits
+        assert_all_close({"logits": logits}, {"logits": expected}, 1e-5, PARTIAL_SUMS)
