@@ -253,9 +253,8 @@ def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
         model = from_pretrained(tmp_path, experts_quantization=name)
     result = sum(weight.nbytes for weight in model.parameters())
     assert layer < memory.most <= result + 2 * layer
-    assert (
-        sum(weight.nbytes for weight in packed_in(model).values()) < 0.35 * layers * layer
-    )  # NF4's 256-entry map counts
+    bound = 0.51 if name == "fp8" else 0.35  # of bf16; NF4's 256-entry map counts
+    assert sum(weight.nbytes for weight in packed_in(model).values()) < bound * layers * layer
 
 
 @pytest.mark.parametrize("source, asked, match", [
