@@ -113,8 +113,25 @@ def _split(h, interleaved):
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 
 
-def _join(gate, up, interleaved):
-    return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
+def _join(parts, interleaved):
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+
+
+def _curve(x, name):
+    """The activation `name` of a value, without a gate, and its slope."""
+    if name == "silu":
+        sigmoid = torch.sigmoid(x)
+        value = x * sigmoid
+        return value, sigmoid + value * (1 - sigmoid)
+    if name == "gelu":
+        cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        return x * cdf, cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    scale = math.sqrt(2 / math.pi)  # gelu_tanh
+    tanh = torch.tanh(scale * (x + 0.044715 * x**3))
+    slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * scale * (1 + 3 * 0.044715 * x * x)
+    return 0.5 * x * (1 + tanh), slope
 
 
 def _activate(gate, up, activation: Activation, da=1.0):
@@ -135,20 +152,29 @@ def _activate(gate, up, activation: Activation, da=1.0):
     if name == "reglu":
         value = torch.relu(gate)
         return value * up, torch.where(gate <= 0, 0.0, da * up), da * value
-    if name == "swiglu":
-        sigmoid = torch.sigmoid(gate)
-        value = gate * sigmoid
-        slope = sigmoid + value * (1 - sigmoid)
-    elif name == "geglu":
-        cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
-        value = gate * cdf
-        slope = cdf + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
-    else:  # geglu_tanh
-        scale = math.sqrt(2 / math.pi)
-        tanh = torch.tanh(scale * (gate + 0.044715 * gate**3))
-        value = 0.5 * gate * (1 + tanh)
-        slope = 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * scale * (1 + 3 * 0.044715 * gate * gate)
+    value, slope = _curve(gate, {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[name])
     return value * up, da * slope * up, da * value
+
+
+def _activate_ungated(h, activation: Activation, da=1.0):
+    """`_activate` of an activation without a gate: a, and the gradient of h."""
+    if activation.name in ("relu", "relu2"):
+        value = torch.relu(h)
+        if activation.name == "relu":
+            return value, torch.where(h <= 0, 0.0, da)
+        return value * value, torch.where(h <= 0, 0.0, da * 2 * value)
+    value, slope = _curve(h, activation.name)
+    return value, da * slope
+
+
+def _activate_h(h, interleaved, activation: Activation, da=1.0):
+    """a and, of its gradient `da`, those of gate and up, or that of h, as `_join` takes them."""
+    if activation.is_gated:
+        gate, up = _split(h, interleaved)
+        a, *gradients = _activate(gate, up, activation, da)
+    else:
+        a, *gradients = _activate_ungated(h, activation, da)
+    return a, gradients
 
 
 def _add_extra(product, extra: Extra | None, expert, span):
@@ -158,13 +184,13 @@ def _add_extra(product, extra: Extra | None, expert, span):
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     num_rows, width = rows.token.numel(), gate_up_E2IH.shape[1]
     h_R2I = x_TH.new_empty(num_rows, width)
-    a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
+    a_RI = x_TH.new_empty(num_rows, activation.inner(width)) if want_a else None
     for e, span in _spans(rows):
         h = _add_extra(x_TH[rows.token[span]] @ gate_up_E2IH[e].T, extra, e, span)
         h_R2I[span] = h if bias_E2I is None else h + bias_E2I[e]
         if want_a:
-            gate, up = _split(h_R2I[span].to(accumulation_dtype(x_TH.dtype)), interleaved)
-            a_RI[span] = _activate(gate, up, activation)[0].to(a_RI.dtype)
+            h = h_R2I[span].to(accumulation_dtype(x_TH.dtype))
+            a_RI[span] = _activate_h(h, interleaved, activation)[0].to(a_RI.dtype)
     return h_R2I if want_h else None, a_RI
 
 
@@ -193,15 +219,15 @@ def down_backward(
 ):
     dtype = accumulation_dtype(dout_TH.dtype)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
-    a_RI = h_R2I.new_empty(h_R2I.shape[0], h_R2I.shape[1] // 2) if want_a else None
+    a_RI = h_R2I.new_empty(h_R2I.shape[0], down_EHI.shape[2]) if want_a else None
     dw_P = torch.zeros_like(weight_P) if want_dw else None
     for e, span in _spans(rows):
         dout = dout_TH[rows.token[span]]
         weight = weight_P[rows.pair[span], None]
         da = _add_extra(dout @ down_EHI[e], extra, e, span).to(dtype) if want_dh or want_dw else 1.0
-        a, dgate, dup = _activate(*_split(h_R2I[span].to(dtype), interleaved), activation, weight * da)
+        a, gradients = _activate_h(h_R2I[span].to(dtype), interleaved, activation, weight * da)
         if want_dh:
-            dh_R2I[span] = _join(dgate, dup, interleaved).to(dh_R2I.dtype)
+            dh_R2I[span] = _join(gradients, interleaved).to(dh_R2I.dtype)
         if want_a:
             a_RI[span] = (weight * a).to(a_RI.dtype)
         if want_dw:

@@ -8,7 +8,8 @@ padded to a multiple of 8 with zeros.
 
 Row buffers have P rows; what those past `rows.offsets[E]` hold is undefined, and no other row depends on it. Weights come
 as logical views [E, 2I, H] and [E, H, I]: their strides say whether they are stored transposed. `interleaved` says if
-the 2I dimension holds (gate, up) pairs or all gates, then all ups; h and dh keep that order. `weight_P` is in the
+the 2I dimension holds (gate, up) pairs or all gates, then all ups; h and dh keep that order. With an activation that has
+no gate, I stands for 2I in every shape, and `interleaved` says nothing. `weight_P` is in the
 accumulation dtype (`accumulation_dtype`). What a `want_*` flag leaves out comes back as None. Every function is
 deterministic.
 """
@@ -20,7 +21,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .activation import ACTIVATIONS as ACTIVATIONS
+from .activation import GATED as GATED
+from .activation import UNGATED as UNGATED
 from .activation import Activation as Activation
+from .activation import is_gated as is_gated
 
 
 class Rows(NamedTuple):

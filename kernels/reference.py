@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from .activation import is_gated
+
 
 def gated_activation(gate, up, name="swiglu", alpha=1.702, limit=7.0):
     """a = act(gate, up), elementwise; names as in `interface.Activation`."""
@@ -28,6 +30,21 @@ def gated_activation(gate, up, name="swiglu", alpha=1.702, limit=7.0):
     raise ValueError(f"unknown activation {name!r}")
 
 
+def ungated_activation(h, name):
+    """a = act(h), elementwise; names as in `interface.Activation`."""
+    if name == "silu":
+        return F.silu(h)
+    if name == "gelu":
+        return F.gelu(h)
+    if name == "gelu_tanh":
+        return F.gelu(h, approximate="tanh")
+    if name == "relu":
+        return F.relu(h)
+    if name == "relu2":
+        return F.relu(h).square()
+    raise ValueError(f"unknown activation {name!r}")
+
+
 def split_gate_up(h, interleaved):
     """h [..., 2I] -> gate [..., I], up [..., I]."""
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
@@ -35,7 +52,9 @@ def split_gate_up(h, interleaved):
 
 def moe_experts(x_TH, gate_up_E2IH, down_EHI, expert_P, token_P, weight_P, *, gate_up_bias_E2I=None,
                 down_bias_EH=None, interleaved=False, activation="swiglu", alpha=1.702, limit=7.0):  # fmt: skip
-    """out_t = sum_e w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e); experts outside 0..E-1 contribute nothing."""
+    """out_t = sum_e w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e); experts outside 0..E-1 contribute nothing.
+
+    Without a gate in the activation, gate_up and its bias have I rows for 2I."""
     dtype = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
     x_TH, gate_up_E2IH, down_EHI, weight_P = (t.to(dtype) for t in (x_TH, gate_up_E2IH, down_EHI, weight_P))
     out = [torch.zeros_like(x_t) for x_t in x_TH]
@@ -45,7 +64,10 @@ def moe_experts(x_TH, gate_up_E2IH, down_EHI, expert_P, token_P, weight_P, *, ga
         h_2I = gate_up_E2IH[expert] @ x_TH[token]
         if gate_up_bias_E2I is not None:
             h_2I = h_2I + gate_up_bias_E2I[expert].to(dtype)
-        a_I = gated_activation(*split_gate_up(h_2I, interleaved), activation, alpha, limit)
+        if is_gated(activation):
+            a_I = gated_activation(*split_gate_up(h_2I, interleaved), activation, alpha, limit)
+        else:
+            a_I = ungated_activation(h_2I, activation)
         y_H = down_EHI[expert] @ a_I
         if down_bias_EH is not None:
             y_H = y_H + down_bias_EH[expert].to(dtype)

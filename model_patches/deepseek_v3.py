@@ -48,6 +48,7 @@ SAME_ROUTER = (  # model_type, block, router, base class of the models
     ("hy_v4", "HYV4MoE", "HYV4TopkRouter", "HYV4PreTrainedModel"),
     ("kimi_linear", "KimiLinearMoE", "KimiLinearTopkRouter", "KimiLinearPreTrainedModel"),
     ("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashTopkRouter", "MiMoV2FlashPreTrainedModel"),
+    ("nemotron_h", "NemotronHMoE", "NemotronHTopkRouter", "NemotronHPreTrainedModel"),
     ("solar_open", "SolarOpenMoE", "SolarOpenTopkRouter", "SolarOpenPreTrainedModel"),
 )
 FAMILIES = (

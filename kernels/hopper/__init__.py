@@ -125,15 +125,16 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     if isinstance(gate_up_E2IH, PackedOperand):
         return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     _, width, hidden = gate_up_E2IH.shape
-    sizes = (hidden, width // 2)
+    inner = activation.inner(width)
+    sizes = (hidden, inner)
     taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _extra_fits(extra, gate_up_E2IH)
     if _has_few(rows) or not taken:
         return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
-    a_RI = x_TH.new_empty(num_pairs, width // 2) if want_a else None
+    a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
     kernel = _first(
-        _compiled().gemm_up, x_TH.dtype, hidden, width // 2, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
+        _compiled().gemm_up, x_TH.dtype, hidden, inner, gate_up_E2IH.stride(2) == 1, bias_E2I is not None, want_h,
         want_a, activation, interleaved, _rank(extra), tile("gemm_up", width),
     )  # fmt: skip
     _run_on_its_device(

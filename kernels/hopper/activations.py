@@ -1,4 +1,4 @@
-"""Gated activations and their slopes on fp32 scalars in registers; the formulas of kernels/eager.py."""
+"""Activations and their slopes on fp32 scalars in registers; the formulas of kernels/eager.py."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def _clamp(x, high: float, low: float | None = None):
     return x if low is None else cute.arch.fmax(x, Float32(low), nan=True)
 
 
+def _silu(x):
+    """(silu(x), its slope)."""
+    sigmoid = _sigmoid(x)
+    value = x * sigmoid
+    return value, sigmoid + value * (1 - sigmoid)
+
+
 def _gelu(x):
     """(gelu(x), its slope), erf."""
     cdf = 0.5 + 0.5 * cute.math.erf(x * math.sqrt(0.5))
@@ -32,6 +39,9 @@ def _gelu_tanh(x):
     scale = math.sqrt(2 / math.pi)
     cdf = _sigmoid(2 * scale * (x + 0.044715 * x * x * x))
     return x * cdf, cdf + 2 * x * cdf * (1 - cdf) * scale * (1 + 3 * 0.044715 * x * x)
+
+
+_CURVES = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 
 def _where(condition, x):
@@ -55,12 +65,17 @@ def activate(gate, up, name: str, alpha: float, limit: float, da=1.0):
         above = (gate > 0.0) | (gate != gate)
         value = _where(above, gate)
         return value * up, _where(above, da * up), da * value
-    if const_expr(name == "swiglu"):
-        sigmoid = _sigmoid(gate)
-        value = gate * sigmoid
-        slope = sigmoid + value * (1 - sigmoid)
-    elif const_expr(name == "geglu"):
-        value, slope = _gelu(gate)
-    else:
-        value, slope = _gelu_tanh(gate)
+    value, slope = _CURVES[{"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[name]](gate)
     return value * up, da * slope * up, da * value
+
+
+def activate_ungated(h, name: str, da=1.0):
+    """`activate` of an activation without a gate: a and, of its gradient `da`, that of h."""
+    if const_expr(name in ("relu", "relu2")):
+        above = (h > 0.0) | (h != h)
+        value = _where(above, h)
+        if const_expr(name == "relu"):
+            return value, _where(above, da)
+        return value * value, _where(above, da * 2 * value)
+    value, slope = _CURVES[name](h)
+    return value, da * slope

@@ -71,15 +71,15 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
 @cached
 def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool, want_h: bool, want_a: bool, activation,
        interleaved: bool, rank: int, tile: Tile):  # fmt: skip
-    """GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden]."""
-    kind, pairs = DTYPES[dtype], cute.sym_int()
+    """GemmUpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], or without a gate [E, inner, hidden]."""
+    kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
         GemmUpKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
-        _weight(kind, 2 * inner, hidden, hidden_contiguous),
-        _tensor(kind, (cute.sym_int(), 2 * inner), align=2) if bias else None,
-        *_extra(kind, pairs, 2 * inner, rank, hidden_contiguous),
-        _tensor(kind, (pairs, 2 * inner)) if want_h else None,
+        _weight(kind, width, hidden, hidden_contiguous),
+        _tensor(kind, (cute.sym_int(), width), align=2) if bias else None,
+        *_extra(kind, pairs, width, rank, hidden_contiguous),
+        _tensor(kind, (pairs, width)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
     )  # fmt: skip
@@ -88,16 +88,16 @@ def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool,
 @cached
 def gemm_dgated(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
                   activation, interleaved: bool, rank: int, tile: Tile):  # fmt: skip
-    """GemmDgatedKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner]."""
-    kind, pairs = DTYPES[dtype], cute.sym_int()
+    """GemmDgatedKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], or without a gate [R, inner]."""
+    kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
         GemmDgatedKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, inner, hidden, hidden_contiguous),
         *_extra(kind, pairs, inner, rank, hidden_contiguous),
-        _tensor(kind, (pairs, 2 * inner)),
+        _tensor(kind, (pairs, width)),
         _tensor(cutlass.Float32, (pairs,), align=4),
-        _tensor(kind, (pairs, 2 * inner)) if want_dh else None,
+        _tensor(kind, (pairs, width)) if want_dh else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
         _indices(pairs), _indices(pairs), *_tiles(), _stream(), options=OPTIONS,

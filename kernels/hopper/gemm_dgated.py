@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from .activations import activate
+from .activations import activate, activate_ungated
 from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
 from .gemm_common import global_vector
@@ -16,7 +16,8 @@ from .varlen_m import extra_depth
 
 
 class GemmDgatedKernel(EpilogueWarpsKernel):
-    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of gate_up.
+    """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of gate_up; [R, I] where the
+    activation has no gate.
 
     Warpgroup 0: warp 0 produces, warps 1 to 3 are epilogue warps. These read da' from shared memory, and h from global
     memory a group of rows before it is used.
@@ -27,7 +28,8 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
     def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
         super().__init__(dtype, tile)
         self.activation = activation
-        self.interleaved = interleaved
+        self.interleaved = interleaved and activation.is_gated
+        self.sides = activation.width(1)  # columns of h for one of da
 
     @cute.jit
     def __call__(
@@ -67,8 +69,8 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
         lane = cute.arch.lane_idx()
         lane_row = lane // (EPI_TILE_N // VECTOR)
-        h_now = cute.make_rmem_tensor((VECTOR, 2, self.epi_tiles), self.dtype)  # h of a group of rows
-        h_next = cute.make_rmem_tensor((VECTOR, 2, self.epi_tiles), self.dtype)
+        h_now = cute.make_rmem_tensor((VECTOR, self.sides, self.epi_tiles), self.dtype)  # h of a group of rows
+        h_next = cute.make_rmem_tensor((VECTOR, self.sides, self.epi_tiles), self.dtype)
         tile_phase, own_group = Int32(0), Int32(epilogue_warp)
         expert, top, end, column_tile = shared.scheduler.receive(Int32(0))
         tile_count = Int32(1)
@@ -86,7 +88,7 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
                     )
                     self.epilogue_rows(
                         shared, half, h_now, routed, dh, a, parts, row, row - first, end,
-                        column_tile, h.shape[1] // 2,
+                        column_tile, h.shape[1] // self.sides,
                     )  # fmt: skip
                     routed = routed_next
                     for v in cutlass.range_constexpr(cute.size(h_now)):
@@ -107,7 +109,7 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
     ):  # fmt: skip
         """This thread's vectors of h in a row, up to row `end`; returns the row's routing weight."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
-        inner = h.shape[1] // 2
+        inner = h.shape[1] // self.sides
         weight = Float32(0.0)
         if const_expr(inner % self.columns):
             into.fill(0.0)  # act of what lies past the last column must be finite
@@ -116,7 +118,7 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
             for epi_tile in cutlass.range_constexpr(self.epi_tiles):
                 column = self.first_column(column_tile, epi_tile)
                 if column < inner:
-                    for side in cutlass.range_constexpr(2):
+                    for side in cutlass.range_constexpr(self.sides):
                         cute.copy(copy, self.vector_of_h(h, row, column, side), into[None, side, epi_tile])
         return weight
 
@@ -126,10 +128,22 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
         return first + cute.arch.lane_idx() % (EPI_TILE_N // VECTOR) * VECTOR
 
     def vector_of_h(self, h, row, column, side):
-        """The gate or the up vector of h at a column of da; interleaved, the first or second half of both."""
+        """The gate or the up vector of h at a column of da; interleaved, the first or second half of both; without a
+        gate, side 0, the one there is."""
         width = h.shape[1]
         side_column = 2 * column + VECTOR * side if self.interleaved else column + width // 2 * side
         return global_vector(h, Int64(row) * width + side_column)
+
+    def places(self, v, epi_tile):
+        """Where a thread's h of an epi tile has the gate and the up of the v-th column, or without a gate that column."""
+        places = (v,) if self.sides == 1 else (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
+        return [i + self.sides * VECTOR * epi_tile for i in places]
+
+    def activate(self, h_values, da):
+        """act of gate and up, or of h, and their gradients."""
+        if self.sides == 1:
+            return activate_ungated(*h_values, self.activation.name, da)
+        return activate(*h_values, *self.activation, da)
 
     @cute.jit
     def epilogue_rows(
@@ -149,13 +163,11 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
             else:
                 self.read_product(da, shared, half, epi_tile, row_in_half, lane % (EPI_TILE_N // VECTOR))
             for v in cutlass.range_constexpr(VECTOR):
-                gate, up = (2 * v, 2 * v + 1) if self.interleaved else (v, VECTOR + v)
-                gate, up = (i + 2 * VECTOR * epi_tile for i in (gate, up))
-                act, dgate, dup = activate(
-                    h_values[gate].to(Float32), h_values[up].to(Float32), *self.activation, routed * da[v]
-                )
+                places = self.places(v, epi_tile)
+                act, *dh_values = self.activate([h_values[i].to(Float32) for i in places], routed * da[v])
                 partial += da[v] * act
-                h_values[gate], h_values[up] = dgate.to(self.dtype), dup.to(self.dtype)
+                for i, value in zip(places, dh_values):
+                    h_values[i] = value.to(self.dtype)
                 a_values[v] = (routed * act).to(self.dtype)
             if row < end:
                 self.write(dh, a, h_values, a_values, row, column, epi_tile)
@@ -170,8 +182,8 @@ class GemmDgatedKernel(EpilogueWarpsKernel):
         """A vector of a' and two of dh, unless they are past the last column."""
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         if const_expr(dh is not None):
-            if column < dh.shape[1] // 2:
-                for side in cutlass.range_constexpr(2):
+            if column < dh.shape[1] // self.sides:
+                for side in cutlass.range_constexpr(self.sides):
                     cute.copy(copy, dh_values[None, side, epi_tile], self.vector_of_h(dh, row, column, side))
         if const_expr(a is not None):
             if column < a.shape[1]:

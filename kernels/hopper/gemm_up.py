@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from .activations import activate
+from .activations import activate, activate_ungated
 from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
 from .gemm_common import global_vector, one_stage, store_atom
@@ -14,7 +14,7 @@ from .varlen_m import extra_depth
 
 
 class GemmUpKernel(EpilogueWarpsKernel):
-    """x [T, H] gathered, gate_up [E, 2I, H].
+    """x [T, H] gathered, gate_up [E, 2I, H], or [E, I, H] where the activation has no gate.
 
     Warpgroup 0: warps 0 and 1 produce, warps 2 and 3 are epilogue warps. The first of these stores h by TMA from where
     the product lies in shared memory; both compute a, and write it 16 bytes a thread.
@@ -23,7 +23,9 @@ class GemmUpKernel(EpilogueWarpsKernel):
     gather_warps = 2  # one copies rows too slowly, and a is little work
 
     def __init__(self, dtype, tile: Tile, activation, interleaved: bool):
-        super().__init__(dtype, tile, gated=not interleaved)
+        self.is_gated = activation.is_gated
+        self.in_order = interleaved or not self.is_gated  # a tile's columns are neighbours in gate_up and in h
+        super().__init__(dtype, tile, gated=not self.in_order)
         self.activation = activation
         self.interleaved = interleaved
 
@@ -38,7 +40,7 @@ class GemmUpKernel(EpilogueWarpsKernel):
         atom_h, tensor_h = None, None
         if const_expr(h is not None):
             box = WARPGROUP_M, EPI_TILE_N
-            atom_h, tensor_h = store_atom(varlen_h(h, self.interleaved), one_stage(self.layout_epilogue), box)
+            atom_h, tensor_h = store_atom(varlen_h(h, self.in_order), one_stage(self.layout_epilogue), box)
         self.kernel(
             tensor_x, atom_w, tensor_w, *extra, atom_h, tensor_h, a, bias, token, table, last, self.tiled_mma,
             self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
@@ -68,23 +70,31 @@ class GemmUpKernel(EpilogueWarpsKernel):
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         left, right = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
         out = cute.make_rmem_tensor(VECTOR, self.dtype)
-        units_per_row = self.epi_tiles // 2
+        units_per_row = self.epi_tiles // 2 if self.is_gated else self.epi_tiles
         rows = cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0)
         units = (rows + WARP_ROWS - 1) // WARP_ROWS * units_per_row
         for unit in cutlass.range(epilogue_warp, units, self.num_epilogue_warps, unroll=1):
             row = unit // units_per_row * WARP_ROWS + lane // (EPI_TILE_N // VECTOR)
             epi_tile = unit % units_per_row
-            if const_expr(self.interleaved):
+            if const_expr(not self.is_gated):
+                self.read_product(left, shared, half, epi_tile, row, vector)
+            elif const_expr(self.interleaved):
                 self.read_product(left, shared, half, 2 * epi_tile + vector // 4, row, 2 * (vector % 4))
                 self.read_product(right, shared, half, 2 * epi_tile + vector // 4, row, 2 * (vector % 4) + 1)
             else:
                 self.read_product(left, shared, half, epi_tile, row, vector)
                 self.read_product(right, shared, half, epi_tile + units_per_row, row, vector)
             for v in cutlass.range_constexpr(VECTOR):
-                out[v] = activate(*gate_and_up(left, right, v, self.interleaved), *self.activation)[0].to(self.dtype)
+                out[v] = self.activate(left, right, v).to(self.dtype)
             column = (column_tile * units_per_row + epi_tile) * EPI_TILE_N + vector * VECTOR
             if row < rows and column < width:
                 cute.copy(copy, out, global_vector(a, Int64(first + row) * width + column))
+
+    def activate(self, left, right, v: int):
+        """The v-th value of a vector of a, from two vectors of h, or from the first alone."""
+        if not self.is_gated:
+            return activate_ungated(left[v], self.activation.name)[0]
+        return activate(*gate_and_up(left, right, v, self.interleaved), *self.activation)[0]
 
 
 def gate_and_up(left, right, v: int, interleaved: bool):

@@ -13,9 +13,9 @@ UP = ((True, True), (False, True), (True, False))
 DOWN_BACKWARD = ((True, True, True), (True, False, True), (True, True, False), (True, False, False))
 
 
-def on_triton(hidden: int, inner: int) -> list[str]:
+def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
     """The functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
-    small, large = takes(hidden, inner), takes(hidden, 2 * inner)
+    small, large = takes(hidden, inner), takes(hidden, activation.width(inner))
     needs = {
         "up": small, "down": small, "down_backward": small, "input_rows": large, "gate_up_gradient": large,
         "down_gradient": small,
@@ -45,7 +45,7 @@ def variants(
     """(function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden and
     I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with adapters of
     `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
-    width = 2 * inner
+    width = activation.width(inner)
     kernels = []
     if takes(hidden, inner):
         gated = activation, interleaved, rank

@@ -37,9 +37,9 @@ def varlen_halves(tensor):
     )
 
 
-def varlen_h(h, interleaved: bool):
-    """h for TMA stores of one epi tile of gate, of up, or of both."""
-    return varlen_rows(h) if interleaved else varlen_halves(h)
+def varlen_h(h, in_order: bool):
+    """h for TMA stores of one epi tile of its columns `in_order`, or of gate or up."""
+    return varlen_rows(h) if in_order else varlen_halves(h)
 
 
 def varlen_epi_tiles(tensor, first, end, *side):

@@ -1,9 +1,28 @@
-"""Gated activations and their slopes on fp32 tiles; the formulas of kernels/eager.py."""
+"""Activations and their slopes on fp32 tiles; the formulas of kernels/eager.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _curve(x, NAME: tl.constexpr):
+    """The activation NAME of a value, without a gate, and its slope."""
+    if NAME == "silu":
+        sigmoid = tl.sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid + value * (1 - sigmoid)
+    elif NAME == "gelu":
+        cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        value = x * cdf
+        slope = cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    else:  # gelu_tanh
+        square = x * x
+        cdf = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * square))  # 0.5 * (1 + tanh(z)) = sigmoid(2 z)
+        value = x * cdf
+        slope = cdf + value * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * square)
+    return value, slope
 
 
 @triton.jit
@@ -25,16 +44,21 @@ def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
         value = tl.where(gate <= 0, 0.0, gate)
         return value * up, tl.where(gate <= 0, 0.0, da * up), da * value
     if NAME == "swiglu":
-        sigmoid = tl.sigmoid(gate)
-        value = gate * sigmoid
-        slope = sigmoid + value * (1 - sigmoid)
+        value, slope = _curve(gate, "silu")
     elif NAME == "geglu":
-        cdf = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
-        value = gate * cdf
-        slope = cdf + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-    else:  # geglu_tanh
-        square = gate * gate
-        cdf = tl.sigmoid(1.5957691216057308 * gate * (1 + 0.044715 * square))  # 0.5 * (1 + tanh(z)) = sigmoid(2 z)
-        value = gate * cdf
-        slope = cdf + value * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * square)
+        value, slope = _curve(gate, "gelu")
+    else:
+        value, slope = _curve(gate, "gelu_tanh")
     return value * up, da * slope * up, da * value
+
+
+@triton.jit
+def activate_ungated(h, da, NAME: tl.constexpr):
+    """`activate` of an activation without a gate: a and, of its gradient `da`, that of h."""
+    if NAME == "relu":
+        return tl.where(h <= 0, 0.0, h), tl.where(h <= 0, 0.0, da)
+    if NAME == "relu2":
+        value = tl.where(h <= 0, 0.0, h)
+        return value * value, tl.where(h <= 0, 0.0, da * 2 * value)
+    value, slope = _curve(h, NAME)
+    return value, da * slope

@@ -84,7 +84,8 @@ class Operands(NamedTuple):
 def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, packed_mxfp4=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
-        "up": up, "down": rows, "down_backward": rows, "input_rows": rows, "gradient": {"many": gradient},
+        "up": up, "up_ungated": rows, "down": rows, "down_backward": rows, "input_rows": rows,
+        "gradient": {"many": gradient},
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
         "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
         "packed_nf4": {"some": packed_nf4}, "packed_mxfp4": {"some": packed_mxfp4},
@@ -95,7 +96,8 @@ def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, pac
 # "unaligned", where there is one, is for operands whose address or rows are off the multiples of 16 bytes: they come
 # through registers, which wide tiles leave too few of.
 # Of packed_nf4 and packed_mxfp4 "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
-# The columns of `up` are pairs (gate, up). Gradients need five stages: the pipeline spends two on the gathered indices.
+# The columns of `up` are pairs (gate, up); `up_ungated`, not measured yet, has tiles of the same width. Gradients need
+# five stages: the pipeline spends two on the gathered indices.
 TABLE = {
     ("hopper", 2): {
         "up": {
@@ -103,6 +105,12 @@ TABLE = {
             "some": Blocks(128, 64, 8, 4),
             "many": Blocks(128, 64, 8, 4, descriptors=True),
             "unaligned": Blocks(64, 64, 8, 4),
+        },
+        "up_ungated": {
+            "few": Blocks(256, 64, 8, 5),
+            "some": Blocks(256, 64, 8, 4),
+            "many": Blocks(256, 64, 8, 4, descriptors=True),
+            "unaligned": Blocks(128, 64, 8, 4),
         },
         "down": {
             "few": Blocks(256, 64, 8, 5),

@@ -7,7 +7,7 @@ import functools
 import triton
 import triton.language as tl
 
-from .activations import activate
+from .activations import activate, activate_ungated
 from .config import max_row_tiles, tile_rows
 from .descriptors import weight_descriptor
 from .gemm_common import (
@@ -31,11 +31,16 @@ def _backward_piece(
     I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not wanted)."""
+    """dh and a of some columns, stored; returns these columns' part of <da, act(h)> (`da` is 0 where not wanted).
+    INTERLEAVED is None where the activation has no gate."""
     column = first_column + tl.arange(0, COLUMNS)
     is_stored = is_row & (column < I)[None, :]
-    h_start = row * (2 * I)
-    if INTERLEAVED:
+    GATED: tl.constexpr = INTERLEAVED is not None
+    h_start = row * (2 * I if GATED else I)
+    if not GATED:
+        h_tile = tl.load(h + h_start + column[None, :], mask=is_stored, other=0.0)
+        activated, dh_tile = activate_ungated(h_tile.to(tl.float32), routed * da, NAME)
+    elif INTERLEAVED:
         wide = 2 * first_column + tl.arange(0, 2 * COLUMNS)
         is_wide = is_row & (wide < 2 * I)[None, :]
         h_tile = tl.load(h + h_start + wide[None, :], mask=is_wide, other=0.0)
@@ -43,10 +48,13 @@ def _backward_piece(
     else:
         gate = tl.load(h + h_start + column[None, :], mask=is_stored, other=0.0)
         up = tl.load(h + h_start + column[None, :] + I, mask=is_stored, other=0.0)
-    activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), routed * da, NAME, ALPHA, LIMIT)
+    if GATED:
+        activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), routed * da, NAME, ALPHA, LIMIT)
     if a is not None:
         tl.store(a + row * I + column[None, :], (routed * activated).to(a.dtype.element_ty), mask=is_stored)
-    if dh is not None:
+    if dh is not None and not GATED:
+        tl.store(dh + h_start + column[None, :], dh_tile.to(dh.dtype.element_ty), mask=is_stored)
+    elif dh is not None:
         dgate = dgate.to(dh.dtype.element_ty)
         dup = dup.to(dh.dtype.element_ty)
         if INTERLEAVED:
@@ -164,7 +172,8 @@ def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
     num_rows, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
-    dh_R2I = dout_TH.new_empty(num_rows, 2 * inner) if want_dh else None
+    order = bool(interleaved) if activation.is_gated else None
+    dh_R2I = dout_TH.new_empty(num_rows, activation.width(inner)) if want_dh else None
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
     parts = None
     if num_rows:
@@ -180,8 +189,8 @@ def down_backward(
             (dout_TH, weight if described else down_EHI, *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
              rows.token, rows.pair, rows.tiles),
             (plan.row_tiles, num_rows),
-            (hidden, inner, *down_EHI.stride(), *extra_constants, interleaved, *activation, described, *plan.tile,
-             plan.blocks.piece // 2 if interleaved else plan.blocks.piece, precision(dout_TH)),
+            (hidden, inner, *down_EHI.stride(), *extra_constants, order, *activation, described, *plan.tile,
+             plan.blocks.piece if order is False else plan.blocks.piece // 2, precision(dout_TH)),
             **plan.options,
         )  # fmt: skip
     if not want_dw:

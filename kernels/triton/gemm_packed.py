@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..interface import PackedOperand
 from ..quantized import FORMATS, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, Quantized, weight_shape
-from .activations import activate
+from .activations import activate, activate_ungated
 from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
@@ -230,8 +230,12 @@ def gemm_packed_up_kernel(
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r])."""
-    COLUMNS: tl.constexpr = HEIGHT // 2
+    """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]); INTERLEAVED is None
+    where the activation has no gate."""
+    GATED: tl.constexpr = INTERLEAVED is not None
+    WIDTH: tl.constexpr = 2 * I if GATED else I
+    PAIRS: tl.constexpr = None if not GATED else "interleaved" if INTERLEAVED else "concatenated"
+    COLUMNS: tl.constexpr = HEIGHT // 2 if GATED else HEIGHT
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     row_tile, tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
     expert = tl.load(tiles + row_tile * 3)
@@ -243,20 +247,25 @@ def gemm_packed_up_kernel(
     for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
         product = _packed_linear(
             x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
-            2 * I, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
-            FACTOR_STRIDE_J, "interleaved" if INTERLEAVED else "concatenated", HEIGHT, WARPS, INTERPRETED,
+            WIDTH, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
+            FACTOR_STRIDE_J, PAIRS, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
-        product = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
-        gate, up = tl.split(tl.reshape(product, (COLUMNS, 8, 2)))
+        if GATED:
+            pairs = tl.permute(tl.reshape(product, (HEIGHT // 16, 2, 8, 8)), (0, 2, 3, 1))
+            gate, up = tl.split(tl.reshape(pairs, (COLUMNS, 8, 2)))
         row = first + tl.arange(0, 8)
         is_stored = (row < end)[None, :] & (column < I)[:, None]
         long_row = row.to(tl.int64)[None, :]
         if h is not None:
-            h_pointers = h + long_row * (2 * I) + (2 * column if INTERLEAVED else column)[:, None]
-            tl.store(h_pointers, gate.to(h.dtype.element_ty), mask=is_stored)
-            tl.store(h_pointers + (1 if INTERLEAVED else I), up.to(h.dtype.element_ty), mask=is_stored)
+            h_pointers = h + long_row * WIDTH + (2 * column if INTERLEAVED else column)[:, None]
+            tl.store(h_pointers, (gate if GATED else product).to(h.dtype.element_ty), mask=is_stored)
+            if GATED:
+                tl.store(h_pointers + (1 if INTERLEAVED else I), up.to(h.dtype.element_ty), mask=is_stored)
         if a is not None:
-            activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
+            if GATED:
+                activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
+            else:
+                activated, _ = activate_ungated(product, 1.0, NAME)
             tl.store(a + long_row * I + column[:, None], activated.to(a.dtype.element_ty), mask=is_stored)
 
 
@@ -308,15 +317,16 @@ def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interlea
     """`up` with a packed weight."""
     num_rows, (_, width, hidden) = rows.token.numel(), weight_shape(Quantized(*gate_up[:3]), gate_up.format)
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
-    a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
+    inner = activation.inner(width)
+    a_RI = x_TH.new_empty(num_rows, inner) if want_a else None
     if num_rows:
         plan = _PackedPlan(x_TH, gate_up, rows)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_packed_up_kernel, (plan.row_tiles * cdiv(width, plan.height),),
             (x_TH, *plan.weight, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token, rows.tiles), (plan.row_tiles,),
-            (hidden, width // 2, *plan.format, *bias_strides(bias_E2I), interleaved, *extra_constants, *activation,
-             *plan.tile),
+            (hidden, inner, *plan.format, *bias_strides(bias_E2I), interleaved if activation.is_gated else None,
+             *extra_constants, *activation, *plan.tile),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI

@@ -1,4 +1,7 @@
-"""up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up."""
+"""up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up.
+
+A tile has COLUMNS gates and as many ups; where the activation has no gate (INTERLEAVED is None) COLUMNS columns of h.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..interface import PackedOperand
-from .activations import activate
-from .descriptors import gate_up_descriptor
+from .activations import activate, activate_ungated
+from .descriptors import gate_up_descriptor, weight_descriptor
 from .gemm_common import (
     T_DEPENDENT,
     GemmPlan,
@@ -42,12 +45,15 @@ def _up_tile(
     depth = tl.arange(0, DEPTH)
     x_pointers = x + source[:, None] * H + depth[None, :]
 
-    # The tile's 2 * COLUMNS weight rows: (gate, up) pairs side by side, unless that would break up contiguous loads.
-    place = tl.arange(0, 2 * COLUMNS)
+    # The tile's weight rows: (gate, up) pairs side by side, unless that would break up contiguous loads.
+    GATED: tl.constexpr = INTERLEAVED is not None
+    SIDES: tl.constexpr = 2 if GATED else 1
+    IN_ORDER: tl.constexpr = INTERLEAVED or not GATED
+    place = tl.arange(0, SIDES * COLUMNS)
     PAIRED: tl.constexpr = INTERLEAVED or (STRIDE_N != 1 and not DESCRIBED)
-    if INTERLEAVED:
-        weight_row = 2 * column_tile * COLUMNS + place
-        is_weight_row = weight_row < 2 * I
+    if IN_ORDER:
+        weight_row = SIDES * column_tile * COLUMNS + place
+        is_weight_row = weight_row < SIDES * I
     elif PAIRED:
         weight_row = column_tile * COLUMNS + place // 2 + place % 2 * I
         is_weight_row = column_tile * COLUMNS + place // 2 < I
@@ -55,17 +61,17 @@ def _up_tile(
         weight_row = column_tile * COLUMNS + place % COLUMNS + place // COLUMNS * I
         is_weight_row = column_tile * COLUMNS + place % COLUMNS < I
     if DESCRIBED:
-        first_column = (2 if INTERLEAVED else 1) * column_tile * COLUMNS
+        first_column = (SIDES if IN_ORDER else 1) * column_tile * COLUMNS
         h_tile = described_product(
-            x_pointers, 0, weight, expert, first_column, True, not INTERLEAVED, STRIDE_K == 1,
-            ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
+            x_pointers, 0, weight, expert, first_column, True, not IN_ORDER, STRIDE_K == 1,
+            ROWS, SIDES * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
     else:
         h_tile = pointer_product(
             x_pointers,
             weight + expert.to(tl.int64) * STRIDE_E + weight_row[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
-            is_weight_row, 1, STRIDE_K, ROWS, 2 * COLUMNS, H, DEPTH, PRECISION,
+            is_weight_row, 1, STRIDE_K, ROWS, SIDES * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
     h_tile = add_extra(
         h_tile, rank, factor, expert, row, end, weight_row, is_weight_row,
@@ -79,20 +85,24 @@ def _up_tile(
     is_row = (row < end)[:, None]
     is_stored = is_row & (column < I)[None, :]
     long_row = row.to(tl.int64)[:, None]
-    if PAIRED:
-        gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
-    else:
-        gate, up = halves(h_tile, ROWS, 2 * COLUMNS)
+    if GATED:
+        if PAIRED:
+            gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
+        else:
+            gate, up = halves(h_tile, ROWS, 2 * COLUMNS)
     if h is not None:
-        if INTERLEAVED:
-            h_pointers = h + long_row * (2 * I) + weight_row[None, :]
+        if IN_ORDER:
+            h_pointers = h + long_row * (SIDES * I) + weight_row[None, :]
             tl.store(h_pointers, h_tile.to(h.dtype.element_ty), mask=is_row & is_weight_row[None, :])
         else:
             h_pointers = h + long_row * (2 * I) + column[None, :]
             tl.store(h_pointers, gate.to(h.dtype.element_ty), mask=is_stored)
             tl.store(h_pointers + I, up.to(h.dtype.element_ty), mask=is_stored)
     if a is not None:
-        activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
+        if GATED:
+            activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
+        else:
+            activated, _ = activate_ungated(h_tile, 1.0, NAME)
         tl.store(a + long_row * I + column[None, :], activated.to(a.dtype.element_ty), mask=is_stored)
 
 
@@ -132,13 +142,16 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     if isinstance(gate_up_E2IH, PackedOperand):
         return packed_up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     num_rows, (_, width, hidden) = rows.token.numel(), gate_up_E2IH.shape
+    is_gated, inner = activation.is_gated, activation.inner(width)
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
-    a_RI = x_TH.new_empty(num_rows, width // 2) if want_a else None
+    a_RI = x_TH.new_empty(num_rows, inner) if want_a else None
     if num_rows:
-        plan = GemmPlan("up", x_TH, gate_up_E2IH, rows, width // 2)
+        plan = GemmPlan("up" if is_gated else "up_ungated", x_TH, gate_up_E2IH, rows, inner)
         weight = None
-        if plan.blocks.descriptors:
+        if plan.blocks.descriptors and is_gated:
             weight = gate_up_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth, interleaved)
+        elif plan.blocks.descriptors:
+            weight = weight_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth)
         described = weight is not None
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
@@ -146,8 +159,8 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
             (x_TH, weight if described else gate_up_E2IH, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token,
              rows.tiles),
             (plan.row_tiles,),
-            (hidden, width // 2, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved, *extra_constants,
-             *activation, described, *plan.tile, precision(x_TH)),
+            (hidden, inner, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved if is_gated else None,
+             *extra_constants, *activation, described, *plan.tile, precision(x_TH)),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI

@@ -13,6 +13,7 @@ from .files import CONFIG_FILE
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
 QUANTISATIONS = ("mxfp4", "fp8", nvfp4.METHOD, QUANT_METHOD)
+WITHOUT_GATE = ("nemotron_h",)  # families whose experts have no gate
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
 
@@ -20,6 +21,11 @@ def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
     """The family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
     name = str(model_type).removeprefix(NATIVE_PREFIX)
+    if name in WITHOUT_GATE:
+        raise CheckpointError(
+            f"{path}: the experts of {name} have no gate, and the native layout is pairs of gate and up rows; load this "
+            'checkpoint as it is, with sonicmoe_hf.from_pretrained or experts_implementation="sonicmoe_hf"'
+        )
     if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}")
     native = model_type.startswith(NATIVE_PREFIX)

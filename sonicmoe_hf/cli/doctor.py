@@ -18,7 +18,7 @@ from ..kernels.quantized import FORMATS
 from ..layer import backends
 from ..layer.config import TokenRounding
 from ..layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
-from ..patching.experts import sizes_of
+from ..patching.experts import experts_facts, sizes_of
 from ..patching.layer_ranges import LayerRange, collapse
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from ..private.versions import versions
@@ -255,8 +255,11 @@ def _placements(model, support: list[LayerSupport]) -> dict[str, str]:
     """For supported layers by name: what runs on the Hopper kernels on a Hopper GPU."""
     if backends.missing_for_hopper():
         return {}
-    sizes = {layer.name: sizes_of(layer.experts) for layer in supported_layers(model, support, "accelerated")}
-    return {name: placement(size.hidden, size.intermediate) for name, size in sizes.items()}
+    placements = {}
+    for layer in supported_layers(model, support, "accelerated"):
+        sizes, activation = sizes_of(layer.experts), experts_facts(layer.experts).activation
+        placements[layer.name] = placement(sizes.hidden, sizes.intermediate, activation)
+    return placements
 
 
 def as_json(report: ModelReport | None) -> dict:

@@ -217,9 +217,9 @@ def _print_warmup(kinds, processes) -> int:
         print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
     seconds = time.perf_counter() - began
     print(f"{total} kernels in {warmup.cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
-    refused = [kind for kind in kinds if warmup.on_triton(kind.hidden, kind.inner)]
+    refused = [kind for kind in kinds if warmup.on_triton(kind.hidden, kind.inner, kind.activation)]
     for kind in refused:
-        print(warmup.placement(kind.hidden, kind.inner))
+        print(warmup.placement(kind.hidden, kind.inner, kind.activation))
     return 1 if refused else 0
 
 

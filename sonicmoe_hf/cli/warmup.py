@@ -16,7 +16,7 @@ import torch
 
 from ..errors import WarmupError
 from ..layer import backends
-from ..layer.config import LAYOUTS
+from ..layer.config import LAYOUTS, check_order
 from ..layer.moe_experts import Activation
 
 
@@ -30,6 +30,9 @@ class LayerKind:
     activation: Activation = field(default_factory=Activation)
     layout: str = "concatenated"
     bias: bool = False
+
+    def __post_init__(self):
+        check_order(self.layout, self.activation.name)
 
     def __str__(self):
         biases = ", biases" if self.bias else ""
@@ -58,18 +61,18 @@ def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind
     return list(dict.fromkeys(kinds))
 
 
-def on_triton(hidden: int, inner: int) -> list[str]:
+def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
     """The functions (kernels/interface.py) that run on the Triton kernels on a Hopper GPU too; triton is installed."""
     from ..kernels.hopper.variants import on_triton
 
-    return on_triton(hidden, inner)
+    return on_triton(hidden, inner, activation)
 
 
-def placement(hidden: int, inner: int) -> str:
+def placement(hidden: int, inner: int, activation: Activation) -> str:
     """Which of a layer's products run on the Hopper kernels, in words; triton is installed."""
     from ..kernels.triton.config import FEW
 
-    refused = on_triton(hidden, inner)
+    refused = on_triton(hidden, inner, activation)
     sizes = f"H={hidden}, I={inner}"
     if not refused:
         return (

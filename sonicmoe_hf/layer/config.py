@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..kernels.activation import is_gated
+
 ROUNDINGS = ("nearest", "balanced", "stochastic", "nearest_score", "up", "down")
 SAVE_POLICIES = ("preactivation", "input")
 LAYOUTS = {  # name: (transposed, interleaved)
@@ -20,6 +22,15 @@ def check_choice(what: str, value, choices) -> None:
     """Raise a ValueError that names `value` and the choices, unless `value` is one of them."""
     if value not in choices:
         raise ValueError(f"{what} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_order(layout: str, activation: str) -> None:
+    """Raise a ValueError where `layout` interleaves gate and up rows and the activation of this name has no gate."""
+    if LAYOUTS[layout][1] and not is_gated(activation):
+        raise ValueError(
+            f"activation {activation!r} has no gate, so layout={layout!r} (the native layout's order) has nothing to "
+            "interleave its up projection with; use layout='concatenated' or 'transposed_concatenated'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,9 +73,15 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") or is_native(module)
 
 
+def has_gate(experts: nn.Module) -> bool:
+    """Whether the experts have gate and up projections, not an up projection alone."""
+    return vars(experts).get("has_gate", True)
+
+
 def weight_names(experts: nn.Module) -> tuple[str, str]:
     """The names of the experts' weights, of the first product and of the second."""
-    return getattr(type(experts), "weight_names", ("gate_up_proj", "down_proj"))
+    first = "gate_up_proj" if has_gate(experts) else "up_proj"
+    return getattr(type(experts), "weight_names", (first, "down_proj"))
 
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:

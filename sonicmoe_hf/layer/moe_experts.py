@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype
+from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
 from . import backends, experts_op
-from .config import LAYOUTS, SAVE_POLICIES, check_choice
+from .config import LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
 from .experts_op import Inputs, Keep, Options
 from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
@@ -20,7 +20,7 @@ __all__ = ["Activation", "LowRank", "moe_experts"]
 NO_ADAPTER = (None, None, 1.0)
 
 
-def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
+def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
     """Raise what a user can act on."""
     dtype, device = x.dtype, x.device
     if dtype not in FLOAT_DTYPES:
@@ -39,16 +39,17 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing):
             f"x, gate_up, down have {x.dim()}, {gate_up.dim()}, {down.dim()} dimensions; they need 2 (tokens, hidden), "
             "3 and 3 (experts first)"
         )
+    transposed, sides = LAYOUTS[layout][0], 2 if is_gated(activation) else 1
     num_experts, width, hidden = gate_up.shape
-    down_shape = num_experts, hidden, width // 2
-    if LAYOUTS[layout][0]:  # transposed
+    if transposed:
         hidden, width = width, hidden
-        down_shape = num_experts, width // 2, hidden
-    if x.shape[1] != hidden or width % 2 or down.shape != down_shape:
-        sizes = "[E, H, 2I] and [E, I, H]" if LAYOUTS[layout][0] else "[E, 2I, H] and [E, H, I]"
+    down_shape = (num_experts, width // sides, hidden) if transposed else (num_experts, hidden, width // sides)
+    if x.shape[1] != hidden or width % sides or down.shape != down_shape:
+        rows = "2I" if sides == 2 else "I"
+        sizes = f"[E, H, {rows}] and [E, I, H]" if transposed else f"[E, {rows}, H] and [E, H, I]"
         raise ValueError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}, read as [T, H], {sizes} "
-            f"by layout={layout!r}, disagree; is the layout right?"
+            f"by layout={layout!r} with activation={activation!r}, disagree; is the layout right?"
         )
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
         if bias is not None and bias.shape != (num_experts, size):
@@ -105,14 +106,16 @@ def moe_experts(
     Args:
         x: [T, H], fp64, fp32, bf16 or fp16.
         gate_up, down: the experts' weights in x's dtype, stored as `layout` says: [E, 2I, H] and [E, H, I], or for the
-            transposed layouts [E, H, 2I] and [E, I, H]. A `PackedWeight` stands for one of that shape: it is expanded to
+            transposed layouts [E, H, 2I] and [E, I, H]. An activation without a gate has I for 2I, here and below, and
+            no interleaved layout. A `PackedWeight` stands for one of that shape: it is expanded to
             x's dtype for as long as a product takes, and has no gradient.
         routing: a `Routing`, or (expert_index [T, K], weights [T, K]). Weights are computed with in fp32.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
         gate_up_adapter, down_adapter: `LowRank` adapters a [E, r, H], b [E, 2I, r] and a [E, r, I], b [E, H, r] of the
             weights (or as PEFT stores them), several of one weight summed, or None. Whatever the layout, b's rows stand
             in the order of the 2I (or H) rows of the weight. No tensor of a weight's size is formed.
-        activation: a name of kernels.interface.ACTIVATIONS, or an `Activation` with its alpha and limit.
+        activation: a name of kernels.interface.ACTIVATIONS, gated ("swiglu", ...) or not ("relu2", ...), or an
+            `Activation` with its alpha and limit.
         layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
             native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).
         save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
@@ -128,6 +131,7 @@ def moe_experts(
     check_choice("save", save, SAVE_POLICIES)
     act = activation if isinstance(activation, Activation) else Activation(activation)
     check_choice("activation", act.name, ACTIVATIONS)
+    check_order(layout, act.name)
     if not isinstance(routing, Routing):
         routing = Routing(*routing)
     dtype_out = x.dtype
@@ -136,7 +140,7 @@ def moe_experts(
         gate_up, down = (w if isinstance(w, PackedWeight) else w.to(dtype) for w in (gate_up, down))
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
-    _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing)
+    _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, act.name)
     gate_up_a, gate_up_b, gate_up_scale = _factors("gate_up_adapter", gate_up_adapter, gate_up, transposed)
     down_a, down_b, down_scale = _factors("down_adapter", down_adapter, down, transposed)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, supported_layers
 from .convert import import_peft
 
@@ -101,11 +102,7 @@ def _refuse_what_parameters_cannot(settings: dict) -> None:
 
 def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int | list[int] | None) -> list[str]:
     """The experts' weights, under names that end as no other parameter's; by layer where layers are `chosen`."""
-    weights = [
-        f"{name}.{weight}"
-        for name, module in experts.items()
-        for weight in getattr(module, "weight_names", ("gate_up_proj", "down_proj"))
-    ]
+    weights = [f"{name}.{weight}" for name, module in experts.items() for weight in weight_names(module)]
     if chosen is None:
         return _shortest_endings(weights, [name for name, _ in model.named_parameters()], parts=2)
     layers = {chosen} if isinstance(chosen, int) else set(chosen)

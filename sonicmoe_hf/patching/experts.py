@@ -15,6 +15,7 @@ from transformers.activations import (
     GELUActivation,
     GELUTanh,
     NewGELUActivation,
+    ReLUSquaredActivation,
     SiLUActivation,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -23,6 +24,7 @@ from ..errors import UnsupportedExpertsError
 from ..layer.experts_module import (
     IMPLEMENTATION,
     Sizes,
+    has_gate,
     is_expert_parallel,
     is_experts,
     is_native,
@@ -38,20 +40,27 @@ from .forwards import LIGERS, why_not_reached
 SAVE = "_sonicmoe_hf_save"  # attribute of patched experts: what they keep for backward, see `moe_experts`
 DEFAULT_GATE = default_apply_gate()
 
-ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of the gated activation
-    SiLUActivation: "swiglu",
-    nn.SiLU: "swiglu",
-    F.silu: "swiglu",
-    GELUActivation: "geglu",
-    F.gelu: "geglu",
-    GELUTanh: "geglu_tanh",
-    NewGELUActivation: "geglu_tanh",
-    FastGELUActivation: "geglu_tanh",
-    AccurateGELUActivation: "geglu_tanh",
-    nn.ReLU: "reglu",
-    F.relu: "reglu",
-    torch.relu: "reglu",
+ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
+    SiLUActivation: "silu",
+    nn.SiLU: "silu",
+    F.silu: "silu",
+    GELUActivation: "gelu",
+    F.gelu: "gelu",
+    GELUTanh: "gelu_tanh",
+    NewGELUActivation: "gelu_tanh",
+    FastGELUActivation: "gelu_tanh",
+    AccurateGELUActivation: "gelu_tanh",
+    nn.ReLU: "relu",
+    F.relu: "relu",
+    torch.relu: "relu",
+    ReLUSquaredActivation: "relu2",
 }
+GATED_BY = {
+    "silu": "swiglu",
+    "gelu": "geglu",
+    "gelu_tanh": "geglu_tanh",
+    "relu": "reglu",
+}  # of one: of a gate and an up
 FP32_GATES = (
     "transformers.models.beam.modeling_beam.BeamExperts",
 )  # the default gate in fp32, as we compute it anyway
@@ -113,15 +122,16 @@ def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
     return Activation("clamped_silu", limit=limit)
 
 
-def _activation_name(experts: Any) -> str:
-    """Our name of the gated activation with the experts' own act_fn."""
+def _activation_name(experts: Any, is_gated: bool = True) -> str:
+    """Our name of the activation that experts with this act_fn compute."""
     act_fn = experts.act_fn
     kind = type(act_fn) if isinstance(act_fn, nn.Module) else act_fn
-    activation = ACTIVATIONS.get(kind)
+    name = ACTIVATIONS.get(kind, "")
     if kind is nn.GELU:
-        activation = "geglu_tanh" if act_fn.approximate == "tanh" else "geglu"
-    if activation is None:
-        known = sorted(set(ACTIVATIONS.values()))
+        name = "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
+    activation = GATED_BY.get(name) if is_gated else name
+    if not activation:
+        known = sorted(GATED_BY.values() if is_gated else set(ACTIVATIONS.values()))
         _refuse(experts, f"its activation {getattr(kind, '__name__', kind)} is not one of those behind {known}")
     return activation
 
@@ -142,11 +152,12 @@ def experts_facts(experts: Any) -> ExpertsFacts:
             "it does not go through Transformers' experts interface (quantised experts do not, for one)",
             "load the model unquantised (for gpt-oss: quantization_config=Mxfp4Config(dequantize=True))",
         )
-    if not getattr(experts, "has_gate", True):
-        _refuse(experts, "its experts are ungated")
     if getattr(experts, "has_post_expert_norm", False):
         _refuse(experts, "its experts end in a norm of their own")
-    activation, interleaved = _gate(experts)
+    if has_gate(experts):
+        activation, interleaved = _gate(experts)
+    else:
+        activation, interleaved = Activation(_activation_name(experts, is_gated=False)), False
     order = "interleaved" if interleaved else "concatenated"
     layout = f"transposed_{order}" if getattr(experts, "is_transposed", False) else order
     return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
@@ -213,16 +224,16 @@ def sonicmoe_hf_experts_forward(
     rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
     note_reached(self)
-    facts = experts_facts(self)
+    facts, (first, second) = experts_facts(self), weight_names(self)
     return moe_experts(
         hidden_states,
-        self.gate_up_proj,
-        self.down_proj,
+        getattr(self, first),
+        getattr(self, second),
         as_routing(self, top_k_index, top_k_weights),
-        gate_up_bias=self.gate_up_proj_bias if facts.has_bias else None,
-        down_bias=self.down_proj_bias if facts.has_bias else None,
-        gate_up_adapter=adapters_of(self, "gate_up_proj"),
-        down_adapter=adapters_of(self, "down_proj"),
+        gate_up_bias=getattr(self, f"{first}_bias") if facts.has_bias else None,
+        down_bias=getattr(self, f"{second}_bias") if facts.has_bias else None,
+        gate_up_adapter=adapters_of(self, first),
+        down_adapter=adapters_of(self, second),
         activation=facts.activation,
         layout=facts.layout,
         save=save_policy(self),

@@ -34,7 +34,7 @@ OF_PACKED = (  # attributes of a model with packed experts
 )  # fmt: skip
 # bytes a weight, somewhat more than is stored (4.13, 4.25, 8.002 and 4.5 bits): what device_map counts with
 ELEMENT_SIZE = {"nf4": 0.6, "mxfp4": 0.6, "fp8": 1.1, "nvfp4": 0.6}
-WEIGHTS = ("gate_up_proj", "down_proj", "c_fc", "c_proj")
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 
 
 @register_quantization_config(QUANT_METHOD)

@@ -3,7 +3,14 @@
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    NemotronHConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Ernie4_5_VLMoeTextConfig
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
 
@@ -52,14 +59,29 @@ def deepseek_v3(**changes):
     return DeepseekV3Config(**{**SHARED, **heads, **experts, **options, **changes})
 
 
+def nemotron_h(**changes):
+    """Mamba, experts without a gate, attention, experts; the experts are of another size than the model."""
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
+    experts = {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16, "moe_latent_size": 24,
+        "moe_shared_expert_intermediate_size": 16, "intermediate_size": 48,
+    }  # fmt: skip
+    layers = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+    sizes = {name: size for name, size in SHARED.items() if name != "num_hidden_layers"}
+    return NemotronHConfig(**{**sizes, **GROUPED, **mamba, **experts, **layers, **changes})
+
+
 CONFIGS = {"qwen3_moe": qwen3_moe, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+OTHERS = {"nemotron_h": nemotron_h}  # without a native layout
 
 
 def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
     """A causal LM whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
     0.02 a wrong gate or a forgotten bias passes every test."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**changes), experts_implementation=implementation)
+    model = AutoModelForCausalLM.from_config(
+        (CONFIGS | OTHERS)[family](**changes), experts_implementation=implementation
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and "bias" not in name:

@@ -38,7 +38,7 @@ def up(
     dtype=BF16,
     rank=0,
 ):
-    return "gemm_up", (dtype, H, I, not transposed, bias, *want, act, interleaved, rank, tile("gemm_up", 2 * I))
+    return "gemm_up", (dtype, H, I, not transposed, bias, *want, act, interleaved, rank, tile("gemm_up", act.width(I)))
 
 
 def down(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None, rank=0):
@@ -102,6 +102,16 @@ CASES["up, interleaved, bias, odd sizes, rank 16"] = up(264, 200, bias=True, int
 for name in sorted({*ACTIVATIONS} - {"swiglu", "clamped_swiglu"}):  # which cases above have
     CASES[f"up, {name}"] = up(act=Activation(name))
     CASES[f"down_backward, {name}"] = down_backward(act=Activation(name))
+RELU2 = Activation("relu2")
+CASES |= {
+    "up, relu2, bias, transposed, odd sizes": up(264, 200, transposed=True, bias=True, act=RELU2),
+    "up, relu2, fp16, without h": up(dtype=FP16, act=RELU2, want=(False, True)),
+    "up, relu2, without a": up(act=RELU2, want=(True, False)),
+    "up, relu2, bias, rank 64": up(2688, 1856, bias=True, act=RELU2, rank=64),
+    "down_backward, relu2, odd sizes": down_backward(264, 328, act=RELU2),
+    "down_backward, relu2, fp16, transposed": down_backward(transposed=True, dtype=FP16, act=RELU2),
+    "down_backward, relu2, rank 64": down_backward(2688, 1856, act=RELU2, rank=64),
+}
 for function in (up, down, down_backward, wgrad):
     kernel, parameters = function()
     for chosen in TABLE[kernel]:
@@ -109,7 +119,7 @@ for function in (up, down, down_backward, wgrad):
 REPRESENTATIVE = (
     "down, fp16, odd sizes", "wide down, fp16, bias", "tall down, transposed weight, rank 104", "up, fp16, odd sizes",
     "up, interleaved, bias, transposed", "up, rank 16", "down_backward, fp16, odd sizes", "down_backward, interleaved",
-    "down_backward, transposed, rank 104", "wgrad, stored across, many rows of tiles", "gemm_wgrad, 128x4",
+    "down_backward, transposed, rank 104", "up, relu2, bias, rank 64", "down_backward, relu2, odd sizes", "wgrad, stored across, many rows of tiles", "gemm_wgrad, 128x4",
 )  # fmt: skip
 
 

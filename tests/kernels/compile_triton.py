@@ -47,6 +47,7 @@ class Variant(NamedTuple):
     bias: bool = False
     aligned: bool = True  # to 16 bytes: else nothing is read through tensor descriptors
     rank: int = 0  # of adapters; 0: none
+    activation: str = "swiglu"
 
 
 VARIANTS = {
@@ -62,16 +63,31 @@ VARIANTS = {
         few_rows=True, transposed=True, interleaved=True, rank=256
     ),
     "fp32, rank 64": Variant(torch.float32, rank=64),
+    "bf16, ungated": Variant(activation="relu2"),
+    "fp16, ungated, transposed": Variant(torch.float16, activation="relu2", transposed=True),
+    "bf16, ungated, bias, rank 64": Variant(activation="relu2", bias=True, rank=64),
+    "bf16, ungated, few rows, bias, through pointers": Variant(
+        few_rows=True, bias=True, aligned=False, activation="gelu"
+    ),
+    "fp32, ungated, bias": Variant(torch.float32, bias=True, activation="gelu_tanh"),
 }
-PACKED = {  # hidden, inner, rank of adapters; gpt-oss's sizes are no multiples of a step's depth
+PACKED = {  # hidden, inner, rank of adapters, activation; gpt-oss's sizes are no multiples of a step's depth
     "packed": (HIDDEN, INNER, 0),
     "packed, rank 64": (HIDDEN, INNER, 64),
     "packed, cut steps": (2880, 2880, 0),
+    "packed, ungated": (HIDDEN, INNER, 64, "relu2"),
 }
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
-    86: ("bf16, transposed, interleaved, bias",),
-    90: ("bf16", "bf16, through pointers", "bf16, few rows", "fp16, interleaved", "bf16, rank 16"),
+    86: ("bf16, transposed, interleaved, bias", "bf16, ungated"),
+    90: (
+        "bf16",
+        "bf16, through pointers",
+        "bf16, few rows",
+        "fp16, interleaved",
+        "bf16, rank 16",
+        "bf16, ungated, bias, rank 64",
+    ),
     100: ("bf16",),
     120: ("bf16, through pointers",),
 }
@@ -80,6 +96,8 @@ REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, som
 def products(variant: Variant):
     """(name, call) of the backend's functions that multiply; the tensors have the sizes that matter, and any values."""
     num_experts, num_pairs = 2, 64 if variant.few_rows else 600
+    act = Activation(variant.activation)
+    wide = act.width(INNER)
     rows = unwritten_rows(num_pairs, num_pairs, num_experts)
 
     def new(*size):
@@ -91,18 +109,18 @@ def products(variant: Variant):
         return stored.transpose(1, 2) if variant.transposed else stored
 
     gate_up, down, h, a = (
-        weight(2 * INNER, HIDDEN),
+        weight(wide, HIDDEN),
         weight(HIDDEN, INNER),
-        new(num_pairs, 2 * INNER),
+        new(num_pairs, wide),
         new(num_pairs, INNER),
     )
-    gate_up_bias, down_bias = (new(num_experts, n) if variant.bias else None for n in (2 * INNER, HIDDEN))
-    x, routed, gated = new(num_pairs, HIDDEN), torch.empty(num_pairs), (Activation(), variant.interleaved)
+    gate_up_bias, down_bias = (new(num_experts, n) if variant.bias else None for n in (wide, HIDDEN))
+    x, routed, gated = new(num_pairs, HIDDEN), torch.empty(num_pairs), (act, variant.interleaved)
     extra = {"up": None, "down": None, "down_backward": None, "input_rows": None}
     if variant.rank:
         rank, u = variant.rank, new(num_pairs, variant.rank)
         a1, a2 = torch.empty(2, rank, HIDDEN), torch.empty(2, rank, INNER)  # fp32, as PEFT stores them
-        b1, b2 = (torch.empty(size, rank, 2).permute(2, 0, 1) for size in (2 * INNER, HIDDEN))
+        b1, b2 = (torch.empty(size, rank, 2).permute(2, 0, 1) for size in (wide, HIDDEN))
         first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
         yield "reorder", lambda: pack(a1, b1, 1.0, gate_up, kernels)
         extra = {
@@ -163,12 +181,13 @@ def packed_weight(name, num_experts, height, width):
     return [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
 
 
-def packed_products(name, hidden, inner, rank):
+def packed_products(name, hidden, inner, rank, activation="swiglu"):
     """(name, call) of up and down reading packed weights of 128 experts, at 64 tokens."""
     num_experts, num_pairs = 128, 512
     rows = unwritten_rows(num_pairs, 64, num_experts)
     x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
-    sizes = (2 * inner, hidden), (hidden, inner)
+    act = Activation(activation)
+    sizes = (act.width(inner), hidden), (hidden, inner)
     gate_up, down = (PackedOperand(*packed_weight(name, num_experts, *size), name) for size in sizes)
     extra = [None, None]
     if rank:
@@ -176,7 +195,7 @@ def packed_products(name, hidden, inner, rank):
         adapters = ((torch.empty(num_experts, rank, k), torch.empty(num_experts, n, rank)) for n, k in sizes)
         like = torch.empty(num_experts, 1, 1, dtype=torch.bfloat16)  # of the weight: its experts, dtype and order
         extra = [pack(*adapter, 1.0, like).extra_forward(u) for adapter in adapters]
-    yield "up", lambda: kernels.up(x, gate_up, None, rows, Activation(), False, False, True, extra[0])
+    yield "up", lambda: kernels.up(x, gate_up, None, rows, act, False, False, True, extra[0])
     yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.kernels.interface import Activation
+from sonicmoe_hf.kernels.interface import Activation, is_gated
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import moe_experts
 from sonicmoe_hf.layer.routing import Routing
@@ -46,20 +46,21 @@ def routing_ids(num_tokens, num_experts, top_k, kind, device="cpu", empty=()):
     return expert_P, torch.where(dropped, 0, token_P)
 
 
-def layer(num_tokens, hidden, inner, num_experts, num_pairs, dtype, device="cpu", bias=True):
+def layer(num_tokens, hidden, inner, num_experts, num_pairs, dtype, device="cpu", bias=True, activation="swiglu"):
     """Logical tensors of a layer by name, with dout; scaled so that h and y are of order one."""
+    width = 2 * inner if is_gated(activation) else inner
 
     def normal(*size, std=1.0):
         return (torch.randn(size, device=device) * std).to(dtype)
 
     tensors = {
         "x": normal(num_tokens, hidden),
-        "gate_up": normal(num_experts, 2 * inner, hidden, std=hidden**-0.5),
+        "gate_up": normal(num_experts, width, hidden, std=hidden**-0.5),
         "down": normal(num_experts, hidden, inner, std=inner**-0.5),
         "weight": torch.rand(num_pairs, device=device),
     }
     if bias:
-        tensors |= {"gate_up_bias": normal(num_experts, 2 * inner), "down_bias": normal(num_experts, hidden)}
+        tensors |= {"gate_up_bias": normal(num_experts, width), "down_bias": normal(num_experts, hidden)}
     return tensors, normal(num_tokens, hidden)
 
 

@@ -128,8 +128,9 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     def weight(rows, columns):
         return of(E, columns, rows).transpose(1, 2) if transposed else of(E, rows, columns)
 
-    gate_up, down, h, a, x = weight(2 * I, H), weight(H, I), of(T * K, 2 * I), of(T * K, I), of(T, H)
-    gate_up_bias, down_bias = (of(E, 2 * I), of(E, H)) if bias else (None, None)
+    width = activation.width(I)
+    gate_up, down, h, a, x = weight(width, H), weight(H, I), of(T * K, width), of(T * K, I), of(T, H)
+    gate_up_bias, down_bias = (of(E, width), of(E, H)) if bias else (None, None)
     on_gate_up, on_down = (
         pack(of(E, rank, w.shape[2]), of(E, w.shape[1], rank), 1.0, w) if rank else None for w in (gate_up, down)
     )
@@ -157,9 +158,10 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("bias", "I"), [(False, 192), (True, 192), (False, 768)])  # the last's input_rows is deep
-def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layout, bias, I):
+@pytest.mark.parametrize("name", ["clamped_swiglu", "relu2"])
+def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layout, bias, I, name):
     """A layer asks for the tiles of any number of rows at once, so that another compiles nothing."""
-    act, H = Activation("clamped_swiglu"), 256
+    act, H = Activation(name), 256
     found, ahead = asked_for(monkeypatch, layout, act, bias, torch.bfloat16, H, I)
     expected = variants(H, I, torch.bfloat16, act, *LAYOUTS[layout], bias)
     assert {repr(kernel) for kernel in found} == {repr(kernel) for kernel in expected}  # the file is found by its repr

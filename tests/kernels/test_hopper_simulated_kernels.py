@@ -15,7 +15,7 @@ from moe_problems import poisoned
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper.config import Tile
-from sonicmoe_hf.kernels.interface import Activation, Extra
+from sonicmoe_hf.kernels.interface import UNGATED, Activation, Extra
 
 pytestmark = pytest.mark.pinned
 
@@ -77,20 +77,26 @@ def check_scheduler(rows):
         (Tile(128, 3), BF16, False, False, 0, "swiglu", (True, True)),
         (Tile(128, 3), FP16, True, True, 72, "clamped_swiglu", (True, True)),
         (Tile(256, 2), FP16, False, True, 8, "geglu", (True, True)),
+        (Tile(128, 3), BF16, False, True, 0, "relu2", (True, True)),
     ],
 )
 def test_up(monkeypatch, tile, dtype, interleaved, transposed, rank, name, want):
     counts = FEWER if dtype == BF16 else COUNTS
-    H, I, E = 104, 136 if tile.columns == 256 else 72, len(counts)
+    H, E = 104, len(counts)
+    I = 136 if tile.columns == 256 or name in UNGATED else 72  # of h there are two tiles of columns, the second narrow
     monkeypatch.setattr(hopper, "tile", lambda *_: tile)
     rows, act = rows_of(counts, T), Activation(name, limit=2.0)
-    x, gate_up = normal(T, H, dtype=dtype), weight(E, 2 * I, H, dtype, transposed)
-    bias = normal(E, 2 * I, dtype=dtype)
-    adapter = extra(rank, rows.token.numel(), E, 2 * I, dtype, transposed)
+    width = act.width(I)
+    x, gate_up = normal(T, H, dtype=dtype), weight(E, width, H, dtype, transposed)
+    bias = normal(E, width, dtype=dtype)
+    adapter = extra(rank, rows.token.numel(), E, width, dtype, transposed)
     with poisoned():
         found = hopper.up(x, gate_up, bias, rows, act, interleaved, *want, adapter)
     expected = eager.up(*map(wide, (x, gate_up, bias)), rows, act, interleaved, True, True, wide(adapter))
-    for wanted, one, reference, roundings in zip(want, found, expected, (1, 1 if dtype == BF16 else 2)):
+    of_a = 1 if dtype == BF16 else 2
+    if name == "relu2":
+        of_a *= 1.02  # a square has twice the error of the product's 12 bits
+    for wanted, one, reference, roundings in zip(want, found, expected, (1, of_a)):
         assert (one is not None) == wanted
         if wanted:
             check_rows(one, reference, rows, roundings)
@@ -99,7 +105,11 @@ def test_up(monkeypatch, tile, dtype, interleaved, transposed, rank, name, want)
 
 @pytest.mark.parametrize(
     ("I", "dtype", "interleaved", "transposed", "rank", "name"),
-    [(136, BF16, False, True, 0, "swiglu"), (72, FP16, True, False, 8, "clamped_swiglu")],
+    [
+        (136, BF16, False, True, 0, "swiglu"),
+        (72, FP16, True, False, 8, "clamped_swiglu"),
+        (136, FP16, False, True, 8, "relu2"),
+    ],
 )
 def test_down_backward(monkeypatch, I, dtype, interleaved, transposed, rank, name):
     """With I = 72 there are four work tiles for three blocks, so that the last one is cut."""
@@ -110,7 +120,7 @@ def test_down_backward(monkeypatch, I, dtype, interleaved, transposed, rank, nam
     rows, act = rows_of(counts, T), Activation(name, limit=2.0)
     num_pairs = rows.token.numel()
     dout, down = normal(T, H, dtype=dtype), weight(E, H, I, dtype, transposed)
-    h, routing = normal(num_pairs, 2 * I, dtype=dtype), torch.rand(num_pairs)
+    h, routing = normal(num_pairs, act.width(I), dtype=dtype), torch.rand(num_pairs)
     adapter = extra(rank, num_pairs, E, I, dtype, not transposed)
     monkeypatch.setattr(hopper.portable, "routing_gradient", lambda parts, *_: parts)
     with poisoned():

@@ -14,9 +14,9 @@ from hopper_simulator.launches import Copied, Fake
 from hopper_simulator.machine import Machine
 from hopper_simulator.tensors import BFloat16, Bits, Int32, Registers, bits_of, float_of, state
 
-from sonicmoe_hf.kernels.eager import _activate
+from sonicmoe_hf.kernels.eager import _activate, _activate_ungated
 from sonicmoe_hf.kernels.hopper.config import TILE_M, Tile
-from sonicmoe_hf.kernels.interface import ACTIVATIONS, Activation
+from sonicmoe_hf.kernels.interface import GATED, UNGATED, Activation
 
 pytestmark = pytest.mark.pinned
 
@@ -95,7 +95,7 @@ def test_every_tile_of_a_weight_gradient_is_one_work_tile(row_tiles, column_tile
     assert kernel.find_work_tile(offsets, -1)[0] == -1
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATED)
 def test_an_activation_and_its_slopes_are_eager_s(name):
     """In fp64 both; at and beyond a clamp's limits, at zero and for NaN as well. 1e-9: erf and exp2 differ by less."""
     act = Activation(name, 1.3, 2.0)
@@ -107,6 +107,19 @@ def test_an_activation_and_its_slopes_are_eager_s(name):
     expected = torch.stack(_activate(gate, up, act, da)).T
     activate = source.module("activations").activate
     found = torch.tensor([activate(gate, up, *act, da) for gate, up, da in cases], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_an_activation_without_a_gate_and_its_slope_are_eager_s(name):
+    """As above."""
+    draw = random.Random(0)
+    cases = [(draw.gauss(0, 3), draw.gauss(0, 3)) for _ in range(100)]
+    cases += [(h, da) for h in (0.0, -0.0, 2.5, -2.5, 40.0, -40.0, math.nan) for da in (1.5, math.nan)]
+    h, da = torch.tensor(cases, dtype=torch.float64).T
+    expected = torch.stack(_activate_ungated(h, Activation(name), da)).T
+    activate = source.module("activations").activate_ungated
+    found = torch.tensor([activate(h, name, da) for h, da in cases], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 

@@ -13,7 +13,7 @@ from moe_problems import layer, poisoned, rounded_once, routing_ids, run, upcast
 from triton import JITFunction
 
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import ACTIVATIONS
+from sonicmoe_hf.kernels.interface import GATED, UNGATED
 from sonicmoe_hf.kernels.triton import bias_gradient, gemm_dgated, gemm_down, gemm_up, gemm_wgrad
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import LAYOUTS
@@ -51,9 +51,9 @@ def check(tensors, dout, ids, layout="concatenated", activation="swiglu", backen
     assert same_bits(found, again), "a rerun gave other bits"
 
 
-def problem(T, H=256, I=192, E=16, K=4, kind="top_k", dtype=torch.bfloat16, empty=(), bias=False):
+def problem(T, H=256, I=192, E=16, K=4, kind="top_k", dtype=torch.bfloat16, empty=(), bias=False, activation="swiglu"):
     ids = routing_ids(T, E, K, kind, "cuda", empty)
-    tensors, dout = layer(T, H, I, E, ids[0].numel(), dtype, "cuda", bias)
+    tensors, dout = layer(T, H, I, E, ids[0].numel(), dtype, "cuda", bias, activation)
     return tensors, dout, ids
 
 
@@ -69,13 +69,25 @@ def test_no_tokens():
 
 
 @pytest.mark.parametrize("interleaved", (False, True))
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", GATED)
 def test_activations(name, interleaved):
     tensors, dout, ids = problem(1000, bias=True)
     if name.startswith("clamped"):
         # Whole columns are clamped and others not: near the limit h's own rounding decides the slope, in any computation.
         tensors["gate_up_bias"] += 30 * torch.randint_like(tensors["gate_up_bias"], -1, 2)
     check(tensors, dout, ids, "interleaved" if interleaved else "concatenated", name)
+
+
+@pytest.mark.parametrize("layout", ("concatenated", "transposed_concatenated"))
+@pytest.mark.parametrize("name", UNGATED)
+def test_activations_without_a_gate(name, layout):
+    check(*problem(1000, bias=True, activation=name), layout, name)
+
+
+@pytest.mark.parametrize(("T", "H", "I"), [(63, 256, 192), (5003, 264, 136), (5003, 252, 100), (5003, 2688, 1856)])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_sizes_without_a_gate(T, H, I, dtype):
+    check(*problem(T, H=H, I=I, dtype=dtype, bias=True, activation="relu2"), activation="relu2")
 
 
 @pytest.mark.parametrize("kind", ("sentinels", "list"))

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels.hopper import cache
 from sonicmoe_hf.kernels.hopper.variants import on_triton
+from sonicmoe_hf.kernels.interface import Activation
 
 pytestmark = pytest.mark.pinned
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.pinned
     ("H", "I", "refused"), [(256, 192, 0), (256, 40, 4), (256, 36, 4), (250, 192, 6), (64, 192, 6), (256, 20, 6)]
 )
 def test_sizes_decide_what_runs_on_triton(H, I, refused):
-    assert len(on_triton(H, I)) == refused
-    words = warmup.placement(H, I)
+    assert len(on_triton(H, I, Activation())) == refused
+    words = warmup.placement(H, I, Activation())
     assert ("every product runs on the Hopper kernels" in words) == (refused == 0)
     assert refused == 0 or "multiples of 8" in words
 

@@ -5,11 +5,14 @@ import torch
 from helpers.models import build, relative_error
 from torch import nn
 from torch.nn import functional as F
+from transformers import NemotronHConfig
 from transformers.activations import ACT2FN
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.patching.experts import UnsupportedExpertsError, experts_facts
 
+UNGATED_SIZES = {"hidden_size": 32, "moe_intermediate_size": 16, "n_routed_experts": 8}
 CLAIMED = {
     "swiglu": ["silu", "swish", nn.SiLU(), F.silu],
     "geglu": ["gelu", "gelu_python", nn.GELU(), F.gelu],
@@ -20,17 +23,31 @@ CLAIMED = {
 }  # fmt: skip
 
 
-def experts_with(act_fn):
+WITHOUT_GATE = {
+    "silu": CLAIMED["swiglu"], "gelu": CLAIMED["geglu"], "gelu_tanh": CLAIMED["geglu_tanh"], "relu": CLAIMED["reglu"],
+    "relu2": ["relu2"],
+}  # fmt: skip
+
+
+def pairs(claimed):
+    return [(name, act_fn) for name in claimed for act_fn in claimed[name]]
+
+
+def experts_with(act_fn, ungated=False):
     """Small experts that compute in fp64, with this activation."""
     experts = next(m for m in build("qwen3_moe").modules() if hasattr(type(m), "_apply_gate")).double()
+    if ungated:
+        experts = NemotronHExperts(NemotronHConfig(**UNGATED_SIZES)).double()
+        for weight in experts.parameters():
+            nn.init.normal_(weight, 0, 0.3)
     del experts.act_fn  # a module gives its place to no function
     experts.act_fn = ACT2FN[act_fn] if isinstance(act_fn, str) else act_fn
     return experts
 
 
-@pytest.mark.parametrize(("name", "act_fn"), [(name, act_fn) for name in CLAIMED for act_fn in CLAIMED[name]])
+@pytest.mark.parametrize(("name", "act_fn"), [*pairs(CLAIMED), *pairs(WITHOUT_GATE)])
 def test_an_activation_that_we_claim_is_the_one_transformers_computes(name, act_fn):
-    experts = experts_with(act_fn)
+    experts = experts_with(act_fn, ungated=name in WITHOUT_GATE)
     assert experts_facts(experts).activation.name == name
     x, index = 2 * torch.randn(40, 32, dtype=torch.float64), torch.randint(0, 8, (40, 1))
     weights = torch.rand(40, 1, dtype=torch.float64)

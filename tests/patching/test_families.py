@@ -5,6 +5,7 @@ import torch
 import transformers
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
 from torch import nn
+from transformers.activations import ACT2FN
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
@@ -128,7 +129,8 @@ def test_experts_that_compute_something_else_are_refused_by_name():
     odd.__class__ = OddGate
     for experts, reason in (
         (odd, r"OddGate: its gate .*OddGate._apply_gate is not one that sonicmoe_hf implements"),
-        (experts_like(has_gate=False), r"Qwen3MoeExperts: its experts are ungated"),
+        (experts_like(act_fn=ACT2FN["relu2"]), r"its activation ReLUSquaredActivation is not one"),
+        (experts_like(has_gate=False, act_fn=nn.Mish()), r"its activation Mish .* behind .*'relu2', 'silu'"),
         (experts_like(has_post_expert_norm=True), r"end in a norm of their own"),
         (experts_like(act_fn=nn.Mish()), r"its activation Mish is not one"),
         (experts_like(is_concatenated=False), r"declared interleaved"),

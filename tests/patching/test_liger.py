@@ -187,8 +187,10 @@ def test_unpatching_gives_the_experts_back_to_liger(order):
 def test_a_refused_model_keeps_ligers_experts():
     model = build("qwen3_moe")
     apply_liger(model)
-    model.model.layers[1].mlp.experts.has_gate = False
-    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"1 of 2 .*\n  model.layers.1.mlp: .*ungated"):
+    model.model.layers[1].mlp.experts.has_post_expert_norm = True
+    with pytest.raises(
+        sonicmoe_hf.UnsupportedModelError, match=r"1 of 2 .*\n  model.layers.1.mlp: .*a norm of their own"
+    ):
         sonicmoe_hf.patch_model(model)
     assert all(is_ligers(layer.experts) for layer in find_layers(model))
 

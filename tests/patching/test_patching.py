@@ -230,10 +230,10 @@ def test_models_that_cannot_be_patched_raise_with_the_reason():
 
 def test_a_refused_model_is_left_as_it_was():
     model = build("qwen3_moe")
-    model.model.layers[1].mlp.experts.has_gate = False
+    model.model.layers[1].mlp.experts.has_post_expert_norm = True
     before = fingerprint(model)
     with pytest.raises(
-        UnsupportedModelError, match=r"1 of 2 mixture-of-experts layers.*\n  model.layers.1.mlp: .*ungated"
+        UnsupportedModelError, match=r"1 of 2 mixture-of-experts layers.*\n  model.layers.1.mlp: .*a norm of their own"
     ):
         sonicmoe_hf.patch_model(model)
     assert fingerprint(model) == before
