@@ -63,7 +63,7 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/.installed
-	$(VENV)/bin/python benchmarks/moe_layer.py $(ARGS)
+	$(VENV)/bin/python -m benchmarks.layer.moe_layer $(ARGS)
 
 docs: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'

@@ -4,7 +4,7 @@
 
 Needs no GPU. Prints document, line, the figure and what the CSV gives for each that differs, and exits with 1 then.
 
-figures_of_layers.py and figures_of_training.py declare what a table's cells are and where they come from. A table of a
+figures/layers.py and figures/training.py declare what a table's cells are and where they come from. A table of a
 document with figures in it that is not declared, and not listed in NOT_MEASURED, is a fault too. So are a declared
 table or sentence that no document has, and a CSV that no document names or whose rows do not name their commit.
 """
@@ -19,12 +19,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import figures_of_layers
-import figures_of_training
-from documented import NOT_MEASURED, WITHOUT_COMMIT, Sentence, Table
-from figures import Figure, Results
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this also runs by its path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.common.paths import ROOT
+from benchmarks.figures import layers, training
+from benchmarks.figures.documented import NOT_MEASURED, WITHOUT_COMMIT, Sentence, Table
+from benchmarks.figures.results import Figure, Results
+
 MINUS = "\N{MINUS SIGN}"  # of the documents
 NUMBER = rf"[+{MINUS}-]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:k\b|%)?"
 FIGURE = re.compile(rf"(?<![\w.,{MINUS}-]){NUMBER}(?!\w)")
@@ -123,7 +124,7 @@ def documents_of(root: Path) -> dict[str, str]:
 
 def check_documents(documents: dict[str, str], results: Results) -> Iterator[str]:
     """All that is wrong with their figures."""
-    declared = [*figures_of_layers.declared(results), *figures_of_training.declared(results)]
+    declared = [*layers.declared(results), *training.declared(results)]
     tables = {(entry.document, entry.header): entry for entry in declared if isinstance(entry, Table)}
     for document, text in documents.items():
         for found in tables_of(text):

@@ -28,11 +28,14 @@ from pathlib import Path
 
 import torch
 import triton
-from shapes import SHAPES, Shape, problem
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this also runs by its path
+
+from benchmarks.common.paths import ROOT
+from benchmarks.common.shapes import SHAPES, Shape, problem
 from sonicmoe_hf.kernels.interface import Activation
 
-TREE = Path(__file__).resolve().parent.parent / "kernels" / "hopper"
+TREE = ROOT / "kernels" / "hopper"
 FUNCTIONS = ("up", "down", "down_backward", "input_rows", "gate_up_gradient", "down_gradient")
 LAST_COLUMNS = ("combine", "the rest", "sum")
 
@@ -108,10 +111,9 @@ def use(hopper, copy):
 
 
 def measure(folders, shape, rounds, same):
-    from contenders import available
-    from layer_kernels import PRODUCTS, launches, times_by_role
-    from moe_layer import Step
-
+    from benchmarks.common.contenders import available
+    from benchmarks.layer.layer_kernels import PRODUCTS, launches, times_by_role
+    from benchmarks.layer.moe_layer import Step
     from sonicmoe_hf.kernels import hopper
 
     step = Step(available(["hopper"], shape)["hopper"], problem(shape), "forward+backward")

@@ -1,4 +1,4 @@
-"""Tiles by kernel and size: a short table, measured on an H200 with benchmarks/sweep_hopper.py
+"""Tiles by kernel and size: a short table, measured on an H200 with benchmarks/sweep/sweep_hopper.py
 (benchmarks/results/sweep_hopper.csv). Nothing is tuned at run time, and a new number of tokens changes no entry."""
 
 import functools

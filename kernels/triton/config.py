@@ -1,8 +1,9 @@
 """Block shapes: a short table over GPU, dtype and rows per expert. Nothing is tuned at run time.
 
 The row tile depends on rows per expert alone, because dispatch cuts rows into tiles once for all kernels; the table
-holds what each kernel chooses beside it. Hopper's entries come from benchmarks/sweep_triton.py on an H200 (L2 bandwidth
-decides: 256 columns beat 128 wherever registers allow); the others follow from those GPUs' shared memory, unmeasured.
+holds what each kernel chooses beside it. Hopper's entries come from benchmarks/sweep/sweep_triton.py on an H200 (L2
+bandwidth decides: 256 columns beat 128 wherever registers allow); the others follow from those GPUs' shared memory,
+unmeasured.
 A descriptor is encoded on the host at every launch, so they are for many rows, where the host waits anyway.
 """
 

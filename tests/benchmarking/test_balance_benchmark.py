@@ -1,11 +1,10 @@
-"""benchmarks/load_balance.py and benchmarks/replay_step.py at a tiny size: what their figures rest on."""
+"""benchmarks/quality/load_balance.py and benchmarks/step/replay_step.py at a tiny size: what their figures rest on."""
 
 import csv
 import dataclasses
 
 import pytest
 import torch
-from helpers.benchmarks import imported
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from sonicmoe_hf.patching.support import find_layers
@@ -17,8 +16,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def modules():
-    """(load_balance, quality_training, replay_step)."""
-    return imported("load_balance", "quality_training", "replay_step")
+    """(load_balance, training, replay_step)."""
+    from benchmarks.quality import load_balance, training
+    from benchmarks.step import replay_step
+
+    return load_balance, training, replay_step
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,9 @@ def test_all_cases_of_a_router_start_alike_and_the_pooled_loss_is_transformers_o
 def test_load_is_counted_by_layer_and_by_step(modules):
     load_balance = modules[0]
     assert load_balance.over_mean(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]])).tolist() == [1.0, 4.0]
-    counter = imported("quality_counting")[0].RowCounter(4, CPU)
+    from benchmarks.quality.counting import RowCounter
+
+    counter = RowCounter(4, CPU)
     for rows in ([0, 0, 1], [2, 2, 1]):
         counter(None, (None, torch.tensor([rows])))
     assert counter.rows_E.tolist() == [2, 2, 2, 0] and counter.starved_E.tolist() == [1, 0, 1, 2]

@@ -6,15 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.benchmarks import imported
+
+from benchmarks import check_figures as check
+from benchmarks.figures.results import Figure
 
 pytestmark = pytest.mark.pinned
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def check():
-    return imported("check_figures")[0]
 
 
 @pytest.fixture
@@ -35,7 +32,7 @@ def change(path, before, after):
     return text.count("\n", 0, text.index(before)) + 1
 
 
-def test_every_figure_of_the_documents_is_its_csvs(check):
+def test_every_figure_of_the_documents_is_its_csvs():
     assert check.faults() == []
 
 
@@ -51,7 +48,7 @@ CHANGES = (
 )
 
 
-def test_a_figure_that_its_csv_does_not_give_is_named_with_its_line(check, copy):
+def test_a_figure_that_its_csv_does_not_give_is_named_with_its_line(copy):
     expected = {change(copy / document, *words): (document, fault) for document, *words, fault in CHANGES}
     found = check.faults(copy)
     assert len(found) == len(CHANGES)
@@ -59,7 +56,7 @@ def test_a_figure_that_its_csv_does_not_give_is_named_with_its_line(check, copy)
         assert any(text.startswith(f"{document}:{line}: ") and fault in text for text in found), (document, fault)
 
 
-def test_a_csv_that_was_measured_again_disagrees_with_every_table_that_has_its_figure(check, copy):
+def test_a_csv_that_was_measured_again_disagrees_with_every_table_that_has_its_figure(copy):
     path = copy / "benchmarks" / "results" / "moe_layer.csv"
     text = path.read_text(encoding="utf-8")
     row = re.search(r"\n7B,[^\n]*?,hopper,forward\+backward,eager,ms,([\d.]+),", text)
@@ -70,7 +67,7 @@ def test_a_csv_that_was_measured_again_disagrees_with_every_table_that_has_its_f
         assert re.search(rf"{document}:\d+: 2.96 should be 2.9 \(moe_layer.csv: median of config = 7B", found)
 
 
-def test_a_row_that_a_csv_no_longer_has_is_missed(check, copy):
+def test_a_row_that_a_csv_no_longer_has_is_missed(copy):
     path = copy / "benchmarks" / "results" / "replay_step.csv"
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [row for row in rows if ",recording," not in row or ",6," not in row]
@@ -79,7 +76,7 @@ def test_a_row_that_a_csv_no_longer_has_is_missed(check, copy):
     assert len(found) == 2 and all("should be nan ((no row of replay_step.csv" in fault for fault in found)
 
 
-def test_a_table_with_figures_must_be_declared(check, copy):
+def test_a_table_with_figures_must_be_declared(copy):
     path = copy / "docs" / "replay.md"
     table = "\n| ours | theirs |\n|---|---|\n| fast | slow |\n"
     path.write_text(path.read_text(encoding="utf-8") + table, encoding="utf-8")
@@ -89,7 +86,7 @@ def test_a_table_with_figures_must_be_declared(check, copy):
     assert "figures that nothing declares, in the table '| ours | theirs |'" in fault
 
 
-def test_a_declared_table_or_sentence_that_is_gone_is_named(check, copy):
+def test_a_declared_table_or_sentence_that_is_gone_is_named(copy):
     change(copy / "docs" / "lora.md", "| tokens | NF4 | MXFP4 |", "| tokens | NF4 | of MXFP4 |")
     change(copy / "docs" / "lora.md", "On an H200 this runs", "On a GPU this runs")
     found = check.faults(copy)
@@ -97,7 +94,7 @@ def test_a_declared_table_or_sentence_that_is_gone_is_named(check, copy):
     assert any("'On an H200 this runs at # to # TB/s, read and written' is declared" in fault for fault in found)
 
 
-def test_a_csv_needs_a_commit_and_a_document_that_names_it(check, copy):
+def test_a_csv_needs_a_commit_and_a_document_that_names_it(copy):
     (copy / "benchmarks" / "results" / "old.csv").write_text("shape,ms\n1,2\n", encoding="utf-8")
     assert check.faults(copy) == ["old.csv: no document names it", "old.csv: rows without a commit"]
 
@@ -118,12 +115,12 @@ def test_a_csv_needs_a_commit_and_a_document_that_names_it(check, copy):
         ("1", math.nan, False),
     ],
 )
-def test_a_figure_may_be_half_a_unit_of_its_last_digit_away(check, written, value, rounded):
-    figure = imported("figures")[0].Figure(value, "a CSV")
+def test_a_figure_may_be_half_a_unit_of_its_last_digit_away(written, value, rounded):
+    figure = Figure(value, "a CSV")
     assert check.is_rounded(written, figure) is rounded
 
 
-def test_figures_are_told_from_names(check):
+def test_figures_are_told_from_names():
     assert check.FIGURE.findall("bf16, sm_90, Qwen3-30B-A3B, H200: 1,453, 95.1 and 0.5%; 1.2 to 3.4k") == [
         "1,453", "95.1", "0.5%", "1.2", "3.4k",
     ]  # fmt: skip

@@ -3,15 +3,11 @@
 import subprocess
 
 import pytest
-from helpers.benchmarks import imported
+
+from benchmarks import gpu_tests
 
 pytestmark = pytest.mark.pinned
 LOG = "commit {}\nan H200\n\na test\n1 passed\n"
-
-
-@pytest.fixture(scope="module")
-def gpu_tests():
-    return imported("gpu_tests")[0]
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def write_log(root, commit):
     return path
 
 
-def test_the_log_lists_later_commits_of_kernels_and_no_others(gpu_tests, repository):
+def test_the_log_lists_later_commits_of_kernels_and_no_others(repository):
     root, commit = repository
     tested = commit("kernels/up.py", "A kernel")
     path = write_log(root, tested)
@@ -58,20 +54,20 @@ def test_the_log_lists_later_commits_of_kernels_and_no_others(gpu_tests, reposit
     assert path.read_text() == listed
 
 
-def test_a_new_log_needs_no_list(gpu_tests, repository):
+def test_a_new_log_needs_no_list(repository):
     root, commit = repository
     path = write_log(root, commit("kernels/up.py", "A kernel"))
     gpu_tests.main(["--root", str(root)])
     assert gpu_tests.with_commits(gpu_tests.with_commits(path.read_text(), ["Another"]), []) == path.read_text()
 
 
-def test_without_the_history_nothing_is_compared(gpu_tests, tmp_path, capsys):
+def test_without_the_history_nothing_is_compared(tmp_path, capsys):
     write_log(tmp_path, "0123456789ab")
     gpu_tests.main(["--root", str(tmp_path)])
     assert "git does not know 0123456789ab here" in capsys.readouterr().err
 
 
-def test_a_log_without_its_commit_is_an_error(gpu_tests, tmp_path):
+def test_a_log_without_its_commit_is_an_error(tmp_path):
     write_log(tmp_path, "unknown")
     with pytest.raises(SystemExit, match="does not begin with the commit"):
         gpu_tests.main(["--root", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""benchmarks/token_rounding_quality.py at a tiny size: what its figures rest on."""
+"""benchmarks/quality/token_rounding_quality.py at a tiny size: what its figures rest on."""
 
 import csv
 import dataclasses
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.benchmarks import imported
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
@@ -20,12 +19,16 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def quality():
     """The two modules, (training, command line)."""
-    return imported("quality_training", "token_rounding_quality")
+    from benchmarks.quality import token_rounding_quality, training
+
+    return training, token_rounding_quality
 
 
 @pytest.fixture(scope="module")
 def texts():
-    return imported("quality_corpus")[0]
+    from benchmarks.quality import quality_corpus
+
+    return quality_corpus
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,9 @@
-"""benchmarks/train_step.py at a tiny size: what its figures rest on."""
+"""benchmarks/step/train_step.py at a tiny size: what its figures rest on."""
 
 import csv
 import sys
 
 import pytest
-from helpers.benchmarks import imported
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
@@ -14,7 +13,9 @@ TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps
 @pytest.fixture(scope="module")
 def benchmark():
     """The modules, (command line, parts)."""
-    return imported("train_step", "step_parts")
+    from benchmarks.step import step_parts, train_step
+
+    return train_step, step_parts
 
 
 def measured(benchmark, path, *arguments):
@@ -136,7 +137,8 @@ def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
     import matplotlib
 
     matplotlib.use("Agg")
-    (charts,) = imported("charts")
+    from benchmarks.figures import charts
+
     common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
     rows = [
         {**common, "contender": contender, "metric": metric, "median": "2.5"}

@@ -1,0 +1,51 @@
+"""What the CSVs of times have in common: a row is the median of one metric of one contender."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.common import provenance
+
+FIELDS = (
+    "config",
+    "shape",
+    "contender",
+    "mode",
+    "launch",
+    "metric",
+    "median",
+    "p20",
+    "p80",
+    "gpu",
+    "commit",
+    "versions",
+    "date",
+)
+
+
+def quantiles(values):
+    return [torch.tensor(values).double().quantile(q).item() for q in (0.5, 0.2, 0.8)]
+
+
+class Table:
+    """The CSV's rows, and the figures to print."""
+
+    def __init__(self):
+        self.rows = []
+        self.common = {"gpu": provenance.gpu(), **provenance.columns()}
+
+    def add(self, config, shape, contender, mode, launch, metric, values):
+        median, p20, p80 = quantiles(values)
+        self.rows.append(
+            dict(zip(FIELDS, (config, str(shape), contender, mode, launch, metric)))
+            | {"median": f"{median:.6g}", "p20": f"{p20:.6g}", "p80": f"{p80:.6g}"}
+            | self.common
+        )
+
+    def write(self, path):
+        """Anew; raises SystemExit rather than put figures without a GPU in the place of a GPU's."""
+        provenance.write_rows(path, FIELDS, self.rows)
+
+    def get(self, **wanted):
+        found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]
+        return found[0] if found else float("nan")

@@ -1,0 +1,143 @@
+"""The README's charts: one MoE layer beside other implementations, from moe_layer.csv, and whole training steps, from
+train_step.csv.
+
+    python -m benchmarks.figures.charts [--results FOLDER] [--out FOLDER]
+
+Writes docs/images/moe_layer.png and docs/images/train_step.png. Needs matplotlib and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib import pyplot
+
+from benchmarks.common.paths import RESULTS, ROOT
+
+CONTENDERS = {  # as the CSVs name it: (as the chart does, colour)
+    "grouped_mm": ("grouped_mm (Transformers' default)", "#b8bcc4"),
+    "ScatterMoE": ("ScatterMoE", "#858b97"),
+    "sonicmoe (Transformers)": ("Transformers' sonicmoe", "#5b8fc7"),
+    "hopper": ("sonicmoe-hf, Hopper kernels", "#e0712c"),
+    "sonicmoe-hf": ("sonicmoe-hf", "#e0712c"),
+}
+GROUP_WIDTH = 0.8
+
+
+class Chart(NamedTuple):
+    """rows: what the CSV's rows have in common. configs: (config, launch) -> the group's name. panels: metric -> (title,
+    format of the bars' labels, factor). conditions: below the chart, before where its figures come from."""
+
+    name: str
+    rows: dict[str, str]
+    configs: dict[tuple[str, str], str]
+    panels: dict[str, tuple[str, str, float]]
+    conditions: str
+
+
+LAYER = Chart(
+    "moe_layer",
+    {"mode": "forward+backward", "launch": "eager"},
+    {
+        ("7B", "eager"): "7B of the paper",
+        ("Qwen3-30B-A3B", "eager"): "Qwen3-30B-A3B",
+        ("OLMoE", "eager"): "OLMoE",
+        ("gpt-oss-20b", "eager"): "gpt-oss-20b",
+    },
+    {
+        "ms": ("Forward and backward, ms", "{:.1f}", 1),
+        "held_MB": ("Held for backward, GB", "{:.2f}", 1e-3),
+    },
+    "One MoE layer, {gpu}, bf16, SwiGLU, random data and routing; commit {commit}",
+)
+STEP = Chart(
+    "train_step",
+    {"mode": "full"},
+    {
+        ("7B", "Liger, spread load"): "7B of the paper\nwhole",
+        ("7B", "Liger, spread load, FSDP2, 2 GPUs"): "7B, FSDP2\non two GPUs",
+        ("Qwen3-30B-A3B", "Liger, spread load"): "Qwen3-30B-A3B\n16 layers",
+        ("OLMoE-1B-7B", "spread load"): "OLMoE-1B-7B\nwhole",
+        ("gpt-oss-20b", "Liger, spread load"): "gpt-oss-20b\n8 layers",
+    },
+    {
+        "tokens_per_s": ("Training, thousand tokens a second and GPU", "{:.0f}", 1e-3),
+        "peak_GiB": ("Peak memory, GiB", "{:.0f}", 1),
+    },
+    "Whole steps, all weights trained in bf16 with AdamW, Liger's other kernels (not for OLMoE), {gpu}, random weights, "
+    "balanced rows per expert; commit {commit}",
+)
+
+
+def read_medians(path: Path, chart: Chart) -> tuple[dict[tuple[str, str, str, str], float], dict[str, str]]:
+    """(config, launch, contender, metric) -> median of the chart's rows; and the columns that say where they come from.
+
+    Raises:
+        ValueError: the file mixes runs of several commits or GPUs.
+    """
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    rows = [row for row in rows if all(row[column] == value for column, value in chart.rows.items())]
+    origins = {(row["gpu"], row["commit"]) for row in rows}
+    if len(origins) != 1:
+        raise ValueError(f"{path} mixes runs, {sorted(origins)}: compare figures of one commit and GPU only")
+    medians = {
+        (row["config"], row["launch"], row["contender"], row["metric"]): float(row["median"])
+        for row in rows
+        if row["metric"] in chart.panels
+    }
+    return medians, rows[0]
+
+
+def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], float], metric: str) -> None:
+    """One group of bars a model, one bar a contender; what was not measured has none."""
+    title, label, factor = chart.panels[metric]
+    measured = [name for name in CONTENDERS if any(contender == name for _, _, contender, _ in medians)]
+    groups = [config for config in chart.configs if any((*config, name, metric) in medians for name in measured)]
+    width = GROUP_WIDTH / len(measured)
+    for i, contender in enumerate(measured):
+        name, colour = CONTENDERS[contender]
+        heights = [factor * medians.get((*config, contender, metric), math.nan) for config in groups]
+        places = [group + (i - (len(measured) - 1) / 2) * width for group in range(len(groups))]
+        bars = axis.bar(places, heights, width * 0.92, color=colour, label=name)
+        labels = ["" if math.isnan(height) else label.format(height) for height in heights]
+        axis.bar_label(bars, labels, fontsize=7, padding=1)
+    axis.set_xticks(range(len(groups)), [chart.configs[config] for config in groups], fontsize=8)
+    axis.set_title(title, fontsize=11, loc="left")
+    axis.tick_params(axis="x", length=0)
+    axis.set_yticks([])
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def draw(chart: Chart, results: Path, path: Path) -> None:
+    """Both panels, with the legend above and the origin below."""
+    medians, origin = read_medians(results, chart)
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 3.9))
+    for axis, metric in zip(axes, chart.panels):
+        draw_panel(axis, chart, medians, metric)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False)
+    conditions = chart.conditions.format(gpu=origin["gpu"], commit=origin["commit"])
+    figure.text(0.5, 0.01, conditions, ha="center", fontsize=8, color="#555555")
+    figure.tight_layout(rect=(0, 0.04, 1, 0.92))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
+    options = parser.parse_args()
+    for chart in (LAYER, STEP):
+        if (results := options.results / f"{chart.name}.csv").exists():
+            draw(chart, results, options.out / f"{chart.name}.png")
+
+
+if __name__ == "__main__":
+    main()

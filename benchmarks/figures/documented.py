@@ -1,0 +1,55 @@
+"""How a table or a sentence of the documents is declared, and which tables have no measured figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.figures.results import Figure
+
+Cell = str | Figure | Sequence[Figure]
+
+
+class Table(NamedTuple):
+    """header: the line of the table's head. rows: its rows; a cell is its text, or the figures that it has, in order."""
+
+    document: str
+    header: str
+    rows: list[list[Cell]]
+
+
+class Sentence(NamedTuple):
+    """text: words of a document, with # for each figure."""
+
+    document: str
+    text: str
+    figures: Sequence[Figure]
+
+
+# document, or (document, header) -> why its figures have no CSV
+NOT_MEASURED: dict[str | tuple[str, str], str] = {
+    "docs/kernel-log.md": "a log: figures of their time, as it says",
+    (
+        "README.md",
+        "| model | fast experts | [experts in 4 bits](docs/lora.md#experts-in-4-bits) | token rounding "
+        "| native checkpoints |",
+    ): "a count of models",
+    ("README.md", "| | PyTorch | Triton | Transformers | PEFT |"): "versions",
+    ("docs/attention.md", "| | CUDA | CPU |"): "what is supported",
+    ("docs/backends.md", "| exit code | meaning |"): "numbers of the command line",
+    ("docs/layout.md", "| entry | value |"): "a version's number",
+    ("docs/layout.md", "| layout | experts on disk | families |"): "the names of formats",
+    ("docs/layout.md", "| tensor | shape | |"): "sizes",
+    ("docs/lora.md", "| fused | computed by PEFT, which forms W + B A at each call |"): "bits",
+    ("docs/lora.md", "| refused | take |"): "values of options",
+    ("docs/lora.md", "| to adapt | say |"): "numbers of layers",
+    ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
+    ("docs/patching.md", "| argument | values | effect |"): "a threshold",
+    ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of docs/kernel-log.md",
+    ("docs/serving.md", "| engine | adapters on experts | merged checkpoints |"): "versions",
+    ("docs/serving.md", "| models | their form in vLLM |"): "names of models",
+    ("docs/token-rounding.md", "| rows per expert and batch, T·K/E | use |"): "advice, declared as sentences",
+    ("docs/token-rounding.md", "| option | default | meaning |"): "defaults",
+    ("docs/token-rounding.md", "| rounding | n | max. rows of a layer |"): "formulas",
+}  # fmt: skip
+WITHOUT_COMMIT = {"quality_corpus.csv"}  # a list of packages

@@ -1,0 +1,117 @@
+"""Every kernel of one MoE layer's step on a GPU, timed in place by torch's profiler, contenders taking turns.
+
+    python -m benchmarks.layer.layer_kernels [--shape T,H,I,E,K ...] [--contender NAME ...] [--out benchmarks/results]
+
+bf16, SwiGLU, the data of moe_layer.py. The default contenders are the Hopper kernels and Transformers' sonicmoe, whose
+six grouped products stand beside ours: "ratio" is its time over ours. Writes layer_kernels.csv, microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common.contenders import CONTENDERS, available
+from benchmarks.common.paths import RESULTS
+from benchmarks.common.shapes import add_shapes, chosen_shapes, problem
+from benchmarks.common.table import Table
+from benchmarks.layer.moe_layer import Step
+
+UPSTREAM = "sonicmoe (Transformers)"
+MODES = ("forward+backward", "frozen")
+# The grouped products of a step, in the order of their launches; upstream's are the same with frozen experts.
+PRODUCTS = {
+    "hopper": ("up", "down", "down_backward", "input_rows", "dW1", "dW2"),
+    UPSTREAM: ("up", "down", "down_backward", "dW2", "input_rows", "dW1"),
+}
+
+
+def launches(step):
+    """(name, microseconds) of every kernel, copy and fill of one step, in the order in which they ran."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.name, event.device_time) for event in sorted(on_gpu, key=lambda event: event.time_range.start)]
+
+
+def roles(contender, names, mode):
+    """What each kernel is: one of the products, or the start of its own name."""
+    skipped = ("dW1", "dW2") if (contender, mode) == ("hopper", "frozen") else ()
+    wanted = [role for role in PRODUCTS.get(contender, ()) if role not in skipped]
+    grouped = [number for number, name in enumerate(names) if "cutlass" in name]
+    if len(grouped) != len(wanted):
+        print(f"  {contender}, {mode}: {len(grouped)} grouped products, not {len(wanted)}; listed by name", flush=True)
+        wanted = grouped = []
+    found = dict(zip(grouped, wanted))
+    return [found.get(number, name.split("(")[0][:60]) for number, name in enumerate(names)]
+
+
+def times_by_role(contender, runs, mode):
+    """(role, microseconds in each run) of every launch in its order, and of their sum; `runs` as `launches` gives them.
+    Those with other kernels than the first are left out."""
+    names = [name for name, _ in runs[0]]
+    runs = [run for run in runs if [name for name, _ in run] == names]
+    for number, role in enumerate(roles(contender, names, mode)):
+        yield role, [run[number][1] for run in runs]
+    yield "sum", [sum(time for _, time in run) for run in runs]
+
+
+def measure(table, config, shape, contenders, rounds):
+    inputs = problem(shape)
+    layers = available(contenders, shape)
+    found = {}
+    for mode in MODES:
+        steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}
+        for step in steps.values():
+            step()
+            step()
+        for _ in range(rounds):
+            for name, step in steps.items():
+                step()  # so that the one after it runs on a GPU as hot as in training
+                found.setdefault((name, mode), []).append(launches(step))
+    for (name, mode), runs in found.items():
+        for number, (role, times) in enumerate(times_by_role(name, runs, mode)):
+            metric = role if role == "sum" else f"{number:02d} {role}"
+            table.add(config, shape, name, mode, "eager", metric, times)
+    show(table, config, shape, layers)
+
+
+def show(table, config, shape, contenders):
+    print(f"{config} {shape}   microseconds", flush=True)
+    for mode in MODES:
+        times = {name: {} for name in contenders}
+        for row in table.rows:
+            if (row["config"], row["mode"]) == (config, mode):
+                role = row["metric"].split(" ", 1)[-1]
+                products = PRODUCTS.get(row["contender"], ())
+                column = times[row["contender"]]
+                role = role if role in products or role == "sum" else "the rest"
+                column[role] = column.get(role, 0) + float(row["median"])
+        for role in dict.fromkeys(role for column in times.values() for role in column):
+            ours, theirs = (times.get(name, {}).get(role) for name in ("hopper", UPSTREAM))
+            ratio = f"  ratio {theirs / ours:.3f}" if ours and theirs else ""
+            figures = "  ".join(f"{name} {column.get(role, float('nan')):8.1f}" for name, column in times.items())
+            print(f"  {mode:18s} {role:14s} {figures}{ratio}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shapes(parser)
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    table = Table()
+    for config, shape in chosen_shapes(options).items():
+        measure(table, config, shape, options.contender or list(PRODUCTS), options.rounds)
+        table.write(options.out / "layer_kernels.csv")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What balances experts, and what does it cost? The small model of token_rounding_quality.py, by balancing method.
+
+    python -m benchmarks.quality.quality_corpus                      # once: the text, from the packages installed here
+    python -m benchmarks.quality.load_balance --preset gpu --seeds 0 1 --at-once 4       # 27 M parameters, on a GPU
+    python -m benchmarks.quality.load_balance --preset cpu --seeds 0                     # 3.7 M
+
+For each seed all runs of a router share initial weights and batches (training.py), and all are evaluated with
+top-k, without any balancing loss:
+
+    softmax   Qwen3-MoE's router: none; Transformers' pooled loss (router_aux_loss_coef); per_layer_loss
+    sigmoid   DeepSeek-V3's router with its correction bias, in a model like Qwen3-MoE with one shared expert (dots1):
+              none; bias_update, constant and linearly to zero; per_layer_loss
+
+The most decisive runs come first (PLAN); --seconds stops before a run that would end later. Every finished run becomes a
+row of the CSV at once, and runs whose row is there are skipped.
+
+Columns beside the obvious: load, the busiest expert's rows over the mean, in all of the last 20 training steps together
+(10,240 rows an expert with --preset gpu), mean over the layers; load_worst, in its worst layer; load_step, in each of
+these steps by itself, mean over steps and layers; load_held_out, load_held_out_worst, on the held-out files, by top-k.
+dead, dead_held_out: experts without a row there, of all layers. rows_ratio: rows routed in those steps over top-k's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import torch
+from transformers import Dots1Config
+
+import sonicmoe_hf
+from benchmarks.quality import quality_corpus
+from benchmarks.quality.counting import count_rows, counted
+from benchmarks.quality.runs import do_missing, parser_of, read_rows
+from benchmarks.quality.training import (
+    COUNTED_STEPS,
+    PRESETS,
+    Preset,
+    evaluate,
+    qwen3_config,
+    random_model,
+    sizes_of,
+    train,
+)
+from sonicmoe_hf.layer.config import TokenRounding
+
+TILES_PER_EXPERT = 4  # of nearest
+
+
+class Case(NamedTuple):
+    """A router, how it is balanced, at what rate (a coefficient or an update), and top_k or a rounding."""
+
+    router: str
+    balancing: str = "none"
+    rate: float = 0.0
+    routing: str = "top_k"
+
+
+# a group is done for all seeds before the next begins
+PLAN = (
+    (
+        Case("softmax"),
+        Case("softmax", "layer", 0.05),
+        Case("softmax", "layer", 0.1),
+        Case("sigmoid"),
+        Case("sigmoid", "bias", 1e-3),
+        Case("sigmoid", "bias_to_zero", 5e-3),
+        Case("softmax", "pooled", 0.01),
+        Case("softmax", "layer", 0.02),
+        Case("softmax", "layer", 0.01),
+    ),
+    (
+        Case("sigmoid", "bias", 5e-3),
+        Case("softmax", "layer", 0.1, "nearest"),
+        Case("softmax", "pooled", 0.001),
+        Case("sigmoid", "bias_to_zero", 5e-3, "nearest"),
+        Case("softmax", "layer", 0.2),
+    ),
+)
+KEYS = ("preset", *Case._fields, "seed", "steps")
+FIGURES = ("held_out_loss", "load", "load_worst", "load_step", "load_held_out", "load_held_out_worst", "dead",
+           "dead_held_out", "rows_ratio", "training_seconds")  # fmt: skip
+FIELDS = (*KEYS, "tokens_per_step", *FIGURES, "corpus", "device", "commit", "versions", "date")
+Run = tuple[Case, int]  # with its seed
+
+
+def sigmoid_config(preset: Preset) -> Dots1Config:
+    """The sizes of `qwen3_config`, with DeepSeek-V3's router and one shared expert."""
+    return Dots1Config(**sizes_of(preset), n_routed_experts=preset.experts, n_shared_experts=1)
+
+
+def build(preset: Preset, case: Case, seed: int, device: torch.device):
+    """(model, row counters, what is to be called after every optimiser step or None), balanced by the case."""
+    pooled = {"output_router_logits": True, "router_aux_loss_coef": case.rate} if case.balancing == "pooled" else {}
+    config = sigmoid_config(preset) if case.router == "sigmoid" else qwen3_config(preset, **pooled)
+    model = random_model(config, seed, device)
+    policy = None
+    if case.routing != "top_k":
+        policy = TokenRounding(rounding=case.routing, tile=preset.mean_rows // TILES_PER_EXPERT)
+    sonicmoe_hf.patch_model(model, routing=policy)
+    after = None
+    if case.balancing == "layer":
+        sonicmoe_hf.LoadBalancing(per_layer_loss=case.rate).start(model)
+    elif case.balancing.startswith("bias"):
+        balancing = sonicmoe_hf.LoadBalancing(bias_update=case.rate)
+        balancing.start(model)
+        steps_left = torch.full((), float(preset.steps), device=device)
+
+        def after():
+            if case.balancing == "bias_to_zero":  # all on the device, for a CUDA graph
+                steps_left.sub_(1.0)
+                balancing.bias_update = case.rate * steps_left / preset.steps
+            balancing.step(model)
+
+    return model, count_rows(model, preset.experts, device), after
+
+
+def over_mean(rows: torch.Tensor) -> torch.Tensor:
+    """The busiest expert's rows over the mean, of each layer [layers]; rows [layers, E]."""
+    rows = rows.double()
+    return rows.amax(1) / rows.mean(1)
+
+
+def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: torch.device, graph: bool):
+    """Train and evaluate one run, a step at every next(): FIGURES."""
+    began = time.perf_counter()
+    case, seed = run
+    model, counters, after = build(preset, case, seed, device)
+    yield from train(model, counters, preset, corpus.train.to(device), seed, graph, after)
+    seconds = time.perf_counter() - began
+    rows, _, busiest = counted(counters)
+    steps = min(COUNTED_STEPS, preset.steps)
+    loss, held_out = evaluate(model, counters, preset, corpus.held_out.to(device))
+    load, load_held_out = over_mean(rows), over_mean(held_out)
+    figures = (
+        loss,
+        load.mean().item(),
+        load.max().item(),
+        (busiest / rows.double().mean(1)).mean().item(),
+        load_held_out.mean().item(),
+        load_held_out.max().item(),
+        (rows == 0).sum().item(),
+        (held_out == 0).sum().item(),
+        rows.double().mean().item() / steps / preset.mean_rows,
+        seconds,
+    )
+    return dict(zip(FIGURES, figures, strict=True))
+
+
+def keys_of(preset: Preset, run: Run) -> dict[str, str]:
+    """KEYS' columns."""
+    case, seed = run
+    return dict(zip(KEYS, map(str, (preset.name, *case, seed, preset.steps))))
+
+
+def loss_over_none(case: Case, rows: dict[tuple[Case, str], dict]) -> list[float]:
+    """Held-out loss minus that of the same router without balancing, of each seed that has both."""
+    plain = Case(case.router)
+    return [
+        float(row["held_out_loss"]) - float(rows[plain, seed]["held_out_loss"])
+        for (other, seed), row in rows.items()
+        if other == case and (plain, seed) in rows
+    ]
+
+
+def show(rows: list[dict]) -> None:
+    """The table in Markdown: means over seeds; the loss with each seed's difference to no balancing."""
+    by_run = {
+        (Case(row["router"], row["balancing"], float(row["rate"]), row["routing"]), row["seed"]): row for row in rows
+    }
+    print("| router | balancing | routing | seeds | held-out loss | over none, by seed | load | worst layer | of a step "
+          "| held out | worst layer | dead | dead, held out | rows | s |")  # fmt: skip
+    print("|" + "---|" * 15)
+    for case in dict.fromkeys(case for case, _ in sorted(by_run)):
+        own = [row for (other, _), row in by_run.items() if other == case]
+        mean = {name: sum(float(row[name]) for row in own) / len(own) for name in FIGURES}
+        cells = (
+            case.router,
+            case.balancing + (f" {case.rate:g}" if case.rate else ""),
+            case.routing,
+            len(own),
+            f"{mean['held_out_loss']:.4f}",
+            " ".join(f"{value:+.4f}" for value in loss_over_none(case, by_run)),
+            *(f"{mean[name]:.2f}" for name in FIGURES[1:6]),
+            *(f"{mean[name]:g}" for name in ("dead", "dead_held_out")),
+            f"{mean['rows_ratio']:.3f}",
+            f"{mean['training_seconds']:.1f}",
+        )
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Do the runs that are missing, print the table."""
+    options = parser_of(__doc__, seeds=[0, 1]).parse_args(arguments)
+    preset = PRESETS[options.preset]
+    preset = dataclasses.replace(preset, steps=options.steps or preset.steps)
+    path = options.out / "load_balance.csv"
+    runs = [(case, seed) for group in PLAN for seed in options.seeds for case in group]
+    do_missing(runs, preset, options, path, FIELDS, keys_of, measure)
+    rows = [row for row in read_rows(path) if (row["preset"], row["steps"]) == (preset.name, str(preset.steps))]
+    if rows:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()

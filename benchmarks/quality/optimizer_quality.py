@@ -1,0 +1,138 @@
+"""The loss of full_finetune_one_gpu.py's optimiser beside plain AdamW's, on a small model on a CPU.
+
+    python -m benchmarks.quality.optimizer_quality [--seeds N] [--steps N] [--csv FILE]
+
+Each seed trains a small Qwen3-MoE model from scratch with every method, from the same weights on the same batches, then
+trains plain AdamW's result further with every method at a low learning rate. Loss on files that training never saw,
+in nats per token. The methods:
+- plain: fp32 weights, bf16 autocast, torch's AdamW, one step for all weights after backward;
+- one GPU: what the example does: bf16 weights, torchao's AdamW8bit with stochastic rounding, stepped in backward;
+- nearest: bf16 weights and torch's AdamW, which rounds each update to the nearest bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torchao.optim import AdamW8bit
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
+
+import sonicmoe_hf
+from benchmarks.common import provenance
+from benchmarks.common.paths import RESULTS, ROOT
+from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+
+sys.path.insert(0, str(ROOT / "examples"))
+from full_finetune_one_gpu import step_in_backward
+
+LENGTH, BATCH, HELD_OUT_WINDOWS = 128, 8, 256
+PHASES = {"from scratch": 2e-3, "trained further": 1e-4}  # their learning rates
+PER_LAYER_LOSS = 0.01
+FIELDS = ["phase", "seed", "method", "steps", "held_out_loss", "commit", "versions", "date"]
+
+
+def plain(model, learning_rate: float):
+    return model, torch.optim.AdamW(model.parameters(), learning_rate)
+
+
+def one_gpu(model, learning_rate: float):
+    model = model.bfloat16()
+    optimizer = AdamW8bit(model.parameters(), learning_rate, bf16_stochastic_round=True)
+    step_in_backward(model, optimizer)
+    return model, optimizer
+
+
+def nearest(model, learning_rate: float):
+    model = model.bfloat16()
+    return model, torch.optim.AdamW(model.parameters(), learning_rate)
+
+
+METHODS: dict[str, Callable] = {"plain": plain, "one GPU": one_gpu, "nearest": nearest}
+
+
+def train(base, method: str, learning_rate: float, rows, steps: int, seed: int):
+    """A copy of `base` trained by `method`, on batches that depend on the seed alone."""
+    model, optimizer = METHODS[method](copy.deepcopy(base), learning_rate)
+    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    sonicmoe_hf.patch_model(model)
+    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    balancing.start(model)
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    for _ in range(steps):
+        batch = rows[torch.randint(len(rows), (BATCH,), generator=generator)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=method == "plain"):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        balancing.step(model)
+    balancing.stop(model)
+    sonicmoe_hf.unpatch_model(model)
+    return model.float()
+
+
+@torch.no_grad()
+def held_out_loss(model, rows) -> float:
+    """Mean loss in nats per token, in fp32."""
+    losses = [model.eval()(input_ids=batch, labels=batch).loss for batch in rows.split(32)]
+    return torch.stack(losses).mean().item()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200, help="of each phase")
+    parser.add_argument("--csv", type=Path, default=RESULTS / "optimizer_quality.csv")
+    options = parser.parse_args()
+    torch.compiler.set_stance("force_eager")
+    texts, held_out_texts = standard_library()
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    rows, held_out = (
+        torch.stack([block["input_ids"] for block in blocks(files, tokenizer, LENGTH)])
+        for files in (texts, held_out_texts)
+    )
+    results = []
+    for seed in range(options.seeds):
+        set_seed(seed)
+        config = small_config(tokenizer)
+        config.num_hidden_layers, config.num_experts = 2, 16
+        base = AutoModelForCausalLM.from_config(config)
+        for phase, learning_rate in PHASES.items():
+            trained = {}
+            for method in METHODS:
+                set_seed(seed)
+                batches = 2 * seed + (phase != "from scratch")
+                trained[method] = train(base, method, learning_rate, rows, options.steps, batches)
+                loss = held_out_loss(trained[method], held_out[:HELD_OUT_WINDOWS])
+                print(f"{phase:16s} seed {seed}  {method:8s} {loss:.4f}", flush=True)
+                values = (phase, seed, method, options.steps, f"{loss:.5f}", *provenance.columns().values())
+                results.append(dict(zip(FIELDS, values)))
+            base = trained["plain"]
+    options.csv.parent.mkdir(parents=True, exist_ok=True)
+    with open(options.csv, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(results)
+    for phase in PHASES:
+        scatter = torch.tensor(
+            [float(r["held_out_loss"]) for r in results if (r["phase"], r["method"]) == (phase, "plain")]
+        )
+        print(f"{phase:16s} plain, standard deviation over seeds: {scatter.std():.4f}")
+        for method in ("one GPU", "nearest"):
+            loss = {(r["seed"], r["method"]): float(r["held_out_loss"]) for r in results if r["phase"] == phase}
+            differences = torch.tensor([loss[s, method] - loss[s, "plain"] for s in range(options.seeds)])
+            error = differences.std() / len(differences) ** 0.5
+            print(f"{phase:16s} {method:8s} minus plain: {differences.mean():+.4f} ± {error:.4f}")
+
+
+if __name__ == "__main__":
+    main()

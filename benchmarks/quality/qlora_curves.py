@@ -1,0 +1,160 @@
+"""Loss curves of LoRA over bf16 experts and over experts in 4 bits, from the same start with the same seeds.
+
+    python -m benchmarks.quality.qlora_curves [--start-steps 600] [--steps 300] [--seeds 3] [--out benchmarks/results]
+
+The demo's small model is first trained in full on the even files of the standard library's sources; then adapters
+(r = 8, experts and attention) are trained on the odd files, three times over: bf16, NF4 and MXFP4 experts. Every
+contender has the same base, batches and initial adapters. Held-out files are evaluated as training goes. Runs on a CPU
+too (--start-steps 100 --steps 40). Writes qlora_curves.csv and qlora_curves.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+from pathlib import Path
+
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, set_seed
+
+import sonicmoe_hf
+from benchmarks.common import provenance
+from benchmarks.common.paths import RESULTS
+from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
+
+CONTENDERS = ("bf16", "nf4", "mxfp4")
+PER_LAYER_LOSS = 0.01
+LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
+FIELDS = ("contender", "seed", "step", "held_out_loss", "gpu", "commit", "versions", "date")
+
+
+def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16):
+    """AdamW with a warm-up and a linear decay; gives {step: held-out loss}. dtype: of the arithmetic, by autocast."""
+    device = model.device
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    warmup = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    )
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    found = {} if evaluate is None else {0: evaluate(model)}
+    for step in range(steps):
+        chosen = [rows[order[(step * BATCH + i) % len(rows)]]["input_ids"] for i in range(BATCH)]
+        ids = torch.stack(chosen).to(device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if evaluate is not None and (step + 1) % max(1, steps // EVALUATIONS) == 0:
+            found[step + 1] = evaluate(model)
+    return found
+
+
+@torch.no_grad()
+def held_out_loss(model, rows, dtype=torch.bfloat16):
+    losses = []
+    for first in range(0, len(rows), BATCH):
+        ids = torch.stack([row["input_ids"] for row in rows[first : first + BATCH]]).to(model.device)
+        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+            losses.append(model.eval()(input_ids=ids, labels=ids).loss)
+    return torch.stack(losses).mean().item()
+
+
+def start(options, dtype=torch.bfloat16):
+    """The model trained in full, in that dtype; the rows for adapters; held-out rows."""
+    texts, held_out = standard_library()
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(tokenizer)).to(options.device)
+    sonicmoe_hf.patch_model(model)
+    balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
+    balancing.start(model)
+    train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0, dtype=dtype)
+    balancing.stop(model)
+    rows = blocks(held_out, tokenizer, LENGTH)
+    return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), rows[:: max(1, len(rows) // options.held_out)]
+
+
+def adapted(base, contender, seed):
+    """A copy of the base with its experts as the contender holds them, and the seed's adapters."""
+    model = copy.deepcopy(base).requires_grad_(False)
+    if contender != "bf16":
+        sonicmoe_hf.quantize_experts(model, contender)
+    set_seed(seed)
+    model = get_peft_model(model, sonicmoe_hf.lora_config(model, RANK))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model.to(base.device)
+
+
+def draw(curves, path):
+    """The mean of the seeds, and every seed's curve behind it."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3.6))
+    for place, contender in enumerate(CONTENDERS):
+        every = [curve for (name, _), curve in curves.items() if name == contender]
+        for curve in every:
+            axis.plot(list(curve), list(curve.values()), color=f"C{place}", alpha=0.25, linewidth=0.8)
+        means = {step: sum(curve[step] for curve in every) / len(every) for step in every[0]}
+        label = "LoRA over bf16 experts" if contender == "bf16" else f"over {contender.upper()} experts"
+        axis.plot(list(means), list(means.values()), color=f"C{place}", label=label)
+    axis.set_xlabel("step")
+    axis.set_ylabel("held-out loss")
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start-steps", type=int, default=600, help="of full training, of the base")
+    parser.add_argument("--steps", type=int, default=300, help="of the adapters")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--held-out", type=int, default=128, help="rows of 128 tokens, about")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the adapters")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    base, rows, held_out = start(options)
+    gpu = torch.cuda.get_device_name() if base.device.type == "cuda" else "none"
+    origin = {"gpu": gpu, **provenance.columns()}
+    curves, table = {}, []
+    for seed in range(1, 1 + options.seeds):
+        for contender in CONTENDERS:
+            model = adapted(base, contender, seed)
+            curve = train(
+                model, rows, options.steps, options.learning_rate, seed, lambda model: held_out_loss(model, held_out)
+            )
+            curves[contender, seed] = curve
+            table += [
+                dict(zip(FIELDS, (contender, seed, step, f"{loss:.5f}"))) | origin for step, loss in curve.items()
+            ]
+            print(f"{contender:6s} seed {seed}: {curve[0]:.4f} -> {list(curve.values())[-1]:.4f}", flush=True)
+            del model
+        with open(options.out / "qlora_curves.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(table)
+    draw(curves, options.out / "qlora_curves.png")
+    for contender in CONTENDERS:
+        every = [curve for (name, _), curve in curves.items() if name == contender]
+        first, last = (sum(list(curve.values())[at] for curve in every) / len(every) for at in (0, -1))
+        print(f"{contender:6s} mean of {len(every)} seeds: {first:.4f} -> {last:.4f}")
+
+
+if __name__ == "__main__":
+    main()

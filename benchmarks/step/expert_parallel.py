@@ -1,0 +1,331 @@
+"""Training steps of Qwen3-30B-A3B's layers on two GPUs: expert parallelism of ours, Transformers' own, and FSDP2.
+
+    torchrun --nproc-per-node 2 -m benchmarks.step.expert_parallel [--layers 4] [--tokens 16384]
+        [--case NAME ...] [--liger]
+
+Every case trains the same random weights in bf16 on the same random tokens, in sequences of 4,096, with our experts. A
+step is forward, backward, fused AdamW and zero_grad. The learning rate is 0, so that the routing stays as it is.
+
+Losses and norms of the gradients of the top-k cases must agree. Steps are timed, and the bytes of one are counted: what a
+GPU sends to others. That is N - 1 times its part for an all-gather, (N - 1) / N of its input for a reduce-scatter, and
+what is for others in an all-to-all. `exchange` is what the experts' ranks exchange, `other` what FSDP2 does.
+
+Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --profile prints the kernels that take longest. --tiny
+checks the script, also without GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.distributed import DistributedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+import sonicmoe_hf
+from benchmarks.common import provenance
+from benchmarks.common.paths import RESULTS
+from benchmarks.step.models import MODELS, TINY, add_settings, apply_liger, settings_of, spread_load
+from sonicmoe_hf.expert_parallel import collectives
+
+MODEL = "Qwen3-30B-A3B"
+INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives
+FIELDS = ("shape", "case", "metric", "median", "min", "max", "commit", "versions", "date", "gpu")
+WARMUP, SEQUENCE = 3, 4096
+TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of experts and of ranks are rounded
+
+
+class Case(NamedTuple):
+    """Which implementation brings experts their tokens (None: FSDP2 gathers the weights instead), and the routing."""
+
+    ep_implementation: str | None
+    routing: str | None
+
+
+CASES = {
+    "all_to_all of Transformers, top-k": Case("all_to_all", None),
+    "sonicmoe_hf, top-k": Case("sonicmoe_hf", None),
+    "sonicmoe_hf, nearest": Case("sonicmoe_hf", "token_rounding"),
+    "FSDP2, top-k": Case(None, None),
+    "FSDP2, nearest": Case(None, "token_rounding"),
+}
+
+
+class BytesSent(TorchDispatchMode):
+    """Counts what collectives on this rank's device send to other ranks: by the implementations of expert parallelism
+    (`exchange`: the all-to-alls, and what our module calls) and by others."""
+
+    def __init__(self, device_type: str):
+        super().__init__()
+        self.device_type = device_type
+        self.exchange, self.other, self.is_ours = 0.0, 0.0, False
+
+    def as_ours(self, function):
+        """`function`, whose collectives are ours."""
+
+        def call(*args):
+            self.is_ours = True
+            try:
+                return function(*args)
+            finally:
+                self.is_ours = False
+
+        return call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func._schema.name.partition("::")[2], func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, func, args, kwargs) -> None:
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+        tensors = [value for key, value in given.items() if key in INPUTS]
+        if not tensors or not {"process_group", "group_name"} & set(given):
+            return  # a barrier, or waiting
+        inputs = tree_leaves(tensors)
+        if inputs[0].device.type != self.device_type:
+            return
+        group = given.get("process_group")
+        group = dist.ProcessGroup.unbox(group) if group is not None else _resolve_process_group(given["group_name"])
+        size, num_bytes = group.size(), sum(tensor.numel() * tensor.itemsize for tensor in inputs)
+        if "all_to_all" in name or "alltoall" in name:
+            splits = given.get("input_split_sizes")
+            splits = splits or [len(inputs[0]) // size] * size
+            sent = num_bytes * (1 - splits[group.rank()] / max(sum(splits), 1))
+        elif "reduce_scatter" in name:
+            sent = num_bytes * (size - 1) / size
+        elif "gather" in name:
+            sent = num_bytes * (size - 1)
+        elif "reduce" in name:
+            sent = 2 * num_bytes * (size - 1) / size
+        else:
+            print(f"not counted: {name}")
+            return
+        if self.is_ours or "all_to_all" in name or "alltoall" in name:
+            self.exchange += sent
+        else:
+            self.other += sent
+
+
+def sequences(num_tokens: int, vocabulary: int, rank: int, device: str) -> torch.Tensor:
+    """Random tokens of this rank, without padding."""
+    length = min(SEQUENCE, num_tokens)
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(vocabulary, (num_tokens // length, length), generator=generator).to(device)
+
+
+def fill(model) -> None:
+    """The same random weights, whatever the shards: every rank makes the whole of each and keeps its part."""
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator(parameter.device).manual_seed(number)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        whole.fill_(1.0) if whole.dim() == 1 else whole.normal_(0, 0.02, generator=generator)
+        parameter.data.to_local().copy_(DtensorShardOperation(parameter.data).shard_tensor(whole))
+
+
+def build(ep_implementation: str | None, options):
+    """The model, its experts split over the ranks or their weights sharded by FSDP2, as from_pretrained splits and shards
+    them."""
+    world = dist.get_world_size()
+    sizes = {"fsdp_size": world}
+    if ep_implementation is not None:
+        sizes |= {"ep_size": world, "ep_implementation": ep_implementation}
+    config = Qwen3MoeConfig(**options.sizes | {"num_hidden_layers": options.layers, "use_cache": False})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"
+        )
+    if options.liger:
+        apply_liger(MODEL, model)
+    distributed, _, mesh = model.prepare_distribute_model(DistributedConfig(**sizes))
+    model = model.maybe_distribute_model(model, distributed, mesh).to_empty(device=options.device)
+    fill(model)
+    with torch.device(options.device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # buffers, and no weights
+    if options.spread_load:
+        spread_load(model)
+    sonicmoe_hf.patch_model(model)
+    return model.train()
+
+
+def optimizer_of(model):
+    """Parameters of different meshes are updated apart: torch takes lists of one mesh."""
+    by_mesh = collections.defaultdict(list)
+    for parameter in model.parameters():
+        by_mesh[parameter.device_mesh].append(parameter)
+    return torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=0.0, fused=True)
+
+
+def one_step(model, tokens, optimizer=None):
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    value = value.detach().float().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def gradient_norm(model) -> float:
+    """Of all ranks' shards: no parameter is on two of them."""
+    local = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
+    total = torch.stack([shard.float().square().sum() for shard in local]).sum()
+    return (mean_over_ranks(total) * dist.get_world_size()) ** 0.5
+
+
+def bytes_of_step(model, tokens, options) -> dict[str, float]:
+    counting = BytesSent(options.device)
+    ours = {name: counting.as_ours(getattr(collectives, name)) for name in ("_gather", "_scatter_sum", "_exchange")}
+    with counting, mock.patch.multiple(collectives, **ours):
+        one_step(model, tokens)
+    model.zero_grad(set_to_none=True)
+    return {"exchange_bytes": counting.exchange, "other_bytes": counting.other}
+
+
+def timed_steps(model, tokens, options):
+    """Milliseconds of each step after the warm-up, and GiB at the peak."""
+    optimizer = optimizer_of(model)
+    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    times = []
+    for number in range(WARMUP + options.steps):
+        if number == 1 and options.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        synchronize()
+        began = time.perf_counter()
+        one_step(model, tokens, optimizer)
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    if options.profile:
+        profile(model, tokens, optimizer)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else float("nan")
+    return times[WARMUP:], peak
+
+
+def profile(model, tokens, optimizer):
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        one_step(model, tokens, optimizer)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        kernels = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        for event in kernels[:30]:
+            print(f"    {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d}  {event.key[:100]}", flush=True)
+
+
+def measure(model, case: Case, tokens, options) -> dict[str, list[float]]:
+    sonicmoe_hf.set_routing(model, case.routing)
+    found = {"loss": [mean_over_ranks(one_step(model, tokens))], "gradient_norm": [gradient_norm(model)]}
+    model.zero_grad(set_to_none=True)
+    found |= {metric: [value] for metric, value in bytes_of_step(model, tokens, options).items()}
+    found["ms"], peak = timed_steps(model, tokens, options)
+    found["peak_GiB"] = [peak]
+    found["tokens_per_second_per_gpu"] = [1e3 * options.tokens / ms for ms in found["ms"]]
+    return found
+
+
+def results_of(options) -> dict[str, dict[str, list[float]]]:
+    """Of every case; those of one implementation share a model."""
+    tokens = sequences(options.tokens, options.sizes["vocab_size"], dist.get_rank(), options.device)
+    results: dict[str, dict[str, list[float]]] = {}
+    names = options.case or CASES
+    for implementation in dict.fromkeys(CASES[name].ep_implementation for name in names):
+        model = build(implementation, options)
+        for name in (name for name in names if CASES[name].ep_implementation == implementation):
+            results[name] = measure(model, CASES[name], tokens, options)
+            if dist.get_rank() == 0:
+                report(name, results[name])
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return results
+
+
+def check(results: dict[str, dict[str, list[float]]]) -> None:
+    top_k = {name: found for name, found in results.items() if CASES[name].routing is None}
+    first = next(iter(top_k.values()), None)
+    for name, found in top_k.items():
+        for metric, tolerance in TOLERANCES.items():
+            error = abs(found[metric][0] / first[metric][0] - 1)
+            assert error <= tolerance, f"{name}: {metric} {found[metric][0]} is {error:.1e} off {first[metric][0]}"
+
+
+def write(path: Path, results, options) -> None:
+    parts = [
+        f"{options.layers} layers", f"vocabulary {options.sizes['vocab_size']}", f"{options.tokens} tokens a rank",
+        f"{dist.get_world_size()} ranks", *settings_of(options),
+    ]  # fmt: skip
+    common = {"shape": ", ".join(parts), "gpu": provenance.gpu(), **provenance.columns()}
+    rows = []
+    for name, found in results.items():
+        for metric, values in found.items():
+            figures = zip(("median", "min", "max"), (statistics.median(values), min(values), max(values)))
+            rows.append(common | {"case": name, "metric": metric, **{key: f"{value:.6g}" for key, value in figures}})
+    provenance.write_rows(path, FIELDS, rows)
+
+
+def report(name: str, found) -> None:
+    median = {metric: statistics.median(values) for metric, values in found.items()}
+    print(
+        f"{name:36s} {median['ms']:8.1f} ms {median['tokens_per_second_per_gpu']:10.0f} tokens/s a GPU  exchange "
+        f"{median['exchange_bytes'] / 1e6:9.1f} MB  other {median['other_bytes'] / 1e6:9.1f} MB  "
+        f"{median['peak_GiB']:6.1f} GiB  loss {median['loss']:.4f}  |gradient| {median['gradient_norm']:.4f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
+    parser.add_argument(
+        "--vocabulary", type=int, help="default: the model's; a small one leaves the head out of the times"
+    )
+    add_settings(parser)
+    parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
+    parser.add_argument("--profile", action="store_true", help="the kernels of one step that take longest")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--csv", type=Path, default=RESULTS / "expert_parallel.csv")
+    options = parser.parse_args()
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.sizes = TINY if options.tiny else MODELS[MODEL].sizes
+    if options.vocabulary is not None:
+        options.sizes = {**options.sizes, "vocab_size": options.vocabulary}
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    results = results_of(options)
+    if dist.get_rank() == 0:
+        print(f"\n{options.layers} layers, {options.tokens} tokens a rank, commit {provenance.commit()}")
+        for name, found in results.items():
+            report(name, found)
+        write(options.csv, results, options)
+        check(results)
+        print("losses and gradients of the top-k cases agree")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

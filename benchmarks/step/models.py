@@ -1,0 +1,221 @@
+"""Whole Transformers models for the benchmarks of training steps: sizes, random weights, and who computes the experts.
+
+Weights are random and made on the device, in the order of the modules from one seed: the same for every contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import sonicmoe_hf
+from benchmarks.common.contenders import Unavailable, peer_module, scattermoe, upstream
+from benchmarks.common.shapes import Shape
+from sonicmoe_hf.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.patching.support import find_layers
+
+TINY = {
+    "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "num_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+class Model(NamedTuple):
+    """A model's config class and sizes; its own number of layers; of how many all weights are trained, with gradients and
+    both of Adam's moments, on one H200 (unless asked otherwise); tokens a step; attention implementation."""
+
+    config: type[PreTrainedConfig]
+    sizes: dict
+    layers: int
+    trained_layers: int
+    tokens: int = 16384
+    attention: str = "sdpa"
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Model(Qwen3MoeConfig, QWEN3_30B_A3B, layers=48, trained_layers=16),
+    # The paper gives the experts' sizes. The rest is what lm-engine's own configs of these sizes have (open-lm-engine,
+    # configs/research/m2rnn/7b-normal/softmax-attention.yml), without their shared expert: 6.6e9 parameters.
+    "7B": Model(
+        Qwen3MoeConfig,
+        {
+            "hidden_size": 1536, "intermediate_size": 4096, "moe_intermediate_size": 256, "num_experts": 128,
+            "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 24, "num_key_value_heads": 24,
+            "head_dim": 64, "vocab_size": 100352, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        },
+        layers=40, trained_layers=16, tokens=24576,
+    ),
+    "OLMoE-1B-7B": Model(  # config.json of allenai/OLMoE-1B-7B-0924
+        OlmoeConfig,
+        {
+            "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+        },
+        layers=16, trained_layers=16,
+    ),
+    "gpt-oss-20b": Model(  # config.json of openai/gpt-oss-20b; it has no sdpa
+        GptOssConfig,
+        {
+            "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        },
+        layers=24, trained_layers=8, tokens=8192, attention="eager",
+    ),
+}  # fmt: skip
+
+
+class Contender(NamedTuple):
+    """Its experts_implementation; "ours" is patch_model with this routing."""
+
+    implementation: str
+    routing: sonicmoe_hf.TokenRounding | None = None
+
+
+def _sonicmoe_forward(self, hidden_states, top_k_index, top_k_weights):
+    if self.has_bias:
+        raise Unavailable("Transformers' sonicmoe computes another function than gpt-oss's experts")
+    shape = Shape(
+        hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1]
+    )
+    return upstream(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+
+
+def _scattermoe_forward(self, hidden_states, top_k_index, top_k_weights):
+    if self.has_bias:
+        raise Unavailable("ScatterMoE has no biases and no gate like gpt-oss's")
+    shape = Shape(
+        hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1]
+    )
+    return scattermoe(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+
+
+# experts_implementation: the package whose kernels it calls, and the function. Transformers' own way to its sonicmoe is
+# over the hub; here the package lies on sys.path.
+PEERS = {
+    "sonicmoe_of_transformers": ("sonic_moe", _sonicmoe_forward),
+    "scattermoe": ("scattermoe", _scattermoe_forward),
+}
+OURS = "sonicmoe-hf"
+CONTENDERS = {
+    "grouped_mm": Contender("grouped_mm"),
+    "sonicmoe (Transformers)": Contender("sonicmoe_of_transformers"),
+    "ScatterMoE": Contender("scattermoe"),
+    OURS: Contender("ours"),
+    **{
+        f"{OURS}, {rounding}": Contender("ours", sonicmoe_hf.TokenRounding(rounding=rounding))
+        for rounding in ("nearest", "balanced", "stochastic", "nearest_score", "up", "down")
+    },
+}
+
+
+def check_available(name: str) -> None:
+    """Register the contender as an experts_implementation, where it is one of others' kernels.
+
+    Raises:
+        Unavailable: its package is not here.
+    """
+    implementation = CONTENDERS[name].implementation
+    if implementation in PEERS:
+        package, forward = PEERS[implementation]
+        peer_module(package)
+        ALL_EXPERTS_FUNCTIONS.register(implementation, forward)
+
+
+def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
+    """The model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
+    config, sizes, *_ = MODELS[name]
+    if tiny:
+        sizes = sizes | {key: value for key, value in TINY.items() if hasattr(config(), key)}
+    return config(**sizes | {"num_hidden_layers": layers, "use_cache": False})
+
+
+def build(name: str, layers: int, *, device: str, tiny: bool, dtype=torch.bfloat16, implementation="grouped_mm"):
+    """The model with random weights on the device, in training mode."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config_of(name, layers, tiny), dtype=dtype, attn_implementation=MODELS[name].attention,
+            experts_implementation=implementation,
+        )  # fmt: skip
+    return model.train()
+
+
+class SpreadLoad:
+    """Forward pre-hook of routers: adds noise to their input, the same at every call, in every layer, and for every
+    contender. It outweighs the input, so that each token chooses experts of its own; gradients pass as before."""
+
+    SIZE = 4  # beside an input that a norm has just scaled to 1
+
+    def __init__(self):
+        self.noise = None
+
+    def __call__(self, router, arguments):
+        x, *others = arguments
+        if self.noise is None or self.noise.shape != x.shape:
+            generator = torch.Generator(x.device).manual_seed(2)
+            self.noise = self.SIZE * torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        return x + self.noise, *others
+
+
+def spread_load(model) -> None:
+    """Let the rows per expert be those of a balanced model. With random weights they are not: of Qwen3-30B-A3B's 128
+    experts, 16 get 92 to 97% of the rows from the second layer on, and the busiest nearly every token."""
+    hook = SpreadLoad()
+    for layer in find_layers(model):
+        layer.router.register_forward_pre_hook(hook)
+
+
+def apply_liger(name: str, model) -> None:
+    """Liger's RMSNorm, RoPE and fused linear cross entropy in this model; its experts stay as they are.
+
+    Raises:
+        Unavailable: Liger has none for this model.
+    """
+    from liger_kernel import transformers as liger
+
+    apply = {
+        Qwen3MoeConfig: getattr(liger, "apply_liger_kernel_to_qwen3_moe", None),
+        GptOssConfig: getattr(liger, "apply_liger_kernel_to_gpt_oss", None),
+    }.get(MODELS[name].config)
+    if apply is None:
+        raise Unavailable(f"Liger has no kernels for {name}")
+    apply(swiglu=False, model=model)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options that change a model before it is measured: see `apply_settings`."""
+    parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
+    parser.add_argument(
+        "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
+    )
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """Those of `add_settings` that were chosen, as the CSVs name them."""
+    return ["Liger"] * options.liger + ["spread load"] * options.spread_load
+
+
+def apply_settings(name: str, model, options: argparse.Namespace) -> None:
+    """Change this model as the options say."""
+    if options.liger:
+        apply_liger(name, model)
+    if options.spread_load:
+        spread_load(model)
+
+
+def shard(model, weights: torch.dtype) -> None:
+    """FSDP2 over all ranks, a unit a layer and one for the rest. Weights in fp32 are computed with in bf16, and their
+    gradients summed over the ranks in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if weights == torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.base_model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)

@@ -1,0 +1,317 @@
+"""Training steps of whole Transformers models: tokens a second, milliseconds, memory, the first step and the loss.
+
+    python -m benchmarks.step.train_step [--model NAME ...] [--mode full ...] [--contender NAME ...] [--liger]
+        [--csv FILE]
+    torchrun --nproc-per-node 2 -m benchmarks.step.train_step --fsdp ...
+    python -m benchmarks.step.train_step --profile ...
+    python -m benchmarks.step.train_step --tables FILE ...
+
+Models at full width with random weights (models.py), sequences of 4,096 random tokens without padding, the same at every
+step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
+tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
+--weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4), adapters in fp32
+under autocast. Contenders take turns as whole runs from the same weights, in --rounds rounds, each of which begins with
+another of them; --attention names what computes the attention of each. Transformers' sonicmoe tunes for minutes, so it
+runs only if named. Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
+--device cpu --tiny checks the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import sonicmoe_hf
+from benchmarks.common.contenders import Unavailable
+from benchmarks.common.paths import RESULTS
+from benchmarks.common.table import Table
+from benchmarks.step import models
+from benchmarks.step.models import CONTENDERS, MODELS, OURS
+from benchmarks.step.training import WARMUP, Measured, adapted, sequences, timed_steps, varying
+from benchmarks.step.training_tables import markdown, read_rows
+
+MODES = ("full", "frozen", "LoRA", "QLoRA")
+ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")
+DEFAULT_CONTENDERS = ("grouped_mm", OURS, f"{OURS}, nearest")
+
+
+class Run(NamedTuple):
+    """One measurement. tokens: a step and GPU; mode: what is trained; contender: who computes the experts; attention: its
+    implementation, None for the model's own."""
+
+    model: str
+    layers: int
+    tokens: int
+    mode: str
+    contender: str
+    attention: str | None = None
+
+    def __str__(self):
+        attention = "" if self.attention is None else f", {self.attention} attention"
+        return f"{self.model}, {self.layers} layers, {self.tokens} tokens, {self.mode}, {self.contender}{attention}"
+
+
+def runs_of(options) -> list[Run]:
+    """Every combination of what was asked for."""
+    found = []
+    for name in options.model or ["Qwen3-30B-A3B"]:
+        model = MODELS[name]
+        for mode in options.mode or ["full"]:
+            own = model.trained_layers if mode == "full" else model.layers
+            layers = own if options.layers is None else options.layers or model.layers
+            for contender in options.contender or DEFAULT_CONTENDERS:
+                for attention in options.attention or [None]:
+                    found.append(Run(name, layers, options.tokens or model.tokens, mode, contender, attention))
+    return found
+
+
+def settings(run: Run, options, world: int) -> str:
+    """What the column `launch` says of a run: everything that is not as by default."""
+    parts = {
+        f"{run.attention} attention": run.attention is not None,
+        "checkpointing": options.checkpointing,
+        f"compiled {options.compile}": options.compile,
+        "varying lengths": options.varying_lengths,
+        f"FSDP2, {world} GPU{'s' * (world > 1)}": options.fsdp,
+        "fp32 weights": options.weights == "fp32",
+    }
+    chosen = models.settings_of(options) + [part for part, is_chosen in parts.items() if is_chosen]
+    return ", ".join(chosen) or "plain"
+
+
+def prepared(run: Run, options):
+    """The model as `run` trains it."""
+    models.check_available(run.contender)
+    contender = CONTENDERS[run.contender]
+    ours = contender.implementation == "ours"
+    if run.mode == "QLoRA" and not ours:
+        raise Unavailable(f"{run.contender} has no packed experts")
+    dtype = torch.float32 if options.weights == "fp32" else torch.bfloat16
+    model = models.build(
+        run.model, run.layers, device=options.device, tiny=options.tiny, dtype=dtype,
+        implementation="grouped_mm" if ours else contender.implementation,
+    )  # fmt: skip
+    models.apply_settings(run.model, model, options)
+    if run.attention is not None:
+        model.set_attn_implementation(run.attention)
+    if ours:
+        sonicmoe_hf.patch_model(model, contender.routing)
+    model = adapted(model, run.mode)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.fsdp:
+        models.shard(model, dtype)
+    if options.compile == "model":
+        model = torch.compile(model)
+    elif options.compile == "layers":
+        for module in model.modules():
+            if "DecoderLayer" in type(module).__name__:
+                module.compile()
+    return model
+
+
+def steps_of(run: Run, options) -> Measured | None:
+    """The steps of one run; None where the memory does not suffice. Raises Unavailable."""
+    try:
+        model = prepared(run, options)
+        tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+        steps = WARMUP + options.steps
+        batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
+        return timed_steps(model, batches, computes_in_autocast(run, options))
+    except torch.OutOfMemoryError:
+        return None
+
+
+def computes_in_autocast(run: Run, options) -> bool:
+    return run.mode != "full" or (options.weights == "fp32" and not options.fsdp)
+
+
+def profile(table: Table, run: Run, options, say) -> None:
+    """The rows of what each part of a step takes."""
+    from benchmarks.step.step_parts import profiled, shown
+
+    try:
+        model = prepared(run, options)
+        tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+        parts = profiled(model, tokens, computes_in_autocast(run, options), options.steps)
+    except Unavailable as reason:
+        say(f"{run} is left out: {reason}")
+        return
+    except torch.OutOfMemoryError:
+        say(f"{run}: out of memory")
+        return
+    for metric, value in parts.metrics():
+        add(table, run, options, metric, [value])
+    say(f"{run}\n{shown(parts)}")
+
+
+def add(table: Table, run: Run, options, metric: str, values: list[float], world: int = 1) -> None:
+    shape = f"{run.layers},{run.tokens}"
+    table.add(run.model, shape, run.contender, run.mode, settings(run, options, world), metric, values)
+
+
+def measure(table: Table, runs: list[Run], options, world: int, say) -> None:
+    """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
+    found: dict[Run, list[Measured]] = {run: [] for run in runs}
+    for number in range(options.rounds):
+        first = number % len(runs)
+        for run in runs[first:] + runs[:first]:
+            if run not in found:
+                continue
+            try:
+                measured = steps_of(run, options)
+            except Unavailable as reason:
+                say(f"{run} is left out: {reason}")
+                del found[run]
+                continue
+            if measured is None:
+                say(f"{run}: out of memory")
+                add(table, run, options, "out_of_memory", [1], world)
+                del found[run]
+            else:
+                found[run].append(measured)
+            release(options.device)
+    for run, rounds in found.items():
+        for metric, values in metrics_of(rounds).items():
+            add(table, run, options, metric, values, world)
+        say(f"{run}, {settings(run, options, world)}: {summary(rounds, world)}")
+
+
+def metrics_of(rounds: list[Measured]) -> dict[str, list[float]]:
+    """The values of each metric. What the first step took is the first round's: later rounds find kernels compiled."""
+    return {
+        "ms": [ms for measured in rounds for ms in measured.milliseconds],
+        "tokens_per_s": [
+            1e3 * size / ms for measured in rounds for size, ms in zip(measured.tokens, measured.milliseconds)
+        ],
+        "peak_GiB": [max(measured.peak_GiB for measured in rounds)],
+        "first_step_s": [rounds[0].first_step_s],
+        "loss": [measured.loss for measured in rounds],
+    }
+
+
+def summary(rounds: list[Measured], world: int) -> str:
+    """A line of the medians, to print."""
+    metrics = metrics_of(rounds)
+    ms, speed = (statistics.median(metrics[name]) for name in ("ms", "tokens_per_s"))
+    return (
+        f"{ms:.1f} ms  {speed / 1e3:.1f}k tokens/s  {metrics['peak_GiB'][0]:.1f} GiB  first step "
+        f"{metrics['first_step_s'][0]:.1f} s  loss {metrics['loss'][0]:.4f}  "
+        f"{86400 * speed * world / 1e9:.2f}e9 tokens a day"
+    )
+
+
+def in_turns(runs: list[Run]) -> list[list[Run]]:
+    """The runs of one model and mode, which take turns."""
+    cases: dict[Run, list[Run]] = {}
+    for run in runs:
+        cases.setdefault(run._replace(contender="", attention=None), []).append(run)
+    return list(cases.values())
+
+
+def release(device: str) -> None:
+    """The memory of a run that is over, and what torch.compile knows of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def options_of(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="default: Qwen3-30B-A3B")
+    parser.add_argument("--mode", action="append", choices=MODES, help="default: full")
+    parser.add_argument(
+        "--contender", action="append", choices=list(CONTENDERS), help=f"default: {'; '.join(DEFAULT_CONTENDERS)}"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="0: all; default: as many as one H200 trains fully, all where experts are frozen"
+    )
+    parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
+    models.add_settings(parser)
+    parser.add_argument("--attention", action="append", choices=ATTENTION, help="default: the model's own")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument(
+        "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
+    )
+    parser.add_argument(
+        "--varying-lengths", action="store_true",
+        help="another number of tokens at every step; without cuDNN's attention, which plans anew for each",
+    )  # fmt: skip
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 over the ranks of torchrun, one or more; mode full")
+    parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="what the optimiser keeps")
+    parser.add_argument("--profile", action="store_true", help="what each part of a step takes, in place of its time")
+    parser.add_argument("--steps", type=int, default=8, help="timed, after the warm-up; or profiled")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="how often each contender trains anew; another one begins each round"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--csv", type=Path, help="default: results/train_step.csv, results/step_parts.csv")
+    parser.add_argument(
+        "--tables", type=Path, nargs="+", metavar="CSV", help="print these results, and measure nothing"
+    )
+    options = parser.parse_args(arguments)
+    if options.csv is None:
+        options.csv = RESULTS / ("step_parts.csv" if options.profile else "train_step.csv")
+    if options.profile and (options.checkpointing or options.compile or options.fsdp):
+        parser.error("--profile tells parts apart only without --checkpointing, --compile and --fsdp")
+    if options.fsdp and set(options.mode or ["full"]) != {"full"}:
+        parser.error("--fsdp: mode full only")
+    if options.weights == "fp32" and options.mode not in (None, ["full"]):
+        parser.error("--weights fp32: mode full only; adapters are in fp32 anyway")
+    return options
+
+
+def join_ranks(device: str) -> tuple[int, int]:
+    """(this rank, how many there are), as torchrun says; one alone without it."""
+    for variable, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "29571"),
+    ):
+        os.environ.setdefault(variable, value)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def main():
+    options = options_of()
+    if options.tables:
+        print(markdown(read_rows(options.tables)))
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 --layers 2 checks the script"
+        )
+    rank, world = join_ranks(options.device) if options.fsdp else (0, 1)
+    if options.varying_lengths and options.device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
+    table = Table()
+    for runs in in_turns(runs_of(options)):
+        if options.profile:
+            for run in runs:
+                profile(table, run, options, say)
+                release(options.device)
+        else:
+            measure(table, runs, options, world, say)
+        if rank == 0:
+            table.write(options.csv)
+    if not options.profile:
+        say(markdown(table.rows))
+    if options.fsdp:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
