@@ -43,6 +43,7 @@ import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, random_model, small_config
 from sonicmoe_hf.demo.throughput import ThroughputCallback
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
@@ -80,8 +81,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA")
     model.add_argument("--dtype", choices=("float32", "bfloat16"),
                        help="of the weights; default: bfloat16 for LoRA with --bf16, else float32")  # fmt: skip
-    model.add_argument("--experts-quantization", choices=("nf4", "mxfp4"),
-                       help="hold the experts packed in 4 bits and frozen; with --lora")  # fmt: skip
+    model.add_argument("--experts-quantization", choices=tuple(FORMATS),
+                       help="hold the experts packed in 4 or 8 bits and frozen; with --lora")  # fmt: skip
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
     model.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
     model.add_argument("--compile", metavar="BACKEND", nargs="?", const="inductor", help="torch.compile the model")

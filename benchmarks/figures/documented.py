@@ -44,6 +44,7 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/lora.md", "| refused | take |"): "values of options",
     ("docs/lora.md", "| to adapt | say |"): "numbers of layers",
     ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
+    ("docs/plan.md", "| exit code | meaning |"): "numbers of the command line",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",
     ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of docs/kernel-log.md",
     ("docs/serving.md", "| engine | adapters on experts | merged checkpoints |"): "versions",

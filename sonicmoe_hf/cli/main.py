@@ -1,4 +1,4 @@
-"""The `sonicmoe-hf` command: demo, doctor, warmup; convert, merge and inspect are in checkpoints.py."""
+"""The `sonicmoe-hf` command: demo, doctor, warmup; plan is in plan.py, convert, merge and inspect in checkpoints.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..errors import CheckpointError, DoctorError, WarmupError
 from ..kernels.activation import ACTIVATIONS
 from ..layer.config import LAYOUTS, ROUNDINGS
 from .checkpoints import add_commands
+from .plan import add_plan
 
 MAX_DIGITS = 12  # of a number on the command line
 DEMO_PACKAGES = ("accelerate", "matplotlib")
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_demo(commands)
     _add_warmup(commands)
+    add_plan(commands, _at_least)
     add_commands(commands)
     return parser
 

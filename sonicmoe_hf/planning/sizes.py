@@ -1,0 +1,225 @@
+"""The sizes of a model that its training's memory follows from, read off its modules without weights."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..attention.models import SUPPORTED as MODELS_WITH_SINKS
+from ..checkpoints.config_only import build_on_meta
+from ..checkpoints.layouts import NATIVE_PREFIX
+from ..errors import DoctorError
+from ..layer.experts_module import weight_names, whole_shape
+from ..patching.experts import experts_facts
+from ..patching.quantize import declared_quantisation, format_in_checkpoint
+from ..patching.support import LayerSupport, supported_layers, supports
+from ..quantization.quantizer import QUANT_METHOD
+
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+
+
+class Projection(NamedTuple):
+    """A linear layer of the attention: its name, its features, in how many layers it is."""
+
+    name: str
+    features_in: int
+    features_out: int
+    num_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of one model; counts of parameters are exact.
+
+    layers: decoder layers; moe_layers: those whose experts sonicmoe_hf computes. expert_weights: (E, out, in) of each
+    weight of theirs. experts, embeddings, total: parameters; the embeddings' include the head's, which counts once where
+    it is tied. hidden H, inner I, num_experts E, top_k K; up_rows: of the up projection for each of I, 2 with a gate.
+    heads, query, key, value, output: of the attention, features of all heads. head_norms: whether q and k have norms.
+    plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
+    nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantisation: what its
+    checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package. notes:
+    what is estimated, in words.
+    """
+
+    name: str
+    model_type: str
+    layers: int
+    moe_layers: int
+    expert_weights: tuple[tuple[int, int, int], ...]
+    experts: int
+    embeddings: int
+    total: int
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+    up_rows: int
+    vocabulary: int
+    heads: int
+    query: int
+    key: int
+    value: int
+    output: int
+    projections: tuple[Projection, ...]
+    head_norms: bool
+    plain_inner: int
+    attention: str
+    quantisation: str | None = None
+    is_packed: bool = False
+    has_sinks: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rest(self) -> int:
+        """Parameters that are no experts'."""
+        return self.total - self.experts
+
+    @property
+    def largest_weight(self) -> int:
+        """Parameters of the largest weight of the experts."""
+        return max(num_experts * size_out * size_in for num_experts, size_out, size_in in self.expert_weights)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a mixture-of-experts layer, with its share of the attention and the rest."""
+        return self.experts // self.moe_layers + (self.rest - self.embeddings) // self.layers
+
+
+def sizes_of_checkpoint(name: str) -> ModelSizes:
+    """The sizes of a hub model or a local folder. Only its config.json is read.
+
+    Raises:
+        DoctorError: no such folder, the hub cannot be reached, config.json describes no model that can be built, or as
+            `sizes_of_model`.
+    """
+    return sizes_of_model(name, build_on_meta(name))
+
+
+def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
+    """The sizes of a model on the meta device.
+
+    Raises:
+        DoctorError: it has no experts, some that sonicmoe_hf does not compute, or its checkpoint is quantised in a way
+            that is not known here; the message says why.
+    """
+    support = supports(model)
+    _check_supported(name, support)
+    layers = list(supported_layers(model, support, "accelerated"))
+    config: Any = model.config.get_text_config()
+    declared = declared_quantisation(model.config) or declared_quantisation(config)
+    try:
+        quantisation = None if declared is None else format_in_checkpoint(declared)
+    except ValueError as error:
+        raise DoctorError(f"{name}: {error}") from error
+    shapes = [shape for layer in layers for shape in _weights_of(layer.experts)]
+    num_experts, up, hidden = shapes[0]
+    inner = shapes[1][2]
+    routers = [layer.router.top_k for layer in layers if layer.router is not None]
+    top_k = routers[0] if routers else next(filter(None, (_entry(config, entry) for entry in TOP_K)), None)
+    if top_k is None:
+        raise DoctorError(f"{name}: its config does not say how many experts a token has ({', '.join(TOP_K)})")
+    heads = _entry(config, "num_attention_heads")
+    if heads is None:
+        raise DoctorError(f"{name}: its config does not say how many heads its attention has (num_attention_heads)")
+    head = _entry(config, "head_dim") or config.hidden_size // heads
+    query = output = heads * head
+    if _entry(config, "kv_lora_rank") is not None:  # multi-head latent attention: DeepSeek-V2, V3
+        query = key = heads * ((_entry(config, "qk_nope_head_dim") or 0) + (_entry(config, "qk_rope_head_dim") or 0))
+        value = output = heads * (_entry(config, "v_head_dim") or head)
+    else:
+        key = value = (_entry(config, "num_key_value_heads") or heads) * head
+    experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    parameters = list(model.parameters())
+    embeddings = {id(parameter): parameter for parameter in _embeddings(model)}
+    return ModelSizes(
+        name=name,
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        moe_layers=min(len(layers), config.num_hidden_layers),  # of two kinds of experts in a layer both are its own
+        expert_weights=tuple(shapes),
+        experts=sum(parameter.numel() for parameter in parameters if id(parameter) in experts),
+        embeddings=sum(parameter.numel() for parameter in embeddings.values()),
+        total=sum(parameter.numel() for parameter in parameters),
+        hidden=hidden,
+        inner=inner,
+        num_experts=num_experts,
+        top_k=top_k,
+        up_rows=up // inner,
+        vocabulary=config.vocab_size,
+        heads=heads,
+        query=query,
+        key=key,
+        value=value,
+        output=output,
+        projections=_projections(model),
+        head_norms=any(module_name.endswith(("q_norm", "k_norm")) for module_name, _ in model.named_modules()),
+        plain_inner=sum(
+            module.in_features
+            for module_name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module_name.endswith("down_proj")
+        ),
+        attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
+        quantisation=quantisation,
+        is_packed=declared is not None and declared["quant_method"] == QUANT_METHOD,
+        has_sinks=config.model_type.removeprefix(NATIVE_PREFIX) in MODELS_WITH_SINKS,
+        notes=_notes(model, support),
+    )
+
+
+def _entry(config: Any, name: str) -> int | None:
+    """An entry of a config, the largest where layers have their own; None if it has none."""
+    of_layers = [getattr(layer, name, None) for layer in getattr(config, "per_layer_config", None) or ()]
+    values = of_layers or [getattr(config, name, None)]
+    return max((value for value in values if isinstance(value, int)), default=None)
+
+
+def _check_supported(name: str, support: list[LayerSupport]) -> None:
+    if not support:
+        raise DoctorError(
+            f"{name} has no mixture-of-experts layer that goes through Transformers' experts interface: there is nothing "
+            "to plan for"
+        )
+    for layer in support:
+        if not layer.accelerated:
+            raise DoctorError(f"{name}: sonicmoe_hf does not compute {layer.name}: {layer.reason}")
+
+
+def _weights_of(experts: nn.Module) -> list[tuple[int, int, int]]:
+    """(E, out, in) of both weights."""
+    transposed = experts_facts(experts).layout.startswith("transposed")
+    shapes = [tuple(whole_shape(getattr(experts, weight))) for weight in weight_names(experts)]
+    return [(count, b, a) if transposed else (count, a, b) for count, a, b in shapes]
+
+
+def _embeddings(model: PreTrainedModel):
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if module is not None:
+            yield from module.parameters()
+
+
+def _projections(model: PreTrainedModel) -> tuple[Projection, ...]:
+    """The linear layers of the attentions, which `lora_config` adapts."""
+    counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
+    for module in model.modules():
+        if "Attention" in type(module).__name__:
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear):
+                    counts[name, child.in_features, child.out_features] += 1
+    return tuple(Projection(*key, count) for key, count in counts.items())
+
+
+def _notes(model: PreTrainedModel, support: list[LayerSupport]) -> tuple[str, ...]:
+    notes = []
+    if any(layer.family is None for layer in support):
+        notes.append("its router is not one that sonicmoe_hf knows: experts accelerated, sizes from the config")
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if any("linear" in kind or "mamba" in kind for kind in kinds):
+        notes.append("activations of its linear attention are counted as if it were attention")
+    if config.get_text_config() is not config:
+        notes.append("parts for images or sound are counted as weights; their activations are not")
+    return tuple(notes)

@@ -1,0 +1,211 @@
+"""The plan's formulas beside every measured peak: benchmarks/results of recipes and of whole training steps."""
+
+import csv
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
+
+from sonicmoe_hf.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.planning.measured import SPEEDS
+from sonicmoe_hf.planning.memory import GIB, Training, memory
+from sonicmoe_hf.planning.sizes import sizes_of_model
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MODELS = {  # the sizes of benchmarks/models.py
+    "Qwen3-30B-A3B": (Qwen3MoeConfig, QWEN3_30B_A3B),
+    "7B": (Qwen3MoeConfig, {
+        "hidden_size": 1536, "intermediate_size": 4096, "moe_intermediate_size": 256, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 24, "num_key_value_heads": 24,
+        "head_dim": 64, "vocab_size": 100352, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    }),
+    "OLMoE-1B-7B": (OlmoeConfig, {
+        "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+    }),
+    "gpt-oss-20b": (GptOssConfig, {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+    }),
+}  # fmt: skip
+ROUNDED = 64  # rows more for each expert at most: half a tile, rounding to the nearest multiple
+PLANNED = "sonicmoe-hf", "sonicmoe_hf", "FSDP2"  # whose peaks these are; others' kernels keep other tensors
+COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan offers no compiled way"
+
+
+@cache
+def sizes_of(name, layers, vocabulary=None):
+    config, sizes = MODELS[name]
+    sizes = {**sizes, "num_hidden_layers": layers, **({} if vocabulary is None else {"vocab_size": vocabulary})}
+    with torch.device("meta"):
+        return sizes_of_model(name, AutoModelForCausalLM.from_config(config(**sizes), dtype=torch.bfloat16))
+
+
+def rows_of(name):
+    with open(RESULTS / name, newline="") as file:
+        return [row for row in csv.DictReader(file) if row["metric"] == "peak_GiB"]
+
+
+def of_train_step(name):
+    """(label, GiB, sizes, training) of each row; training is why not where there is none."""
+    for row in rows_of(name):
+        layers, tokens = map(int, row["shape"].split(","))
+        settings = row["launch"].split(", ")
+        training = Training(
+            method="full", tokens=tokens, checkpointing=False, liger="Liger" in settings,
+            parallel="FSDP2" if "FSDP2" in settings else "one GPU", gpus=2 if "2 GPUs" in settings else 1,
+            extra_rows=ROUNDED if "nearest" in row["contender"] else 0,
+        )  # fmt: skip
+        label = f"{name} {row['config']} {row['shape']} {row['contender']} {row['launch']}"
+        yield label, row, sizes_of(row["config"], layers), training
+
+
+def of_lora_step():
+    for row in rows_of("lora_step.csv"):
+        layers, tokens, kept = row["shape"].split(",")
+        full = row["contender"].startswith("full")
+        training = Training(
+            method="full" if full else "lora", tokens=int(tokens), checkpointing=kept == "checkpointing",
+            liger="Liger" in row["mode"], experts_r=0 if "frozen" in row["contender"] else 16,
+            targets=("q_proj", "v_proj"),
+        )  # fmt: skip
+        label = f"lora_step.csv {row['shape']} {row['contender']} {row['mode']}"
+        yield label, row, sizes_of(row["config"], int(layers)), training
+
+
+def of_qlora_step():
+    for row in rows_of("qlora_step.csv"):
+        tokens = int(row["shape"].split()[0])
+        packed = "bf16 LoRA" not in row["contender"]
+        is_qwen = row["config"].startswith("Qwen3")
+        training = Training(
+            method="qlora" if packed else "lora", tokens=tokens, sequence=min(tokens, 4096), r=8,
+            experts_r=0 if "attention alone" in row["contender"] else 8,
+            experts=("nf4" if is_qwen else "mxfp4") if packed else "bf16",
+            linear="nf4" if packed and is_qwen else "bf16", attention=None if is_qwen else "flex_attention",
+        )  # fmt: skip
+        yield f"qlora_step.csv {row['contender']}", row, sizes_of(row["config"], 48 if is_qwen else 24), training
+
+
+def of_expert_parallel():
+    for row in rows_of("expert_parallel.csv"):
+        parts = row["shape"].split(", ")
+        layers, vocabulary, tokens, ranks = (int(next(w for w in p.split() if w.isdecimal())) for p in parts[:4])
+        training = Training(
+            method="full", tokens=tokens, checkpointing=False, liger="Liger" in parts, gpus=ranks,
+            parallel="FSDP2" if row["case"].startswith("FSDP2") else "expert parallelism",
+            extra_rows=ROUNDED if "nearest" in row["case"] else 0,
+        )  # fmt: skip
+        row = {**row, "contender": row["case"], "median": row["median"]}
+        yield (
+            f"expert_parallel.csv {row['shape']} {row['case']}",
+            row,
+            sizes_of("Qwen3-30B-A3B", layers, vocabulary),
+            training,
+        )
+
+
+RECIPES = {
+    "all weights of Qwen3-30B-A3B on one GPU": (48, Training(method="full", tokens=16384, optimizer="adam8bit")),
+    "FSDP2": (48, Training(method="full", tokens=16384, parallel="FSDP2", gpus=2)),
+    "SFTTrainer with packing, Liger": (48, Training(method="lora", tokens=16384)),
+    "LoRA": (48, Training(method="lora", tokens=16384)),
+    "QLoRA within 24 GiB, 2,048 tokens a step": (
+        48, Training(method="qlora", tokens=2048, sequence=2048, r=8, experts_r=8, experts="nf4", linear="nf4"),
+    ),
+    "top-k, Liger": (4, Training(method="full", tokens=16384, weights="fp32", checkpointing=False)),
+    "token rounding, balanced": (
+        4, Training(method="full", tokens=16384, weights="fp32", checkpointing=False, extra_rows=ROUNDED),
+    ),
+    "ZeRO-3, 16 layers": (16, Training(method="full", tokens=16384, parallel="ZeRO-3", gpus=2)),
+    "expert parallelism, 8 layers": (
+        8,
+        Training(
+            method="full", tokens=16384, parallel="expert parallelism", gpus=2, checkpointing=False, liger=False,
+            extra_rows=ROUNDED,
+        ),
+    ),
+}  # fmt: skip
+EXEMPT = {"torch.compile": COMPILED}  # recipe: why
+
+
+def of_recipes():
+    for row in rows_of("recipes.csv"):
+        if row["recipe"] in EXEMPT:
+            continue
+        layers, training = RECIPES[row["recipe"]]
+        row = {**row, "contender": "sonicmoe-hf", "median": row["value"]}
+        yield f"recipes.csv {row['recipe']}", row, sizes_of("Qwen3-30B-A3B", layers), training
+
+
+def measured():
+    for source in (of_train_step("train_step.csv"), of_train_step("train_step_varying.csv"), of_lora_step(),
+                   of_qlora_step(), of_expert_parallel(), of_recipes()):  # fmt: skip
+        for label, row, sizes, training in source:
+            of_ours = row["contender"].split(",")[0] in PLANNED or row["contender"].endswith("sonicmoe-hf")
+            if of_ours or label.startswith("qlora_step"):
+                yield label, float(row["median"]), sizes, training
+
+
+def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_low():
+    """More than 3% below what was measured, a way that is said to fit would not."""
+    missed, count = [], 0
+    for label, peak, sizes, training in measured():
+        planned, count = memory(sizes, training).total / GIB, count + 1
+        if not 0.97 * peak <= planned <= 1.07 * peak:
+            missed.append(f"{label}: {planned:.1f} GiB, measured {peak:.1f}")
+    assert not missed, "\n".join(missed)
+    assert count > 45, "rows were read"
+
+
+def test_every_recipe_is_planned_or_exempt_with_a_reason():
+    recipes = {row["recipe"] for row in rows_of("recipes.csv")}
+    assert recipes == set(RECIPES) | set(EXEMPT) and all(EXEMPT.values())
+
+
+def speed_in_csv(speed):
+    """Tokens per second of a row."""
+    with open(RESULTS / speed.csv, newline="") as file:
+        rows = list(csv.DictReader(file))
+    if speed.csv == "recipes.csv":
+        (row,) = [row for row in rows if row["recipe"] == speed.row and row["metric"] == "tokens_per_s"]
+        return int(row["value"])
+    (row,) = [row for row in rows if row["contender"] == speed.row and row["metric"] == "ms"]
+    return round(1e3 * speed.training.tokens / float(row["median"]))
+
+
+def test_speeds_are_those_of_the_csvs_at_the_sizes_that_they_name():
+    for speed in SPEEDS:
+        assert speed_in_csv(speed) == speed.tokens_per_second, speed.row
+        if speed.csv == "recipes.csv":
+            layers, training = RECIPES[speed.row]
+            assert speed.training == training
+            sizes = sizes_of("Qwen3-30B-A3B", layers)
+            own = (sizes.layers, sizes.hidden, sizes.inner, sizes.num_experts, sizes.top_k, sizes.vocabulary)
+            assert speed.sizes == own
+
+
+def test_a_part_is_never_negative_and_the_peak_grows_with_tokens_and_falls_with_gpus():
+    sizes = sizes_of("Qwen3-30B-A3B", 48)
+    for method in ("full", "lora"):
+        last = 0.0
+        for tokens in (1, 128, 4096, 65536):
+            found = memory(sizes, Training(method=method, tokens=tokens))
+            assert min(value for name, value in vars(found).items() if name != "moment") >= 0
+            assert found.total > last
+            last = found.total
+        sharded = [
+            memory(sizes, Training(method=method, tokens=4096, parallel="FSDP2", gpus=gpus)).total
+            for gpus in (2, 4, 8)
+        ]
+        assert sharded == sorted(sharded, reverse=True)
+
+
+if __name__ == "__main__":  # the comparison, row by row
+    for label, peak, sizes, training in measured():
+        planned = memory(sizes, training)
+        print(
+            f"{planned.total / GIB / peak - 1:+6.1%} {planned.total / GIB:6.1f} {peak:6.1f} {label}", file=sys.stdout
+        )

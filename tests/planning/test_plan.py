@@ -1,0 +1,238 @@
+"""sonicmoe-hf plan: what fits, the parts of each peak, and commands that the examples take as they stand."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+from helpers.examples import EXAMPLES, TEXT, load
+from helpers.models import CONFIGS
+from helpers.terminal import make_folders, output_of, sessions
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, OlmoeConfig, Qwen3MoeConfig
+
+from sonicmoe_hf.cli.main import build_parser, main
+from sonicmoe_hf.cli.plan import PARTS, gibibytes
+from sonicmoe_hf.demo import corpus
+from sonicmoe_hf.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.errors import DoctorError
+from sonicmoe_hf.layer.backends import VARIABLE
+from sonicmoe_hf.model_patches import FAMILIES
+from sonicmoe_hf.planning.memory import Training, adapter_parameters, memory, stored_bytes
+from sonicmoe_hf.planning.sizes import sizes_of_checkpoint, sizes_of_model
+from sonicmoe_hf.planning.ways import LIGER, Batch, shown, ways_of
+
+pytestmark = pytest.mark.pinned
+GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "num_experts_per_tok": 2}  # fmt: skip
+
+
+def sizes_of(config, name="org/model"):
+    with torch.device("meta"):
+        return sizes_of_model(name, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def plan_json(capsys, *arguments):
+    code = main(["plan", "--json", *map(str, arguments)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Folders named as hub models, with their configs alone."""
+    folder = tmp_path_factory.mktemp("hub")
+    make_folders(folder)
+    return folder
+
+
+def test_only_qlora_fits_qwen3_on_a_card_of_24_gib(hub, capsys):
+    arguments = hub / "Qwen" / "Qwen3-30B-A3B", "--gpu-memory", "24GB", "--tokens", 2048
+    code, plan = plan_json(capsys, *arguments)
+    (way,) = [way for way in plan["ways"] if way["fits"]]
+    assert code == 0 and way["method"] == "qlora" and "examples/qlora.py" in way["command"]
+    assert way["peak_GiB"] == pytest.approx(21.4, rel=0.02) and "2,331 tokens/s" in way["speed"]
+    assert plan["parameters"] == 30_532_122_624, "as its model card says"
+    assert main(["plan", *map(str, arguments)]) == 0
+    printed = capsys.readouterr().out
+    assert way["command"] in printed and "does not fit: full fp32, one GPU" in printed
+
+
+def test_parts_add_up_and_a_way_fits_where_its_need_does(hub, capsys):
+    _, plan = plan_json(capsys, hub / "Qwen" / "Qwen3-30B-A3B", "--gpus", 8, "--gpu-memory", "80GB")
+    assert {way["method"] for way in plan["ways"]} == {"full", "lora", "qlora"}
+    for way in plan["ways"]:
+        assert set(way["parts_GiB"]) == set(PARTS)
+        assert sum(way["parts_GiB"].values()) == pytest.approx(way["peak_GiB"], abs=0.05)
+        assert way["fits"] is (way["needed_GiB"] <= 80) and way["needed_GiB"] > way["peak_GiB"]
+    names = {way["name"].partition(" + ")[0] for way in plan["ways"]}
+    assert {"full fp32, FSDP2", "full fp32, ZeRO-3", "full bf16, expert parallelism", "LoRA, DDP", "LoRA, FSDP2",
+            "QLoRA FP8, FSDP2", "QLoRA NVFP4, r=8, expert parallelism"} <= names  # fmt: skip
+
+
+def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
+    assert main(["plan", str(hub / "Qwen" / "Qwen3-30B-A3B"), "--gpu-memory", "4"]) == 1, "nothing fits"
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "dense")
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, quantization_config={"quant_method": "awq"})
+    config.save_pretrained(tmp_path / "awq")
+    capsys.readouterr()
+    for folder, words in ((tmp_path / "dense", "no mixture-of-experts"), (tmp_path / "awq", "convert it to bf16"),
+                          (tmp_path / "none", "none")):  # fmt: skip
+        code, plan = plan_json(capsys, folder)
+        assert code == 2 and words in plan["error"]
+    for memory_ in ("80MB", "-1", "0GB", "much"):
+        with pytest.raises(SystemExit) as exit:
+            main(["plan", "x", "--gpu-memory", memory_])
+        assert exit.value.code == 2
+    assert gibibytes("80GB") == gibibytes("80 GiB") == gibibytes("80") == 80
+
+
+def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_split(hub):
+    sizes = sizes_of_checkpoint(str(hub / "deepseek-ai" / "DeepSeek-V3"))
+    biases = 58 * 256  # the routers', which are buffers here
+    assert sizes.total + biases == 671_026_419_200, "as the model card says: 671 billion"
+    ways = ways_of(sizes, gpus=8, gpu_memory=80, tokens=4096)
+    fitting, _ = shown(ways)
+    (way,) = fitting
+    assert way.name == "QLoRA NF4, r=8, expert parallelism + checkpointing"
+    assert "sonicmoe-hf convert" in way.command and "--model DeepSeek-V3-nf4" in way.command
+    assert not way.training.liger, "which knows no native layout"
+    on_experts, on_attention = adapter_parameters(sizes, way.training)
+    assert way.memory.adapters == 12 * (on_experts / 8 + on_attention)
+    assert way.memory.experts == stored_bytes(sizes, "nf4") / 8
+
+
+@pytest.mark.parametrize(("format", "bits"), [("nf4", 4.127), ("mxfp4", 4.25), ("fp8", 8.002), ("nvfp4", 4.5)])
+def test_packed_experts_take_the_bits_of_their_format(format, bits):
+    sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
+    assert 8 * stored_bytes(sizes, format) / sizes.experts == pytest.approx(bits, abs=1e-3)
+
+
+def test_a_quantised_checkpoint_is_planned_in_its_own_format_and_dequantised():
+    for config, own in ((GPT_OSS, "mxfp4"), (Qwen3MoeConfig(**QWEN3_30B_A3B), "fp8")):
+        config.quantization_config = {**FP8, "quant_method": own}
+        ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
+        assert {way.training.experts for way in ways if way.name.startswith("QLoRA")} == {own, "nf4"} - (
+            {"nf4"} if own == "mxfp4" else set()
+        )
+        for way in ways:
+            is_plain = way.training.method != "qlora"
+            assert ("--dequantize" in way.command) is is_plain, way.command
+    config.quantization_config = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
+    sizes = sizes_of(config)
+    assert {way.training.method for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)} == {"qlora"}
+    with pytest.raises(DoctorError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
+        ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096, method="full")
+
+
+def test_experts_of_a_size_that_a_format_does_not_take_are_not_planned_in_it():
+    config = OlmoeConfig(**SMALL, num_experts=4, intermediate_size=48)
+    formats = {way.training.experts for way in ways_of(sizes_of(config), gpus=1, gpu_memory=8, tokens=64)}
+    assert formats == {"bf16", "fp8", "nvfp4"}, "48 is no multiple of 32 or 64"
+
+
+def test_attention_with_sinks_is_planned_as_it_is_loaded():
+    sizes = sizes_of(GPT_OSS)
+    by_name = {way.name: way for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)}
+    assert by_name["LoRA, one GPU"].training.attention == "torch_sinks"
+    eager = by_name["full fp32, one GPU"]
+    assert eager.training.attention is None and sizes.attention == "eager"
+    assert (
+        memory(sizes, Training(method="lora", tokens=4096)).total
+        > by_name["LoRA, one GPU + checkpointing"].memory.total
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 4096, 4097, 6000, 16384])
+def test_a_batch_has_at_least_the_tokens_asked_for(tokens):
+    batch = Batch.of(tokens)
+    assert tokens <= batch.tokens < tokens + batch.sequences and batch.length <= 4096
+
+
+def parts_of(command):
+    """(the launcher's words, the example, its options) of a command, and those of the command before it, if any."""
+    before, _, command = command.rpartition(" && ")
+    words = shlex.split(command)
+    place = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    return words[:place], Path(words[place]), words[place + 1 :], shlex.split(before)
+
+
+def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    pytest.importorskip("torchao")  # which one of the examples imports
+    examples, commands, accelerate = {}, build_parser(), launch_command_parser()
+    quantised = DeepseekV3Config(quantization_config=FP8)
+    for config in (Qwen3MoeConfig(**QWEN3_30B_A3B), GPT_OSS, quantised, CONFIGS["olmoe"]()):
+        for gpus in (1, 8):
+            for way in ways_of(sizes_of(config, "a folder/a model"), gpus=gpus, gpu_memory=80, tokens=16384):
+                launcher, path, options, before = parts_of(way.command)
+                assert (EXAMPLES.parent / path).is_file()
+                if path.stem not in examples:
+                    examples[path.stem] = load(path.stem)
+                parsed = examples[path.stem].parse_arguments(options)
+                assert parsed.batch_size * parsed.sequence_length == way.training.tokens
+                assert before or parsed.model == "a folder/a model"
+                if before:
+                    assert commands.parse_args(before[1:]).dst == parsed.model
+                if launcher[0] == "accelerate":
+                    assert (EXAMPLES.parent / launcher[3]).is_file()
+                    accelerate.parse_args([*launcher[2:], str(path)])
+                for option in options:
+                    assert not option.endswith(".json") or (EXAMPLES.parent / option).is_file()
+    assert set(examples) == {"finetune", "qlora", "expert_parallel", "full_finetune_one_gpu"}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monkeypatch):
+    """Each as it stands, but for the number of steps, and a smaller text."""
+    pytest.importorskip("torchao")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv(VARIABLE, "eager")
+    monkeypatch.setattr(corpus, "standard_library", lambda: ([TEXT * 20] * 20, []))
+    tokenizer = corpus.train_tokenizer([TEXT], 300)
+    config = OlmoeConfig(**SMALL, num_experts=4, intermediate_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    ways = ways_of(sizes_of_checkpoint("tiny"), gpus=1, gpu_memory=8, tokens=64, method=method)
+    fitting, _ = shown(ways)
+    assert fitting
+    for way in fitting:
+        launcher, path, options, _ = parts_of(way.command)
+        assert launcher == ["python"]
+        steps = ["--steps", "1", *(["--train-only"] if path.stem == "finetune" else [])]
+        for name in ("finetune", "qlora"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        load(path.stem).main([*options, *steps])
+        shutil.rmtree("outputs")  # no example overwrites what another merged
+
+
+def test_liger_is_planned_for_where_the_installed_one_knows_the_model():
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    assert set(LIGER) <= set(liger.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    missing = set(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) & set(FAMILIES) - LIGER
+    assert not missing
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_are_counted_exactly(family):
+    config = CONFIGS[family]()
+    sizes, model = sizes_of(config), AutoModelForCausalLM.from_config(config)
+    assert sizes.total == sum(parameter.numel() for parameter in model.parameters())
+    in_experts = [parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name]
+    assert sizes.experts == sum(in_experts)
+
+
+def test_the_document_shows_what_the_command_prints(hub, monkeypatch):
+    monkeypatch.chdir(hub)
+    shown_sessions = [session for session in sessions() if session[1].startswith("plan")]
+    assert len(shown_sessions) == 3
+    before = dict(os.environ)
+    for path, options, output in shown_sessions:
+        assert output_of(options) == output, f"{path.name}: PYTHONPATH=.:tests python -m helpers.terminal"
+    assert dict(os.environ) == before
