@@ -1,4 +1,4 @@
-"""What README.md and docs/lora.md say of adapters and of packed experts."""
+"""What docs/lora.md and README.md say of adapters and of packed experts."""
 
 from __future__ import annotations
 
@@ -83,15 +83,8 @@ def steps(results: Results) -> Iterator[Table | Sentence]:
     ]
     yield Sentence(DOCUMENT, "its gradients and Adam in bf16, takes # and # ms, # and # GiB", full)
     shape = "48,16384,checkpointing"
-    yield Sentence(
-        "README.md",
-        "took # s and # GiB with adapters on experts, q and v; with PEFT over `grouped_mm` # s",
-        (
-            times(1e-3, of_step(results, shape, lora, "ms")),
-            of_step(results, shape, lora, "peak_GiB"),
-            times(1e-3, of_step(results, shape, PEFT, "ms")),
-        ),
-    )
+    peaks = [of_step(results, shape, lora, "peak_GiB", mode) for mode in (liger, "spread load")]
+    yield Sentence("README.md", "it needs one GPU with # GiB, and without them # GiB", peaks)
     with_liger, without = (times(1e-3, of_step(results, shape, lora, "ms", mode)) for mode in (liger, "spread load"))
     yield Sentence("docs/recipes.md", "LoRA step of all 48 layers takes # s in place of #", (with_liger, without))
 
@@ -154,7 +147,7 @@ def layers(results: Results) -> Iterator[Table | Sentence]:
         ratio(of_layer(results, config, lora), of_layer(results, config, lora, contender=PEFT)) for config in ALL
     )
     yield Sentence(
-        "README.md",
+        DOCUMENT,
         "takes # to # times the GPU time of frozen experts, and # to # times the time of PEFT over `grouped_mm`",
         (*over_frozen, *over_peft),
     )
@@ -240,9 +233,6 @@ def packed_steps(results: Results) -> Iterator[Table | Sentence]:
         "a step of 16,384 tokens takes # ms and # GiB. With experts and attention in bf16 it takes # ms and # GiB",
         (of(packed, "ms"), of(packed, "peak_GiB"), of(plain, "ms"), of(plain, "peak_GiB")),
     )
-    yield Sentence(
-        "README.md", "That takes # GiB at 2,048 tokens", [of("Qwen3-30B-A3B, experts and attention", "peak_GiB")]
-    )
 
 
 def packed_layers(results: Results) -> Iterator[Table | Sentence]:
@@ -254,8 +244,6 @@ def packed_layers(results: Results) -> Iterator[Table | Sentence]:
 
     tokens = (1, 8, 64)
     yield Table(DOCUMENT, "| tokens | NF4 | MXFP4 |", [[f"{T}", faster(T, "nf4"), faster(T, "mxfp4")] for T in tokens])
-    speeds = span(faster(T, kind) for T in tokens for kind in ("nf4", "mxfp4"))
-    yield Sentence("README.md", "such a layer is # to # times as fast as in bf16", speeds)
     slower = [Figure(1 / faster(512, kind).value, f"1 / {faster(512, kind).source}") for kind in ("nf4", "mxfp4")]
     yield Sentence(DOCUMENT, "With all experts at 32 rows (512 tokens) it takes # to # times as long", span(slower))
     rates = [

@@ -29,12 +29,7 @@ class Sentence(NamedTuple):
 # document, or (document, header) -> why its figures have no CSV
 NOT_MEASURED: dict[str | tuple[str, str], str] = {
     "docs/kernel-log.md": "a log: figures of their time, as it says",
-    (
-        "README.md",
-        "| model | fast experts | [experts in 4 bits](docs/lora.md#experts-in-4-bits) | token rounding "
-        "| native checkpoints |",
-    ): "a count of models",
-    ("README.md", "| | PyTorch | Triton | Transformers | PEFT |"): "versions",
+    ("docs/backends.md", "| | PyTorch | Triton | Transformers | PEFT |"): "versions",
     ("docs/attention.md", "| | CUDA | CPU |"): "what is supported",
     ("docs/backends.md", "| exit code | meaning |"): "numbers of the command line",
     ("docs/layout.md", "| entry | value |"): "a version's number",

@@ -35,6 +35,34 @@ STEPS = {  # row of the table: config, shape, launch of train_step.csv
     "gpt-oss-20b, 8 of 24, 8,192, eager attention, one GPU": ("gpt-oss-20b", "8,8192", LIGER),
     "Qwen3-30B-A3B, 4, 16,384, `torch.compile` of each layer, no Liger": (QWEN3, "4,16384", COMPILED),
 }
+WISHES = (  # README.md's table: the wish, the command, the recipe that was measured, or what stands in its place
+    ("LoRA on experts and attention", "`python examples/finetune.py --lora --liger`", "LoRA", ""),
+    (
+        "the same on a 24 GB card, with experts in 4 bits",
+        "`python examples/qlora.py`",
+        "QLoRA within 24 GiB, 2,048 tokens a step",
+        "",
+    ),
+    (
+        "all weights on one GPU",
+        "`python examples/full_finetune_one_gpu.py`",
+        "all weights of Qwen3-30B-A3B on one GPU",
+        "",
+    ),
+    (
+        "all weights on two GPUs",
+        "`accelerate launch --config_file examples/fsdp2.yaml examples/finetune.py`",
+        "FSDP2",
+        "",
+    ),
+    (
+        "reinforcement learning that replays its routing",
+        "`python examples/grpo_replay.py`",
+        "",
+        "not measured",
+    ),
+    ("to know which ways of training fit your GPUs", "`sonicmoe-hf plan MODEL --gpus 8`", "", "no GPU"),
+)
 OURS, NEAREST, SCATTER, GROUPED = "sonicmoe-hf", "sonicmoe-hf, nearest", "ScatterMoE", "grouped_mm"
 
 
@@ -84,16 +112,11 @@ def steps(results: Results) -> Iterator[Table | Sentence]:
     fast = (whole, sharded, qwen3, olmoe)
     yield Sentence(
         "README.md",
-        "# to # times as fast as with `grouped_mm`, with # to # of its peak memory",
+        "is # to # times as fast and needs # to # of the peak memory",
         (*span(gain(results, row) for row in fast), *span(memory[row] for row in fast)),
     )
     yield Sentence(
-        "README.md",
-        "gpt-oss gains # times, with # of the memory",
-        (gain(results, gpt_oss), memory[gpt_oss]),
-    )
-    yield Sentence(
-        "README.md",
+        "docs/performance.md",
         "Compiled layers of Qwen3 gain # times, with # of the memory",
         (gain(results, compiled), memory[compiled]),
     )
@@ -151,6 +174,7 @@ def other_steps(results: Results) -> Iterator[Table | Sentence]:
         "Transformers' sonicmoe, in a run with ours alone: # tokens a second beside #",
         (sonic, ours),
     )
+    yield Sentence("README.md", "than with those, # times for Qwen3", [ratio(ours, sonic)])
     tuning = results.one("train_step_sonicmoe", contender="sonicmoe (Transformers)", metric="first_step_s")
     yield Sentence(document, "It tunes for # s before its first step", [tuning])
     varying = "Liger, spread load, varying lengths"
@@ -341,6 +365,14 @@ def recipes(results: Results) -> Iterator[Table | Sentence]:
         source = "the recipe" if recipe else "[qlora_step.py](../benchmarks/results/qlora_step.csv)"
         rows.append([label, f"{gpus} H200", f"{layers}", *(figures if recipe else of_qlora), source])
     yield Table(document, "| recipe | GPUs | layers | tokens/s a GPU | peak GiB a GPU | measured by |", rows)
+    yield Table(
+        "README.md",
+        "| you want | command | GPU memory |",
+        [
+            [wish, command, results.one("recipes", "value", recipe=recipe, metric="peak_GiB") if recipe else memory]
+            for wish, command, recipe, memory in WISHES
+        ],
+    )
     whole = {"recipe": "all weights of Qwen3-30B-A3B on one GPU"}
     peak, first, speed = (
         results.one("recipes", "value", metric=metric, **whole)

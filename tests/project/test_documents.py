@@ -3,6 +3,7 @@
 import re
 import shlex
 
+import datasets
 import pytest
 import yaml
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
@@ -74,18 +75,35 @@ def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    """Every block, with a tiny model in place of the hub's and two steps in place of a thousand."""
-    tokenizer = corpus.train_tokenizer([TEXT], 300)
-    config = Qwen3MoeConfig(**TINY_SIZES)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
-    dataset = corpus.blocks([TEXT] * 20, tokenizer, 16)
+    """Both blocks, with a tiny model and short rows in place of the hub's, and two steps in place of a thousand."""
+    folder = tmp_path / "tiny"
+    corpus.train_tokenizer([TEXT], 300).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**TINY_SIZES)).save_pretrained(folder)
+    texts = datasets.Dataset.from_dict({"text": [TEXT] * 20})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: texts)
     monkeypatch.chdir(tmp_path)
     text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("max_steps=1000", "max_steps=2")
-    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(python) == 4
-    for block in python:
-        exec(block, {"dataset": dataset})
+    for change in (
+        ('"Qwen/Qwen3-30B-A3B", 4096', f"{str(folder)!r}, 16"),
+        ('"Qwen/Qwen3-30B-A3B", dtype', f"{str(folder)!r}, dtype"),
+        ("max_steps=1000", "max_steps=2"),
+        ("use_liger_kernel=True", "use_cpu=True"),  # Liger's kernels need a GPU
+    ):
+        assert text.count(change[0]) == 1, change[0]
+        text = text.replace(*change)
+    training, patching = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(training, names := {})
+    assert names["dataset"].num_rows > 0 and set(map(len, names["dataset"]["input_ids"])) == {16}
+    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
+    assert command(["convert", "outputs/lora", "outputs/lora-vllm", "--layout", "vllm"]) == 0
+    exec(patching, {})
+
+
+def test_the_readme_is_short_enough_to_be_read_aloud():
+    lines = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert len(re.findall(r"(?<![\w.,])\d+(?:[.,]\d+)*", "\n".join(lines))) <= 60
+    assert sum(line.startswith("![") for line in lines) == 1, "one chart"
 
 
 def test_the_reference_has_every_public_name():

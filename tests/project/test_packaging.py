@@ -148,7 +148,7 @@ def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(insta
 def test_every_export_is_there_and_known_to_type_checkers():
     tree = ast.parse((ROOT / "sonicmoe_hf" / "__init__.py").read_text())
     typed = next(node for node in tree.body if isinstance(node, ast.If))
-    names = {alias.name for node in typed.body for alias in node.names}
+    names = {alias.asname or alias.name for node in typed.body for alias in node.names}
     assert names == set(sonicmoe_hf.__all__)
     assert [name for name in names if not hasattr(sonicmoe_hf, name)] == []
 

@@ -1,6 +1,6 @@
 """What an adapter's export to an inference engine costs: bytes, seconds and peak memory, on random factors.
 
-    python benchmarks/export_adapter.py [--rank 16] [--layers 48] [--layout vllm] [--folder /tmp/export]
+    python -m benchmarks.step.export_adapter [--rank 16] [--layers 48] [--layout vllm] [--folder /tmp/export]
 
 The adapter is on the experts and the attention of Qwen3-30B-A3B, in bf16, in PEFT's form. No weights of the
 model are made.
