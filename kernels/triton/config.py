@@ -20,7 +20,7 @@ from .launch import cdiv
 # second one is nearly empty, because the weights are then read less often. Up to SOME, weight gradients take small tiles.
 FEW, SOME = 48, 256
 SMALLEST_TILE, TILE = 64, 128
-# Up to PACKED rows per expert, up and down read 4-bit weights; above, expanding them first is faster, since every eight
+# Up to PACKED rows per expert, up and down read packed weights; above, expanding them first is faster, since every eight
 # rows decode them again. Up to FEW_PACKED rows per expert programs are few, and take fewer rows of the weight.
 PACKED, FEW_PACKED = 32, 1
 
@@ -90,13 +90,14 @@ def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, pac
         "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
         "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
         "packed_nf4": {"some": packed_nf4}, "packed_mxfp4": {"some": packed_mxfp4},
+        "packed_fp8": {"some": packed_mxfp4}, "packed_nvfp4": {"some": packed_mxfp4},
     }  # fmt: skip
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
 # "unaligned", where there is one, is for operands whose address or rows are off the multiples of 16 bytes: they come
 # through registers, which wide tiles leave too few of.
-# Of packed_nf4 and packed_mxfp4 "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
+# Of packed weights "few" is up to FEW_PACKED rows per expert, "some" up to PACKED.
 # The columns of `up` are pairs (gate, up); `up_ungated`, not measured yet, has tiles of the same width. Gradients need
 # five stages: the pipeline spends two on the gathered indices.
 TABLE = {
@@ -133,6 +134,7 @@ TABLE = {
         },
         "packed_nf4": {"few": PackedBlocks(64, 4), "some": PackedBlocks(128, 4, 128)},
         "packed_mxfp4": {"some": PackedBlocks(16, 1)},
+        "packed_fp8": {"some": PackedBlocks(16, 1)}, "packed_nvfp4": {"some": PackedBlocks(16, 1)},  # not swept yet
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),

@@ -1,4 +1,4 @@
-"""up and down of a few rows per expert, with weights read in 4 bits: then bandwidth is everything.
+"""up and down of a few rows per expert, with weights read as they are packed: then bandwidth is everything.
 
 The weight is the left side of the products, whose tiles are [weight rows, rows]: tensor cores take 16 of the former and
 as few as 8 of the latter. Each warp multiplies weight rows of its own (a batch of products, one a warp), so that nothing
@@ -11,15 +11,36 @@ import triton
 import triton.language as tl
 
 from ..interface import PackedOperand
-from ..quantized import FORMATS, SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, Quantized, weight_shape
+from ..quantized import (
+    FP8_BLOCK,
+    SCALE_OFFSET,
+    SCALE_SCALES,
+    SCALES_PER_SCALE,
+    Quantized,
+    parts_and_kinds,
+    weight_shape,
+)
 from .activations import activate, activate_ungated
 from .config import is_interpreted, max_row_tiles, packed_blocks
-from .dequantize import words_of
+from .dequantize import fp8_scale_row, fp8_scale_value, words_of
 from .gemm_common import T_DEPENDENT, bias_strides, extra_operands
 from .launch import cdiv, launch_kernel
-from .packed_tile import NF4_FACTOR, gathered, half_scale, mxfp4_values, nf4_table, nf4_values, scale_of_code
+from .packed_tile import (
+    NF4_FACTOR,
+    fp8_values,
+    gathered,
+    half_e4m3_scale,
+    half_scale,
+    mxfp4_values,
+    nf4_table,
+    nf4_values,
+    scale_of_code,
+)
+
+STEP = {"nf4": 256, "mxfp4": 128, "fp8": 128, "nvfp4": 128}  # columns that a product takes at a time
 
 _SCALE_OFFSET, _SCALE_SCALES = tl.constexpr(SCALE_OFFSET), tl.constexpr(SCALE_SCALES.start)
+_FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 _SCALES_PER_SCALE, _NF4_FACTOR = tl.constexpr(SCALES_PER_SCALE), tl.constexpr(NF4_FACTOR)
 
 
@@ -135,6 +156,84 @@ def _add_mxfp4(
 
 
 @triton.jit
+def _add_nvfp4(
+    product, x, words, scales, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """product + that of eight blocks from `start` on, two a lane, without the tensor's scale."""
+    WARPS: tl.constexpr = product.shape[0]
+    TALL: tl.constexpr = product.shape[1]
+    block = start // 16 + tl.arange(0, 8)[None, :]
+    groups = ()
+    for group in tl.static_range(len(weight_rows)):
+        pointers = scales + expert.to(tl.int64) * (N * (K // 16)) + weight_rows[group][:, None] * (K // 16) + block
+        code = tl.load(pointers) if K % 128 == 0 else tl.load(pointers, mask=block < K // 16, other=0)
+        groups += (half_e4m3_scale(code),)
+    scale = tl.split(tl.reshape(_by_warp(groups), (WARPS, TALL, 4, 2)))
+    words = _words(words, weight_rows, expert, start, N, K, 32, 16)
+    even, odd = tl.split(tl.reshape(words, (WARPS, TALL, 4, 2, 2)))
+    first = tl.split(even)
+    second = tl.split(odd)
+    for which in tl.static_range(4):
+        columns = _x(x, start + 8 * which, 32, K, 32)
+        word = first[which // 2] if which % 2 == 0 else second[which // 2]
+        values = mxfp4_values(word, scale[which // 2], columns.dtype, INTERPRETED)
+        columns = tl.permute(tl.reshape(columns, (WARPS, 8, 4, 2, 4)), (0, 1, 2, 4, 3))
+        product = _add_dot(product, values, tl.reshape(columns, (WARPS, 8, 4, 8)), 8)
+    return product
+
+
+@triton.jit
+def _nvfp4_factor(state, weight_row, expert, N: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr):
+    """The scale of the tensor that each row of the weight is from."""
+    return tl.load(state + expert * (PARTS * KINDS) + weight_row // (N // PARTS) * KINDS + weight_row % KINDS)
+
+
+@triton.jit
+def _fp8_words(words, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr):
+    """int32 [WARPS, 8 GROUPS, 16] of four codes each, from `start` on; 0 past the end."""
+    place = start // 4 + tl.arange(0, 16)[None, :]
+    groups = ()
+    for group in tl.static_range(len(weight_rows)):
+        pointers = words + expert.to(tl.int64) * (N * (K // 4)) + weight_rows[group][:, None] * (K // 4) + place
+        groups += (tl.load(pointers) if K % 128 == 0 else tl.load(pointers, mask=place < K // 4, other=0),)
+    return _by_warp(groups)
+
+
+@triton.jit
+def _add_fp8(
+    product, x, words, scales, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    KINDS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """product + that of a block of columns from `start` on: a lane has two times 16 of a row, and the row's scale."""
+    WARPS: tl.constexpr = product.shape[0]
+    TALL: tl.constexpr = product.shape[1]
+    BLOCKS: tl.constexpr = (K + _FP8_BLOCK - 1) // _FP8_BLOCK
+    SCALE_ROWS: tl.constexpr = PARTS * KINDS * ((N // (PARTS * KINDS) + _FP8_BLOCK - 1) // _FP8_BLOCK)
+    scales += expert.to(tl.int64) * (SCALE_ROWS * BLOCKS) + start // _FP8_BLOCK
+    groups = ()
+    for group in tl.static_range(len(weight_rows)):
+        # the same for four lanes
+        row = fp8_scale_row(weight_rows[group], N, PARTS, KINDS, _FP8_BLOCK)[:, None] * BLOCKS
+        row += 0 * tl.arange(0, 4)[None, :]
+        if scales.dtype.element_ty == tl.float32:
+            groups += (gathered(scales, row, INTERPRETED),)
+        else:
+            groups += (fp8_scale_value(tl.load(scales + row)),)
+    scale = _by_warp(groups)
+    part = tl.zeros((WARPS, TALL, 8), tl.float32)
+    for half in tl.static_range(2):
+        word = _fp8_words(words, weight_rows, expert, start + 64 * half, N, K)
+        even, odd = tl.split(tl.reshape(word, (WARPS, TALL, 4, 2, 2)))
+        first = tl.split(even)
+        second = tl.split(odd)
+        for which in tl.static_range(2):
+            columns = _x(x, start + 64 * half + 8 * which, 16, K, 32)
+            values = fp8_values(first[which], second[which], columns.dtype, INTERPRETED)
+            part = _add_dot(part, values, columns, 8)
+    return product + tl.reshape(part, (WARPS, TALL, 4, 2)) * scale[:, :, :, None]
+
+
+@triton.jit
 def _add_dot(product, values, x, AT_ONCE: tl.constexpr):
     """product [W, A, 8] + values [W, A, 4, 8] @ x [W, 8, 4, 8]^T, where a lane gives tensor cores AT_ONCE of eight values
     at a time."""
@@ -148,12 +247,13 @@ def _add_dot(product, values, x, AT_ONCE: tl.constexpr):
 @triton.jit
 def _packed_product(
     x, words, scales, state, table, expert, tile, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr, PAIRS: tl.constexpr, HEIGHT: tl.constexpr,
+    WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """weight @ x^T [HEIGHT, 8] in fp32; x [8 WARPS, 1] points to the rows of x [8, K], WARPS times.
 
     A warp has HEIGHT / WARPS rows of the weight, and all of x. As tensor cores lay a tile out, a group of four lanes has
-    every eighth row. BLOCK values share a scale.
+    every eighth row. STEP columns are taken at a time; PARTS and KINDS are the weight's order (../quantized.py).
     """
     GROUPS: tl.constexpr = HEIGHT // WARPS // 8
     slot = tl.arange(0, WARPS * 8)
@@ -163,11 +263,19 @@ def _packed_product(
         weight_rows += (_weight_row(place + 8 * group, tile, N, HEIGHT, PAIRS),)
     if FORMAT == "nf4":
         product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
-        for start in range(0, K, 4 * BLOCK):
+        for start in range(0, K, STEP):
             product = _add_nf4(product, x, words, scales, state, table, weight_rows, expert, start, N, K, INTERPRETED)
+    elif FORMAT == "fp8":
+        product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
+        for start in range(0, K, STEP):
+            product = _add_fp8(product, x, words, scales, weight_rows, expert, start, N, K, PARTS, KINDS, INTERPRETED)
+    elif FORMAT == "nvfp4":
+        product = tl.zeros((WARPS, GROUPS * 8, 8), tl.float32)
+        for start in range(0, K, STEP):
+            product = _add_nvfp4(product, x, words, scales, weight_rows, expert, start, N, K, INTERPRETED)
     else:
         product = tl.zeros((WARPS, GROUPS * 8, 8), tl.float32)
-        for start in range(0, K, 4 * BLOCK):
+        for start in range(0, K, STEP):
             product = _add_mxfp4(product, x, words, scales, weight_rows, expert, start, N, K, INTERPRETED)
     return tl.reshape(product, (HEIGHT, 8))
 
@@ -193,7 +301,7 @@ def _add_extra(
 @triton.jit
 def _packed_linear(
     x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
-    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     PAIRS: tl.constexpr, HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -208,9 +316,11 @@ def _packed_linear(
         source = tl.load(token + source)
     product = _packed_product(
         (x + source.to(tl.int64) * K)[:, None], words, scales, state, table, expert, tile,
-        N, K, FORMAT, BLOCK, PAIRS, HEIGHT, WARPS, INTERPRETED,
+        N, K, FORMAT, STEP, PARTS, KINDS, PAIRS, HEIGHT, WARPS, INTERPRETED,
     )  # fmt: skip
     weight_row = _weight_row(tl.arange(0, HEIGHT), tile, N, HEIGHT, PAIRS)
+    if FORMAT == "nvfp4":
+        product *= _nvfp4_factor(state, weight_row, expert, N, PARTS, KINDS)[:, None]
     product = _add_extra(
         product, rank, factor, expert, tl.minimum(first + tl.arange(0, 8), end - 1), weight_row,
         J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
@@ -224,7 +334,7 @@ def _packed_linear(
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_packed_up_kernel(
     x, words, scales, state, bias, rank, factor, h, a, token, tiles, num_row_tiles,
-    H: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -247,7 +357,7 @@ def gemm_packed_up_kernel(
     for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
         product = _packed_linear(
             x, token, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
-            WIDTH, H, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
+            WIDTH, H, FORMAT, STEP, PARTS, KINDS, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
             FACTOR_STRIDE_J, PAIRS, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
         if GATED:
@@ -272,7 +382,7 @@ def gemm_packed_up_kernel(
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_packed_down_kernel(
     source, words, scales, state, bias, rank, factor, out, tiles, num_row_tiles,
-    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -289,8 +399,8 @@ def gemm_packed_down_kernel(
     for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
         product = _packed_linear(
             source, None, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
-            N, K, FORMAT, BLOCK, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
-            None, HEIGHT, WARPS, INTERPRETED,
+            N, K, FORMAT, STEP, PARTS, KINDS, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
+            FACTOR_STRIDE_J, None, HEIGHT, WARPS, INTERPRETED,
         )  # fmt: skip
         row = first + tl.arange(0, 8)
         out_pointers = out + row.to(tl.int64)[None, :] * N + column[:, None]
@@ -306,7 +416,7 @@ class _PackedPlan:
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
         blocks = packed_blocks(name, tensor, num_pairs, num_experts)
         self.weight = words_of(codes), scales, state
-        self.format = name, FORMATS[name]
+        self.format = name, STEP[name], *parts_and_kinds(Quantized(codes, scales, state), name)
         self.row_tiles = max_row_tiles(num_pairs, num_experts)
         self.height = blocks.height
         self.tile = blocks.height, blocks.warps, is_interpreted(tensor.device)

@@ -1,9 +1,15 @@
-"""Tiles of a 4-bit weight in registers: bf16 values from words of eight codes, for the products that read packed weights.
+"""Tiles of a packed weight in registers: bf16 values from words of codes, for the products that read packed weights.
 
 Few instructions a value is everything here: at a few rows an expert a GPU has about six for each.
 
 MXFP4: sign, exponent and mantissa move to where those of a tiny bf16 are, for two values at a time, and two products with
 powers of two, which are exact, give the value.
+
+NVFP4: as MXFP4, with an E4M3 scale in the place of the power of two, which is exact too; the scale of the tensor is a
+factor of the sum.
+
+FP8: sign, exponent and mantissa of two values at a time move to where those of tiny bf16 are, and a product with 2^120
+gives the values, which are exact; a block's scale is a factor of its sum. NaN, which loading refuses, becomes 480.
 
 NF4: a table in shared memory has the two values of every byte, in every bank. Each lane reads its own bank, so two values
 cost one load, and two instructions for its address; some words are looked up by byte permutations instead. The table is
@@ -20,6 +26,7 @@ import triton
 import triton.language as tl
 
 from ..quantized import NF4_VALUES, SCALE_MAP, VALUE_MAP
+from .dequantize import e4m3_value
 
 # Of 1 to 2, that with the smallest sum of squared errors of NF4_FACTOR * bf16(value / NF4_FACTOR).
 NF4_FACTOR = 1.391785
@@ -147,9 +154,27 @@ def _mxfp4_of_word() -> str:
     return "{" + "\n".join(lines) + "}"
 
 
+def _fp8_of_words() -> str:
+    """$0 .. $3: the values of words $4 and $5, in their order."""
+    lines = [
+        ".reg .b32 pair, sign, most, none;",
+        "mov.b32 most, 0x7B807B80;",  # 2^120
+        "mov.b32 none, 0x80008000;",  # -0
+    ]
+    for i in range(4):
+        lines += [
+            f"prmt.b32 pair, ${4 + i // 2}, 0, 0x{0x3424 if i % 2 else 0x1404:04X};",  # a byte to the high half of each
+            "and.b32 sign, pair, none;",
+            "shr.b32 pair, pair, 4;",
+            "lop3.b32 pair, pair, 0x07F007F0, sign, 0xEA;",  # (pair & 0x07F0..) | sign
+            f"fma.rn.bf16x2 ${i}, pair, most, none;",
+        ]
+    return "{" + "\n".join(lines) + "}"
+
+
 NF4_BY_PERMUTATIONS = tl.constexpr(_nf4_by_permutations())
 NF4_TABLE, NF4_OF_WORD = tl.constexpr(_nf4_table()), tl.constexpr(_nf4_of_word())
-MXFP4_OF_WORD = tl.constexpr(_mxfp4_of_word())
+MXFP4_OF_WORD, FP8_OF_WORDS = tl.constexpr(_mxfp4_of_word()), tl.constexpr(_fp8_of_words())
 _FOUR_PAIRS = tl.constexpr("=&r,=&r,=&r,=&r,r,r")
 
 
@@ -192,6 +217,16 @@ def half_scale(scale):
 
 
 @triton.jit
+def half_e4m3_scale(code):
+    """bf16 bits, twice, of half of the values of E4M3 codes: exact."""
+    code = code.to(tl.uint32)
+    bits = (code & 0x7F) << 20 | (code & 0x80) << 24
+    half = bits.to(tl.float32, bitcast=True) * 6.64613997892458e35  # 2^119
+    half = half.to(tl.uint32, bitcast=True) >> 16
+    return (half | half << 16).to(tl.int32)
+
+
+@triton.jit
 def _values_of_pairs(pairs):
     """bf16 [A, B, 4, 8] of four tensors [A, B, 4] of pairs, in their order."""
     joined = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
@@ -225,5 +260,18 @@ def mxfp4_values(word, scale, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
         return (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 * half[:, :, :, None]).to(DTYPE)
     pairs = tl.inline_asm_elementwise(
         MXFP4_OF_WORD, _FOUR_PAIRS, [word, scale], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+    )
+    return _values_of_pairs(pairs)
+
+
+@triton.jit
+def fp8_values(low, high, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The values [A, B, 4, 8] of words [A, B, 4] and those after them."""
+    if INTERPRETED:
+        words = tl.join(low, high).to(tl.uint32)
+        code = (words[:, :, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, None, :].to(tl.uint32)) & 255
+        return tl.reshape(e4m3_value(code), (low.shape[0], low.shape[1], 4, 8)).to(DTYPE)
+    pairs = tl.inline_asm_elementwise(
+        FP8_OF_WORDS, _FOUR_PAIRS, [low, high], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
     )
     return _values_of_pairs(pairs)

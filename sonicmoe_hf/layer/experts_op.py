@@ -28,9 +28,6 @@ def _without_autocast(device: torch.device, backend: str):
     return _NOTHING
 
 
-DIRECTLY_READ = ("nf4", "mxfp4")  # formats that products of few rows read
-
-
 class Inputs(NamedTuple):
     """The tensors that a layer can be differentiated by, in the order of `needs` and of the gradients. Factors a and b
     are LowRank's. Backward has no x where it needs none. Of packed weights gate_up and down are the codes; they, scales
@@ -112,7 +109,7 @@ class _Layer:
 
     def _operand(self, *packed):
         """`_logical_view`, or the packed weight itself where the kernels of up and down read that."""
-        if packed[-1] in DIRECTLY_READ and self.kernels.reads_packed(self.dtype, self.rows):
+        if packed[-1] and self.kernels.reads_packed(self.dtype, self.rows):
             return PackedOperand(*packed)
         return self._logical_view(*packed)
 

@@ -25,10 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
-from sonicmoe_hf.kernels.quantized import FORMATS, stored_shapes
+from sonicmoe_hf.kernels.quantized import FORMATS, stored_dtypes, stored_shapes
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import ROUNDINGS
-from sonicmoe_hf.layer.experts_op import DIRECTLY_READ
 from sonicmoe_hf.layer.lora_operands import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
@@ -71,11 +70,11 @@ VARIANTS = {
     ),
     "fp32, ungated, bias": Variant(torch.float32, bias=True, activation="gelu_tanh"),
 }
-PACKED = {  # hidden, inner, rank of adapters, activation; gpt-oss's sizes are no multiples of a step's depth
-    "packed": (HIDDEN, INNER, 0),
-    "packed, rank 64": (HIDDEN, INNER, 64),
-    "packed, cut steps": (2880, 2880, 0),
-    "packed, ungated": (HIDDEN, INNER, 64, "relu2"),
+PACKED = {  # hidden, inner, rank of adapters, order, activation; gpt-oss's sizes are no multiples of a step's depth
+    "packed": (HIDDEN, INNER, 0, "concatenated"),
+    "packed, rank 64": (HIDDEN, INNER, 64, "interleaved"),
+    "packed, cut steps": (2880, 2880, 0, "concatenated"),
+    "packed, ungated": (HIDDEN, INNER, 64, "whole", "relu2"),
 }
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
     80: ("fp32", "bf16"),
@@ -169,33 +168,41 @@ def others():
             yield f"round_rows, {rounding}", lambda o=options: kernels.round_rows(scores, scores, index, *o)
     expert = torch.empty(num_pairs, dtype=torch.int32)
     for name in FORMATS:
-        packed = packed_weight(name, num_experts, 2 * INNER, HIDDEN)
-        yield f"dequantize, {name}", lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)
+        for order, kind in (("concatenated", 0), ("interleaved", 1)):
+            packed = packed_weight(name, num_experts, 2 * INNER, HIDDEN, order, kind)
+            yield f"dequantize, {name}", lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)
     yield "round_rows_backward", lambda: kernels.round_rows_backward(weight, scores, expert, rows, weighting)
 
 
-def packed_weight(name, num_experts, height, width):
-    """A weight in 4 bits, of any values."""
-    shapes = stored_shapes(name, (num_experts, height, width))
-    dtypes = torch.uint8, torch.uint8, torch.float32
-    return [None if shape is None else torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+def packed_weight(name, num_experts, height, width, order="whole", kind=0):
+    """A packed weight of any values, of the dtypes that come at place `kind` where there are several."""
+    shapes = stored_shapes(name, (num_experts, height, width), order)
+    dtypes = (stored_dtypes(name, part) for part in shapes._fields)
+    return [
+        None if shape is None else torch.empty(shape, dtype=of[min(kind, len(of) - 1)])
+        for shape, of in zip(shapes, dtypes)
+    ]
 
 
-def packed_products(name, hidden, inner, rank, activation="swiglu"):
-    """(name, call) of up and down reading packed weights of 128 experts, at 64 tokens."""
+def packed_products(name, hidden, inner, rank, order, activation="swiglu"):
+    """(name, call) of up and down reading packed weights of 128 experts, at 64 tokens; FP8's scales are bytes where gates
+    and ups are interleaved."""
     num_experts, num_pairs = 128, 512
     rows = unwritten_rows(num_pairs, 64, num_experts)
     x, a = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (hidden, inner))
-    act = Activation(activation)
+    act, interleaved = Activation(activation), order == "interleaved"
     sizes = (act.width(inner), hidden), (hidden, inner)
-    gate_up, down = (PackedOperand(*packed_weight(name, num_experts, *size), name) for size in sizes)
+    gate_up, down = (
+        PackedOperand(*packed_weight(name, num_experts, *size, of, interleaved), name)
+        for size, of in zip(sizes, (order, "whole"))
+    )
     extra = [None, None]
     if rank:
         u = torch.empty(num_pairs, rank, dtype=torch.bfloat16)
         adapters = ((torch.empty(num_experts, rank, k), torch.empty(num_experts, n, rank)) for n, k in sizes)
         like = torch.empty(num_experts, 1, 1, dtype=torch.bfloat16)  # of the weight: its experts, dtype and order
         extra = [pack(*adapter, 1.0, like).extra_forward(u) for adapter in adapters]
-    yield "up", lambda: kernels.up(x, gate_up, None, rows, act, False, False, True, extra[0])
+    yield "up", lambda: kernels.up(x, gate_up, None, rows, act, interleaved, False, True, extra[0])
     yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 
 
@@ -273,7 +280,7 @@ def main(target: int, labels, with_others: bool):
     if with_others:
         compile_calls(target, "", others())
         for label, sizes in PACKED.items():
-            for name in DIRECTLY_READ:
+            for name in FORMATS:
                 compile_calls(target, f"{name}, {label}", packed_products(name, *sizes))
     for label in labels:
         compile_calls(target, label, products(VARIANTS[label]))

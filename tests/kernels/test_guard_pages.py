@@ -16,7 +16,6 @@ from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
-from sonicmoe_hf.layer.experts_op import DIRECTLY_READ
 from sonicmoe_hf.layer.lora_operands import pack
 
 pytestmark = pytest.mark.skipif(
@@ -79,12 +78,14 @@ def every_product_of_packed_experts(name):
     for T, H, I, E, K in ((1, 64, 64, 3, 2), (20, 320, 64, 2, 2)):
         ids, rows = dispatched(T, E, K, "list")
         tensors, _ = layer(T, H, I, E, ids[0].numel(), torch.float32)
-        gate_up, down = (PackedOperand(*map(guard, quantize(tensors[w], name)), name) for w in ("gate_up", "down"))
-        if name in DIRECTLY_READ:
-            _, a = kernels.up(
-                guard(tensors["x"]), gate_up, guard(tensors["gate_up_bias"]), rows, Activation(), False, True, True
-            )
-            kernels.down(a, down, guard(tensors["down_bias"]), rows)
+        orders = {"gate_up": "concatenated", "down": "whole"}
+        gate_up, down = (
+            PackedOperand(*map(guard, quantize(tensors[w], name, order)), name) for w, order in orders.items()
+        )
+        _, a = kernels.up(
+            guard(tensors["x"]), gate_up, guard(tensors["gate_up_bias"]), rows, Activation(), False, True, True
+        )
+        kernels.down(a, down, guard(tensors["down_bias"]), rows)
         for packed in (gate_up, down):
             kernels.dequantize(*packed[:3], name, torch.float32, rows)
 

@@ -17,26 +17,26 @@ from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
-from sonicmoe_hf.kernels.quantized import Quantized, quantize
+from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, quantize
 from sonicmoe_hf.kernels.triton import packed_tile
-from sonicmoe_hf.layer.experts_op import DIRECTLY_READ
 from sonicmoe_hf.layer.lora_operands import pack
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
-def problem(name, T, H, I, E, K, kind, device, dtype):
+def problem(name, T, H, I, E, K, kind, device, dtype, interleaved=False):
     """Rows by both backends, x, and gate_up and down: packed, and as they are dequantised."""
     ids = routing_ids(T, E, K, kind, device, empty=(1,))
     tensors, _ = layer(T, H, I, E, ids[0].numel(), dtype, device)
-    packed = [quantize(tensors[weight], name) for weight in ("gate_up", "down")]
+    orders = {"gate_up": "interleaved" if interleaved else "concatenated", "down": "whole"}
+    packed = [quantize(tensors[weight], name, order) for weight, order in orders.items()]
     dense = [quantized.dequantize(weight, name, dtype) for weight in packed]
     rows = [backend.dispatch(*ids, T, E, kind != "top_k") for backend in (eager, kernels)]
     return tensors, [PackedOperand(*weight, name) for weight in packed], dense, rows
 
 
-@pytest.mark.parametrize("name", DIRECTLY_READ)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "T, H, I, kind, interleaved, rank",
     [
@@ -50,7 +50,11 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if name == "mxfp4":  # its rows are multiples of 32, and tiles of the weight's rows are cut
         H, I = H - 32, I - 32
-    tensors, (gate_up, down), (dense_gate_up, dense_down), rows = problem(name, T, H, I, E, K, kind, device, dtype)
+    elif name != "nf4" and rank:  # blocks of 128 are cut in every dimension, tiles and steps too
+        T, H, I = (2, 144, 144) if interleaved else (1, 80, 192)
+    tensors, (gate_up, down), (dense_gate_up, dense_down), rows = problem(
+        name, T, H, I, E, K, kind, device, dtype, interleaved
+    )
     x, act = tensors["x"], Activation("clamped_swiglu", 1.702, 1.0)
     extra = {"up": None, "down": None}
     if rank:
@@ -73,7 +77,7 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     assert h is None and a.shape == (rows[1].token.numel(), I)
 
 
-@pytest.mark.parametrize("name", DIRECTLY_READ)
+@pytest.mark.parametrize("name", FORMATS)
 def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
     packed = quantize(torch.randn(2, 64, 64, device=device), name)
     codes = torch.cat([packed.codes.flatten()[:1], packed.codes.flatten()])[1:].view(packed.codes.shape)
@@ -200,6 +204,16 @@ def test_the_instructions_of_mxfp4_give_the_codecs_values(scale):
         packed = Quantized(codes, torch.tensor([[[scale]]], dtype=torch.uint8))
         values = quantized.dequantize(packed, "mxfp4", torch.bfloat16).view(torch.uint16).flatten().tolist()
         assert found == [values[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+
+
+def test_the_instructions_of_fp8_give_every_value():
+    codes = [code for code in range(256) if code & 127 != 127]
+    for first in range(0, len(codes), 8):
+        some = (codes + codes)[first : first + 8]
+        words = [sum(code << 8 * i for i, code in enumerate(some[4 * word : 4 * word + 4])) for word in (0, 1)]
+        found = pairs_of_word(packed_tile.FP8_OF_WORDS.value, {"$4": words[0], "$5": words[1]})
+        expected = torch.tensor(some, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+        assert found == expected.view(torch.uint16).tolist()
 
 
 def test_values_of_nf4_beside_their_factor_err_half_as_much_as_in_bf16():
