@@ -79,6 +79,7 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
     ),
 }  # fmt: skip
 
+FP8_EXPERTS = "transformers.integrations.finegrained_fp8.FP8Experts"  # whose gate its attributes decide
 
 _thread = threading.local()  # reached: a weak reference to the module that we last computed in this thread
 
@@ -109,11 +110,24 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
             return Activation("clamped_swiglu", alpha, limit), interleaved
         if name in CLAMPED_SILU_GATES:
             return _clamped_silu(experts, float(getattr(experts, CLAMPED_SILU_GATES[name]))), False
+        if name == FP8_EXPERTS:
+            return _gate_of_fp8(experts), False
         if name not in FP32_GATES:
             _refuse(experts, f"its gate {name}._apply_gate is not one that sonicmoe_hf implements")
     if not getattr(experts, "is_concatenated", True):
         _refuse(experts, "its weights are declared interleaved, but the default gate reads them concatenated")
     return Activation(_activation_name(experts)), False
+
+
+def _gate_of_fp8(experts: Any) -> Activation:
+    """Of Transformers' FP8Experts, which stand in for any family's."""
+    if getattr(experts, "gate_softcap", None) is not None:
+        _refuse(experts, "its softcapped gate is not one that sonicmoe_hf implements")
+    if experts.swiglu_alpha is not None:
+        return Activation("clamped_swiglu", float(experts.swiglu_alpha), float(experts.swiglu_limit))
+    if experts.limit is not None:
+        return _clamped_silu(experts, float(experts.limit))
+    return Activation(_activation_name(experts))
 
 
 def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
@@ -161,6 +175,11 @@ def experts_facts(experts: Any) -> ExpertsFacts:
     order = "interleaved" if interleaved else "concatenated"
     layout = f"transposed_{order}" if getattr(experts, "is_transposed", False) else order
     return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
+
+
+def is_fp8_experts(module: nn.Module) -> bool:
+    """Whether this is Transformers' FP8Experts."""
+    return f"{type(module).__module__}.{type(module).__name__}" == FP8_EXPERTS
 
 
 def check_weights(experts: nn.Module) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+from ..private.transformers import fp8_experts_functions
+
 REPLACED = "_sonicmoe_hf_replaced"  # attribute of experts: Liger's forward, which unpatching binds again
 LIGERS = "LigerExperts"  # its class
 NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
@@ -46,7 +48,8 @@ def _is_interface(forward: Callable) -> bool:
     if getattr(function, "__code__", None) is not INTERFACE_CODE:
         return _name(function) == NATIVE
     cells = dict(zip(function.__code__.co_freevars, function.__closure__))
-    return cells["experts_interface"].cell_contents is ALL_EXPERTS_FUNCTIONS
+    interface = cells["experts_interface"].cell_contents
+    return interface is ALL_EXPERTS_FUNCTIONS or interface is fp8_experts_functions() is not None
 
 
 def _innermost(experts: nn.Module) -> Callable:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,15 +26,18 @@ from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
 from ..quantization.loading_errors import named_errors
+from ..quantization.quantizer import ignore_packed_in_ddp
 from .calls import PatchState
-from .experts import SAVE
+from .experts import SAVE, is_fp8_experts
 from .fast_topk import FastTopKEntry, FastTopKExit
 from .forwards import restore
+from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
 from .quantize import with_packed_experts
 from .support import (
+    REMEDIES,
     LayerSupport,
     every_copy,
     every_experts,
@@ -111,6 +115,16 @@ def _use_our_experts(root: PreTrainedModel, save: str) -> None:
         set_experts_implementation(experts.config, IMPLEMENTATION)
 
 
+def _fp8_experts(root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in root.named_modules() if is_fp8_experts(module)]
+
+
+def _dtype(root: PreTrainedModel) -> torch.dtype:
+    """What the model computes in: the dtype of the first of its parameters that no quantiser stores."""
+    dtypes = (parameter.dtype for name, parameter in root.named_parameters() if not name.endswith("_scale_inv"))
+    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
+
+
 def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
     """Every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps and
     does not call now."""
@@ -151,7 +165,8 @@ def patch_model(
 
     Args:
         model: a Transformers model, or one inside PEFT or DDP. Patching again changes the settings. It gets a config of
-            its own, so that other models built from the same config object stay as they are.
+            its own, so that other models built from the same config object stay as they are. Experts that Transformers
+            loaded in FP8 (its FP8Experts, with blocks of 128 x 128) or in DeepSeek-V4's FP4 stay in these bytes, frozen.
         routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
         save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
         fast_top_k: on GPUs, take a router's top-k with a kernel of ours; False leaves it to torch.topk.
@@ -159,12 +174,17 @@ def patch_model(
         What was patched.
     Raises:
         UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed.
+        UnsupportedExpertsError: FP8 experts that Transformers loaded have a scale or a value that is not finite.
         ValueError: `model` holds several models with experts.
     """
     policy = as_routing_policy(routing)
     check_choice("save", save, SAVE_POLICIES)
     root = _root(model)
     layers = make_ready(root, policy)
+    fp8_experts = _fp8_experts(root)
+    if fp8_experts:
+        take_weights(fp8_experts, _dtype(root))
+        ignore_packed_in_ddp(root)
     state = _state(root) or PatchState()
     use_own_configs(model, state.configs)
     _use_our_experts(root, save)
@@ -185,6 +205,7 @@ def unpatch_model(model: nn.Module) -> None:
         restore(module)
     experts: Any
     for experts in every_experts(root):
+        give_back_weights(experts)
         vars(experts).pop(SAVE, None)
         if PREVIOUS in vars(experts):
             set_experts_implementation(experts.config, vars(experts).pop(PREVIOUS))
@@ -310,6 +331,8 @@ def from_pretrained(
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
     with named_errors():
         model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    if any(map(is_fp8_experts, model.modules())):
+        raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
     if not _asks_for_attention(kwargs) and attention_runs_here(model):
         model.set_attn_implementation(ATTENTION)
     patch_model(model, policy, save=save, fast_top_k=fast_top_k)

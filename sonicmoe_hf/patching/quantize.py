@@ -9,7 +9,7 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.packed_weight import PackedWeight
-from ..quantization.hub_formats import HUB_FORMATS, check_fp8, check_nvfp4
+from ..quantization.hub_formats import METHODS, check_fp8, check_nvfp4
 from ..quantization.quantizer import (
     QUANT_METHOD,
     ExpertsQuantizationConfig,
@@ -102,7 +102,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             f"quantization_config cannot be given for a checkpoint that is quantised already ({stored}); leave it out"
         )
     if declared["quant_method"] != QUANT_METHOD:  # as the hub has it
-        hub = declared if format in HUB_FORMATS else None
+        hub = declared if declared["quant_method"] in METHODS else None
         config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
 
@@ -128,6 +128,7 @@ def format_in_checkpoint(declared: dict) -> str:
         return str(declared.get("experts"))
     if method == "fp8":
         check_fp8(declared)
+        return "mxfp4" if declared.get("expert_dtype") == "fp4" else "fp8"
     if method == "modelopt":
         check_nvfp4(declared)
         return "nvfp4"

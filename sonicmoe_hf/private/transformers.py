@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ USED = {
     "accelerate.hooks: _old_forward": ("1.10 to 1.15", "telling what accelerate's forwards call"),
 }
 REPLICATED_HOOK = "_replicated_grad_hook_registered"  # attribute of parameters whose gradients are averaged over ranks
+FP8_FUNCTIONS = "transformers.integrations.finegrained_fp8"  # where it registers what computes FP8Experts
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 _WARNING_METHOD = "_issue_warnings_after_load"
 
@@ -63,6 +65,11 @@ def default_apply_gate():
     from transformers.integrations.moe import _default_apply_gate
 
     return _default_apply_gate
+
+
+def fp8_experts_functions() -> Any:
+    """Where what computes Transformers' FP8Experts is registered; None while nothing has imported their module."""
+    return getattr(sys.modules.get(FP8_FUNCTIONS), "ALL_FP8_EXPERTS_FUNCTIONS", None)
 
 
 def experts_implementation(config) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..errors import CheckpointError
@@ -21,7 +21,13 @@ from .shares import gathered_rows
 from .state import checked_weight
 
 TO_BF16 = "load the bf16 checkpoint that it was made from"
+FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
+FP4_PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in its low half
+SHORT_NAMES = (
+    r"^(.+)(?<!_l2_clip)\.scale$",
+    r"\1.weight_scale_inv",
+)  # DeepSeek-V4's names of scales, and those that we go by
 WEIGHT = ".weight"  # how the name of a projection's tensor ends
 
 
@@ -79,6 +85,14 @@ def _pack_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
     return Quantized(weight.view(torch.uint8), _fp8_scales(weight, scale_inv))
 
 
+def _pack_fp4(weight: torch.Tensor, scale_inv: torch.Tensor) -> Quantized:
+    _checked(weight, tuple(weight.shape), FP4_PAIRS, "an FP4 weight")
+    rows, bytes_ = weight.shape
+    block = SCALE_COLUMNS["mxfp4"]
+    _checked(scale_inv, (rows, 2 * bytes_ // block), (torch.float8_e8m0fnu, torch.uint8), "the scales (scale)")
+    return Quantized(weight.view(torch.uint8).unflatten(-1, (-1, block // 2)), scale_inv.view(torch.uint8))
+
+
 def _check_nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> None:
     _checked(weight, tuple(weight.shape), (torch.uint8,), "an NVFP4 weight")
     rows, bytes_ = weight.shape
@@ -104,24 +118,27 @@ HUB_FORMATS = {
     "nvfp4": HubFormat(
         "nvfp4", ("_scale", "_scale_2"), (".input_scale", ".k_scale", ".v_scale"), _dense_nvfp4, _pack_nvfp4
     ),
+    # DeepSeek-V4's: its FP4 experts are MXFP4 in other words, beside linear layers in FP8
+    "mxfp4": HubFormat("mxfp4", ("_scale_inv",), (), _dense_fp8, _pack_fp4),
 }
+METHODS = ("fp8", "modelopt")  # quantisation methods of checkpoints in HUB_FORMATS
 
 
 def check_fp8(declared: dict) -> None:
     """Raise ValueError where a quantization_config of method "fp8" is not DeepSeek's blocks."""
-    block, scheme = declared.get("weight_block_size"), declared.get("activation_scheme", "dynamic")
-    if block is None or list(block) != [FP8_BLOCK, FP8_BLOCK]:
+    block, scheme = declared.get("weight_block_size", FP8_BLOCKS), declared.get("activation_scheme", "dynamic")
+    if block is None or list(block) != FP8_BLOCKS:
         raise ValueError(
             f"the checkpoint's FP8 has weight_block_size {block}; experts_quantization takes blocks of "
-            f"[{FP8_BLOCK}, {FP8_BLOCK}]: {TO_BF16}"
+            f"{FP8_BLOCKS}: {TO_BF16}"
         )
     if scheme != "dynamic":
         raise ValueError(
             f"the checkpoint's FP8 has activation_scheme {scheme!r}, scales of activations that only FP8 arithmetic "
             f"uses; experts_quantization takes 'dynamic': {TO_BF16}"
         )
-    if declared.get("expert_dtype", "fp8") != "fp8":
-        raise ValueError(f"the checkpoint's experts are {declared['expert_dtype']}, not FP8: {TO_BF16}")
+    if declared.get("expert_dtype", "fp8") not in ("fp8", "fp4"):
+        raise ValueError(f"the checkpoint's experts are {declared['expert_dtype']}, not fp8 or fp4: {TO_BF16}")
 
 
 def check_nvfp4(declared: dict) -> None:
@@ -136,15 +153,17 @@ def check_nvfp4(declared: dict) -> None:
 
 def _joined(parts: list[list[Quantized]], format: str) -> Quantized:
     """One weight of the parts [part][expert], gate and up or down alone, one behind the other."""
-    first = parts[0][0]
-    num_parts, num_experts, (rows, width) = len(parts), len(parts[0]), first.codes.shape
-    codes = first.codes.new_empty(num_experts, num_parts * rows, width)
+    first = parts[0][0].codes
+    num_parts, num_experts, rows = len(parts), len(parts[0]), first.shape[0]
+    codes = first.new_empty(num_experts, num_parts * rows, *first.shape[1:])
     stacked = [torch.stack([part.scales for part in experts]) for experts in parts]
     for place, experts in enumerate(parts):
         for expert, part in enumerate(experts):
             codes[expert, place * rows : (place + 1) * rows] = part.codes
     if format == "fp8":
         return Quantized(codes, torch.stack(stacked, dim=1).unsqueeze(3))
+    if format == "mxfp4":
+        return Quantized(codes, torch.cat(stacked, dim=1))
     state = torch.stack([_states(experts) for experts in parts], dim=1)
     return Quantized(codes, torch.cat(stacked, dim=1), state)
 
@@ -214,6 +233,7 @@ class _TakeDense(ConversionOps):
 def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
     """Transformers' conversions of a model, with which experts stay packed and the rest becomes dense."""
     return [
+        *([WeightRenaming(*SHORT_NAMES)] if format.scales == ("_scale_inv",) else []),
         *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
             [f"{WEIGHT[1:]}{end}$" for end in ("", *format.scales)] + [f"{end[1:]}$" for end in format.unused],

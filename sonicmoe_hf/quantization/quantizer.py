@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
-from ..layer.experts_module import is_experts, is_native, weight_names
+from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .hub_formats import HUB_FORMATS, with_hub_converters
 from .loading_errors import noted
@@ -76,7 +76,7 @@ def is_transposed(experts: nn.Module) -> bool:
 
 def order_of(experts: nn.Module, name: str) -> str:
     """The order of ORDERS in which the rows of an experts module's weight stand."""
-    if name != weight_names(experts)[0]:
+    if name != weight_names(experts)[0] or not has_gate(experts):
         return "whole"
     return "interleaved" if is_native(experts) or not getattr(experts, "is_concatenated", True) else "concatenated"
 
@@ -255,14 +255,20 @@ class ExpertsQuantizer(HfQuantizer):
 
 def finish(model: PreTrainedModel) -> None:
     """What a model with packed experts needs beside them."""
-    state = vars(model)
     # saved under the names it has: nothing splits packed weights into one per expert
-    state["_weight_conversions"] = []
+    vars(model)["_weight_conversions"] = []
     if is_split(model):
-        state["gather_sharded_state_dict_for_save"] = gathered_for_saving
-    # DDP broadcasts parameters as dense tensors when it starts; PEFT puts prefixes before their names
+        vars(model)["gather_sharded_state_dict_for_save"] = gathered_for_saving
+    ignore_packed_in_ddp(model)
+
+
+def ignore_packed_in_ddp(model: PreTrainedModel) -> None:
+    """Keep DDP, which broadcasts parameters as dense tensors when it starts, from packed experts."""
     names = [name for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)]
-    state["_ddp_params_and_buffers_to_ignore"] = [
+    if not names:
+        return
+    # PEFT puts prefixes before their names
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = [
         f"{prefix}{module}.{nested}{name}"
         for module, _, name in (name.rpartition(".") for name in names)
         for prefix in ("", "base_model.model.")

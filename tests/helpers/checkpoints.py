@@ -18,6 +18,9 @@ KINDS = {  # per family, how its weights can stand on disk
     "deepseek_v3": ("hub", "fused", "upstream", "fp8"),
     "gpt_oss": ("hub", "upstream", "mxfp4"),
 }
+DECLARED_FP8 = {  # of DeepSeek's and Qwen's checkpoints
+    "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+}  # fmt: skip
 FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, as on DeepSeek's own kv_a_proj
 
 
@@ -151,3 +154,32 @@ def fp8_by_transformers(weight, block):
     )
     made = quantiser.convert({"x.weight": weight})
     return made["x.weight"], made["x.weight_scale_inv"]
+
+
+def fp8_of(tensor, kind):
+    """(values, scale_inv, what they stand for), block by block, as DeepSeek's kernels have it."""
+    blocks = tuple(-(-size // 128) for size in tensor.shape)
+    values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
+    dense = torch.empty(tensor.shape)
+    for i in range(blocks[0]):
+        for j in range(blocks[1]):
+            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = tensor[block].float().abs().max() / 448
+            if kind == "ue8m0":
+                scales[i, j] = torch.exp2(scales[i, j].log2().ceil())
+            elif kind == "bf16":
+                scales[i, j] = scales[i, j].bfloat16() * 1.01  # rounded up
+                scales[i, j] = scales[i, j].bfloat16()
+            values[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
+            dense[block] = values[block].float() * scales[i, j]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "ue8m0": torch.float8_e8m0fnu}[kind]
+    return values, scales.to(dtype), dense
+
+
+def in_fp8(tensors, kind="fp32"):
+    """(a checkpoint's tensors in FP8, the dense ones that they stand for), linear layers and experts."""
+    stored, dense = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and "_proj" in name:
+            stored[name], stored[f"{name}_scale_inv"], dense[name] = fp8_of(tensor, kind)
+    return stored, dense

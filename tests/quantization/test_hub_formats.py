@@ -8,14 +8,16 @@ import copy
 
 import pytest
 import torch
-from helpers.checkpoints import edit_config, make, rewrite, same_bits, tensors_in
+from helpers.checkpoints import DECLARED_FP8, edit_config, fp8_of, in_fp8, make, rewrite, same_bits, tensors_in
 from helpers.models import batch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV4Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sonicmoe_hf import CheckpointError, PackedWeight, convert_checkpoint, from_pretrained, inspect_checkpoint
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.kernels.quantized import quantize
 
 SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' products
     "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2},
@@ -26,48 +28,18 @@ SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' produ
         "first_k_dense_replace": 1,
     },
 }
-DECLARED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 BATCH = batch(2, 8)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def fp8_of(tensor, kind):
-    """(values, scale_inv, what they stand for), block by block, as DeepSeek's kernels have it."""
-    blocks = tuple(-(-size // 128) for size in tensor.shape)
-    values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
-    dense = torch.empty(tensor.shape)
-    for i in range(blocks[0]):
-        for j in range(blocks[1]):
-            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-            scales[i, j] = tensor[block].float().abs().max() / 448
-            if kind == "ue8m0":
-                scales[i, j] = torch.exp2(scales[i, j].log2().ceil())
-            elif kind == "bf16":
-                scales[i, j] = scales[i, j].bfloat16() * 1.01  # rounded up
-                scales[i, j] = scales[i, j].bfloat16()
-            values[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
-            dense[block] = values[block].float() * scales[i, j]
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "ue8m0": torch.float8_e8m0fnu}[kind]
-    return values, scales.to(dtype), dense
-
-
-def as_fp8(tensors, kind="fp32"):
-    """(a checkpoint's tensors in FP8, the dense ones that they stand for), linear layers and experts."""
-    stored, dense = dict(tensors), dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2 and "_proj" in name:
-            stored[name], stored[f"{name}_scale_inv"], dense[name] = fp8_of(tensor, kind)
-    return stored, dense
 
 
 def make_fp8(folder, family, kind="fp32", **declared):
     """An FP8 checkpoint in `folder`, and beside it the dense one that it stands for; both sets of tensors."""
     make(folder, family, **SIZES[family])
-    stored, dense = as_fp8(tensors_in(folder), kind)
+    stored, dense = in_fp8(tensors_in(folder), kind)
     make(folder.with_name("dense"), family, **SIZES[family])
     rewrite(folder.with_name("dense"), dense)
     rewrite(folder, stored)
-    edit_config(folder, quantization_config={**DECLARED, **declared})
+    edit_config(folder, quantization_config={**DECLARED_FP8, **declared})
     return stored, dense
 
 
@@ -170,7 +142,7 @@ def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys):
 ])  # fmt: skip
 def test_other_kinds_of_fp8_are_refused_by_name_with_a_remedy(changes, match, tmp_path):
     make(tmp_path, "qwen3_moe", **SIZES["qwen3_moe"])
-    edit_config(tmp_path, quantization_config={**DECLARED, **changes})
+    edit_config(tmp_path, quantization_config={**DECLARED_FP8, **changes})
     with pytest.raises(ValueError, match=f"{match}.*bf16"):
         from_pretrained(tmp_path, experts_quantization="fp8")
 
@@ -194,3 +166,56 @@ def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while
     rewrite(tmp_path / "fp8", stored)
     with pytest.raises(CheckpointError, match=match):
         from_pretrained(tmp_path / "fp8", experts_quantization="fp8")
+
+
+def in_fp4(tensors):
+    """(a DeepSeek-V4 checkpoint's tensors, experts in FP4 and linear layers in FP8, the dense ones that they stand for)."""
+    stored, dense = dict(tensors), dict(tensors)
+    dequantize = Fp8Dequantize(None)._dequantize_one
+    for name, tensor in tensors.items():
+        place = name.removesuffix(".weight")
+        if ".experts." in name:
+            packed = quantize(tensor[None], "mxfp4")
+            stored[name] = packed.codes[0].flatten(1).view(torch.int8)
+            stored[f"{place}.scale"] = packed.scales[0].view(torch.float8_e8m0fnu)
+            dense[name] = dequantize(stored[name], stored[f"{place}.scale"], torch.float32)
+        elif name.split(".")[-2].startswith("w") and "compressor" not in name:
+            stored[name], stored[f"{place}.scale"], dense[name] = fp8_of(tensor, "ue8m0")
+    return stored, dense
+
+
+@pytest.fixture
+def deepseek_v4(tmp_path):
+    """The folder of a small DeepSeek-V4 checkpoint as the hub's are, and of the dense one that it stands for."""
+    torch.manual_seed(0)
+    config = DeepseekV4Config(
+        vocab_size=64, hidden_size=96, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        n_routed_experts=4, num_experts_per_tok=2, head_dim=32, qk_rope_head_dim=16, q_lora_rank=32, o_lora_rank=32,
+        o_groups=2, index_n_heads=2, index_head_dim=32, max_position_embeddings=64, sliding_window=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for name in ("fp4", "dense"):
+        model.save_pretrained(tmp_path / name)
+    stored, dense = in_fp4(tensors_in(tmp_path / "fp4"))
+    rewrite(tmp_path / "fp4", stored)
+    rewrite(tmp_path / "dense", dense)
+    edit_config(tmp_path / "fp4", quantization_config={**DECLARED_FP8, "scale_fmt": "ue8m0"}, expert_dtype="fp4")
+    return tmp_path / "fp4", tmp_path / "dense"
+
+
+def test_the_fp4_experts_of_deepseek_v4_are_mxfp4_bit_for_bit(deepseek_v4):
+    folder, plain = deepseek_v4
+    with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantised already \(mxfp4\)"):
+        from_pretrained(folder, experts_quantization="fp8")
+    packed = from_pretrained(folder, experts_quantization="mxfp4", dtype=torch.float32)
+    dense = from_pretrained(plain, dtype=torch.float32)
+    weights = packed_in(packed)
+    assert len(weights) == 4 and {weight.format for weight in weights.values()} == {"mxfp4"}
+    expected = dense.state_dict()
+    assert all(torch.equal(weight.dequantize(torch.float32), expected[name]) for name, weight in weights.items())
+    assert all(torch.equal(p, expected[name]) for name, p in packed.named_parameters() if name not in weights)
+    logits = dense(**BATCH).logits
+    assert (packed(**BATCH).logits - logits).norm() <= 1e-6 * logits.norm()

@@ -1,0 +1,135 @@
+"""Transformers' FP8Experts, which a load without us makes of an FP8 checkpoint: their bytes taken as packed weights, in
+their place, so that state dicts and save_pretrained stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedExpertsError
+from ..kernels.quantized import FP8_BLOCK, Quantized, stored_shapes
+from ..layer.experts_module import IMPLEMENTATION
+from ..layer.packed_weight import PackedWeight, as_parameter
+from ..private.transformers import fp8_experts_functions
+from ..quantization.state import check_stored
+from .experts import sonicmoe_hf_experts_forward
+
+WEIGHTS = {"gate_up_proj": "concatenated", "down_proj": "whole"}  # name: order of ORDERS
+SCALES = "_scale_inv"  # what follows a weight's name in that of its scales
+FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.int8: "mxfp4"}  # dtype of the values; int8 are pairs of E2M1
+TAKEN = "_sonicmoe_hf_taken"  # attribute of FP8Experts whose weights we took: by name, what they were
+
+
+def why_not_taken(experts: Any) -> str | None:
+    """Why the weights of an FP8Experts cannot be taken as packed ones; None where they can or are."""
+    if TAKEN in vars(experts):
+        return None
+    if experts.activation_scheme != "dynamic":
+        return (
+            f"activation_scheme is {experts.activation_scheme!r}, scales of activations that only FP8 arithmetic uses"
+        )
+    for name in WEIGHTS:
+        weight, scales = getattr(experts, name, None), getattr(experts, name + SCALES, None)
+        if weight is None or scales is None:
+            return f"it has no {name if weight is None else name + SCALES}"
+        if type(weight) is not nn.Parameter or weight.is_meta:
+            return f"its {name} is {'on the meta device' if weight.is_meta else 'sharded'}"
+        if weight.dtype not in FORMAT_OF:
+            return f"its {name} is stored as {weight.dtype}"
+        reason = _why_no_blocks(experts, name, weight, scales)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _why_no_blocks(experts: Any, name: str, weight: torch.Tensor, scales: torch.Tensor) -> str | None:
+    if weight.dtype == torch.float8_e4m3fn and list(experts.block_size or ()) != [FP8_BLOCK, FP8_BLOCK]:
+        return f"block_size is {experts.block_size}, not ({FP8_BLOCK}, {FP8_BLOCK})"
+    try:
+        wanted = _flat(_shapes(name, weight).scales)
+    except ValueError as error:
+        return f"{name}: {error}"
+    if tuple(scales.shape) != wanted:
+        return (
+            f"{name}{SCALES} has shape {tuple(scales.shape)}, where blocks that do not cross from gate to up have "
+            f"{wanted}"
+        )
+    return None
+
+
+def _shapes(name: str, weight: torch.Tensor):
+    num_experts, rows, columns = weight.shape
+    columns *= 2 if weight.dtype == torch.int8 else 1
+    return stored_shapes(FORMAT_OF[weight.dtype], (num_experts, rows, columns), WEIGHTS[name])
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of the scales in FP8Experts: [E, parts and blocks of rows, blocks of columns]."""
+    return shape[0], torch.Size(shape[1:-1]).numel(), shape[-1]
+
+
+def _packed(experts: Any, name: str, dtype: torch.dtype) -> PackedWeight:
+    weight, scales = getattr(experts, name).detach(), getattr(experts, name + SCALES).detach()
+    format, shapes = FORMAT_OF[weight.dtype], _shapes(name, weight)
+    packed = Quantized(weight.view(torch.uint8).view(shapes.codes), _stored(scales).view(shapes.scales))
+    check_stored(name, packed, format)
+    return PackedWeight.of(packed, format, dtype)
+
+
+def _stored(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales.float()
+
+
+def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
+    """Have these FP8Experts (name, module) hold what they hold as packed weights of `dtype`, without a copy.
+
+    Raises:
+        UnsupportedExpertsError: a scale or a value is not finite; nothing is changed.
+    """
+    found = []
+    for place, experts in every:
+        if TAKEN not in vars(experts):
+            try:
+                found.append((experts, {name: _packed(experts, name, dtype) for name in WEIGHTS}))
+            except ValueError as error:
+                raise UnsupportedExpertsError(f"{place}: {error}") from error
+    if found:
+        fp8_experts_functions().register(IMPLEMENTATION, sonicmoe_hf_experts_forward)
+    for experts, weights in found:
+        taken = {}
+        for name, packed in weights.items():
+            weight, scales = getattr(experts, name), getattr(experts, name + SCALES)
+            taken[name] = weight.dtype, tuple(weight.shape), weight.requires_grad, scales.requires_grad
+            scales.requires_grad_(False)
+            setattr(experts, name, as_parameter(packed))
+        if not any(hook is _write for hook in experts._state_dict_hooks.values()):
+            experts.register_state_dict_post_hook(_write)
+            experts.register_load_state_dict_pre_hook(_read)
+        setattr(experts, TAKEN, taken)
+
+
+def give_back_weights(experts: nn.Module) -> None:
+    """Undo `take_weights`; nothing where it was not called."""
+    for name, (dtype, shape, requires_grad, of_scales) in vars(experts).pop(TAKEN, {}).items():
+        values = getattr(experts, name).codes.view(shape).view(dtype)
+        setattr(experts, name, nn.Parameter(values, requires_grad))
+        getattr(experts, name + SCALES).requires_grad_(of_scales)
+
+
+def _write(experts, state_dict, prefix, local_metadata):
+    for name, (dtype, shape, *_) in vars(experts).get(TAKEN, {}).items():
+        if isinstance(weight := state_dict.get(prefix + name), PackedWeight):
+            state_dict[prefix + name] = weight.codes.view(shape).view(dtype)
+
+
+def _read(experts, state_dict, prefix, *_):
+    for name in vars(experts).get(TAKEN, {}):
+        values, scales = (state_dict.get(prefix + name + end) for end in ("", SCALES))
+        own = experts._parameters[name]
+        if isinstance(own, PackedWeight) and values is not None and scales is not None:
+            packed = Quantized(values.view(torch.uint8).view(own.codes.shape), _stored(scales).view(own.scales.shape))
+            check_stored(prefix + name, packed, own.format)
+            state_dict[prefix + name] = PackedWeight.of(packed, own.format, own.dtype)

@@ -1,0 +1,131 @@
+"""Transformers' FP8Experts, of a checkpoint that it loaded itself: patch_model takes their bytes.
+
+Transformers' own kernels for them need a GPU, so the linear layers here are dense. Tolerances: 1e-6 where both sides
+compute the same sums in fp32 in another order, 1e-5 of gradients, which sum over more.
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers.checkpoints import DECLARED_FP8, edit_config, in_fp8, make, rewrite, same_bits, tensors_in
+from helpers.models import batch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+import sonicmoe_hf
+from sonicmoe_hf import PackedWeight, UnsupportedModelError
+
+SIZES = {
+    "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 128, "num_hidden_layers": 2},
+    "deepseek_v3": {
+        "hidden_size": 144,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+DENSE = ["proj", "proj_with_mqa", "lm_head"]  # how the names of linear layers end
+BATCH = batch(2, 8)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path):
+    """A function: a model of the family as Transformers loads its FP8 checkpoint, and the dense one that it stands for."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+
+    def loaded(family, kind="fp32", **sizes):
+        folder = tmp_path / "fp8"
+        make(folder, family, **{**SIZES[family], **sizes})
+        experts = {name: tensor for name, tensor in tensors_in(folder).items() if ".mlp.experts." in name}
+        rest = {name: tensor for name, tensor in tensors_in(folder).items() if name not in experts}
+        stored, dense = in_fp8(experts, kind)
+        make(tmp_path / "dense", family, **{**SIZES[family], **sizes})
+        rewrite(tmp_path / "dense", {**rest, **dense})
+        rewrite(folder, {**rest, **stored})
+        declared = {**DECLARED_FP8, "scale_fmt": "ue8m0" if kind == "ue8m0" else "float"}
+        edit_config(folder, quantization_config={**declared, "modules_to_not_convert": DENSE})
+        return [
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("fp8", "dense")
+        ]
+
+    return loaded
+
+
+def fp8_experts(model):
+    return [module for module in model.modules() if type(module).__name__ == "FP8Experts"]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("family", SIZES)
+def test_a_model_that_transformers_loaded_computes_with_its_own_bytes(load, family, kind):
+    model, dense = load(family, kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert fp8_experts(model) and all(layer.accelerated for layer in sonicmoe_hf.supports(model))
+    sonicmoe_hf.patch_model(model)
+    packed = [experts.gate_up_proj for experts in fp8_experts(model)]
+    assert {(type(weight), weight.format) for weight in packed} == {(PackedWeight, "fp8")}
+    assert same_bits(model.state_dict(), before)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places, "nothing is copied"
+    expected = dense(**BATCH).logits
+    assert (model(**BATCH).logits - expected).norm() <= 1e-6 * expected.norm()
+    changed = copy.deepcopy(model)
+    for weight in packed:
+        weight.codes.zero_()
+    model.load_state_dict(changed.state_dict())
+    assert torch.equal(model(**BATCH).logits, changed(**BATCH).logits)
+    sonicmoe_hf.unpatch_model(model)
+    assert same_bits(model.state_dict(), before) and not any(
+        isinstance(weight, PackedWeight) for weight in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_adapters_train_beside_them(load, patched_first):
+    model, dense = load("qwen3_moe")
+    found = []
+    for each in (model, dense):
+        torch.manual_seed(0)
+        if patched_first:
+            sonicmoe_hf.patch_model(each)
+        peft = get_peft_model(each, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=EXPERTS))
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+                nn.init.normal_(parameter, std=0.05)
+        sonicmoe_hf.patch_model(peft)
+        peft.train()(**BATCH).loss.backward()
+        found.append({name: p.grad for name, p in peft.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and len(found[0]) >= 6
+    errors = {name: (found[0][name] - wanted).norm() / wanted.norm() for name, wanted in found[1].items()}
+    assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+
+
+def test_what_no_packed_weight_is_stays_refused_with_the_remedy(load):
+    remedy = 'experts_quantization="fp8"'
+    for attribute, value in (("activation_scheme", "static"), ("block_size", (64, 128)), ("block_size", None)):
+        model, _ = load("qwen3_moe")
+        for experts in fp8_experts(model):
+            setattr(experts, attribute, value)
+        with pytest.raises(UnsupportedModelError, match=f"{attribute} is .*{value}.*{remedy}"):
+            sonicmoe_hf.patch_model(model)
+        assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())
+    model, _ = load("qwen3_moe")
+    fp8_experts(model)[1].gate_up_proj_scale_inv.data[2, 1, 0] = float("nan")
+    with pytest.raises(
+        sonicmoe_hf.UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts: gate_up_proj_scale_inv has NaN"
+    ):
+        sonicmoe_hf.patch_model(model)
+    assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())
+
+
+def test_from_pretrained_without_a_format_names_the_remedy(load, tmp_path):
+    load("qwen3_moe")
+    with pytest.raises(
+        UnsupportedModelError, match=r'has FP8 experts: to keep its experts packed .*experts_quantization="fp8"'
+    ):
+        sonicmoe_hf.from_pretrained(tmp_path / "fp8")
