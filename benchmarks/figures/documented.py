@@ -28,7 +28,6 @@ class Sentence(NamedTuple):
 
 # document, or (document, header) -> why its figures have no CSV
 NOT_MEASURED: dict[str | tuple[str, str], str] = {
-    "docs/kernel-log.md": "a log: figures of their time, as it says",
     ("docs/backends.md", "| | PyTorch | Triton | Transformers | PEFT |"): "versions",
     ("docs/attention.md", "| | CUDA | CPU |"): "what is supported",
     ("docs/backends.md", "| exit code | meaning |"): "numbers of the command line",
@@ -41,7 +40,7 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
     ("docs/plan.md", "| exit code | meaning |"): "numbers of the command line",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",
-    ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of docs/kernel-log.md",
+    ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of dev/kernel-log",
     ("docs/serving.md", "| engine | adapters on experts | merged checkpoints |"): "versions",
     ("docs/serving.md", "| models | their form in vLLM |"): "names of models",
     ("docs/token-rounding.md", "| rows per expert and batch, T·K/E | use |"): "advice, declared as sentences",

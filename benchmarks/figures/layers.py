@@ -178,7 +178,7 @@ def limits(results: Results) -> Iterator[Table | Sentence]:
         for contender in (OURS, SONIC)
         for figure in span(of_layer(results, config, contender, "stacked_host_ms") for config in ALL)
     ]
-    yield Table(  # what is text here, docs/kernel-log.md has
+    yield Table(  # what is text here, dev/kernel-log has
         document,
         "| kernel | limit | seen by |",
         [

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def copy(tmp_path):
-    """README.md, docs/ and the CSVs, to be changed."""
-    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/results/*.csv")):
+    """README.md, docs/, dev/ and the CSVs, to be changed."""
+    logs = ROOT.glob("dev/**/*.md")
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *logs, *ROOT.glob("benchmarks/results/*.csv")):
         place = tmp_path / path.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, place)
