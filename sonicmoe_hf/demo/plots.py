@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+
+from ..trainer.load_reports import draw_experts
 
 ROWS_COLOURS = matplotlib.colormaps["Blues"]
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9711c", "#8a8a8a"
@@ -59,10 +60,10 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
     figure.savefig(path, dpi=140)
 
 
-def draw_load(path: Path, rounded: Rounded, history: np.ndarray, steps: list[int]) -> None:
+def draw_load(path: Path, rounded: Rounded, history: dict[str, np.ndarray], steps: list[int]) -> None:
     """Rows per expert: one batch before and after rounding, and every expert's load over training.
 
-    `history` is [logged steps, layers, experts], rows summed between logs.
+    `history` is {layer: [logged steps, experts]}, rows summed between logs.
     """
     figure = Figure(figsize=(15, 10.5), layout="constrained")
     before_axes, after_axes, time_axes = figure.subplots(3, 1, height_ratios=(1, 1, 2.1))
@@ -79,7 +80,7 @@ def draw_load(path: Path, rounded: Rounded, history: np.ndarray, steps: list[int
         f"The same batch after token rounding: {rounded.after.sum():,} rows, all in whole tiles; padding {wasted_after}",
         loc="left", fontsize=12)  # fmt: skip
     figure.colorbar(image, ax=[before_axes, after_axes], label="rows of the expert (tokens routed to it)", pad=0.01)
-    _draw_history(figure, time_axes, history, steps)
+    draw_experts(figure, time_axes, history, steps)
     figure.savefig(path, dpi=120)
 
 
@@ -95,22 +96,3 @@ def _draw_rows(axes, rows: np.ndarray, top: int, tile: int):
                       fontweight="bold" if count % tile == 0 else "normal")  # fmt: skip
     axes.set(xlabel="expert", ylabel="layer", yticks=range(layers), xticks=range(0, experts, max(1, experts // 16)))
     return image
-
-
-def _draw_history(figure, axes, history: np.ndarray, steps: list[int]) -> None:
-    """One line of pixels per expert, layer under layer, over training steps."""
-    logged, layers, experts = history.shape
-    order = np.argsort(-history[-logged // 4 :].sum(axis=0), axis=1)
-    history = np.take_along_axis(history, order[None], axis=2)
-    share = history / np.maximum(history.mean(axis=2, keepdims=True), 1)
-    pixels = share.reshape(logged, layers * experts).T
-    image = axes.imshow(pixels, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(1, vmin=0, vmax=4),
-                        interpolation="nearest", extent=(0, steps[-1], layers * experts, 0))  # fmt: skip
-    for layer in range(1, layers):
-        axes.axhline(layer * experts, color="white", linewidth=4)
-    axes.set(xlabel="optimiser step", ylabel="experts, the busiest of the last quarter on top")
-    axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], [f"layer {n}" for n in range(layers)])
-    axes.set_title(
-        "Load of every expert over training (red: more rows than its layer's mean)", loc="left", fontsize=12
-    )
-    figure.colorbar(image, ax=axes, label="rows / mean rows per expert of the layer", pad=0.01, extend="max")

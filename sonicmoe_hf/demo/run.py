@@ -33,6 +33,7 @@ import sonicmoe_hf
 from ..checkpoints.comparing import relative_error, same_bytes
 from ..layer.config import TokenRounding
 from ..private.versions import versions
+from ..trainer.load_reports import rows_by_layer
 from . import corpus, plots
 from .model import NUM_EXPERTS, PER_LAYER_LOSS, TOP_K, VOCAB_SIZE, small_config
 
@@ -306,7 +307,7 @@ def draw(demo: Demo) -> None:
         routing,
         BATCH_SIZE * SEQUENCE_LENGTH,
     )
-    history = np.array([list(entry["rows_per_expert"].values()) for entry in demo.load.history])
+    history = rows_by_layer(demo.load.history)
     steps = [entry["step"] for entry in demo.load.history]
     plots.draw_load(demo.settings.output / "expert_load.png", rounded_batch(demo), history, steps)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ..patching.patch import (
     router_hooks,
 )
 from ..patching.support import find_layers
+from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import LossWithScale
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
@@ -182,11 +185,29 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
         moe/top_k_fallbacks     layer forwards that fell back to top-k for want of rows
 
     history: one dict a log, with "step", "rows_per_expert" ({layer: [rows]}) and the metrics.
+
+    Args:
+        plot: file for a picture (PNG, PDF, SVG, ...) of what `history` has of this training; the first rank draws it at
+            the end.
+        histograms: after `attach`, give TensorBoard and W&B a histogram of each layer's rows per expert at every log.
+    Raises:
+        ImportError: plot without matplotlib. ValueError: no ending of a picture's file.
+    Example:
+        Trainer(..., callbacks=[sonicmoe_hf.ExpertLoadCallback(plot="outputs/expert_load.png")])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plot: str | os.PathLike | None = None, histograms: bool = True) -> None:
+        self.plot = None if plot is None else Path(plot)
+        if self.plot is not None:
+            check_drawable(self.plot)
+        self.histograms = histograms
         self.history: list[dict] = []
         self.attached = False
+        self._begin = 0  # of this training, in history
+
+    def _arguments(self) -> dict:
+        """See `_ExpertsInCheckpoints`."""
+        return {"plot": None if self.plot is None else str(self.plot), "histograms": self.histograms}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Start counting, from zero."""
@@ -208,6 +229,7 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             )
             return
         clear_counts(model)
+        self._begin = len(self.history)
         ask(model, counting=True)
         if not self.attached:
             logger.warning_once(
@@ -220,9 +242,22 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             self.collect(model, state.global_step)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        """Stop counting."""
+        """Stop counting; draw the picture."""
         stop_asking(model, counting=False)
+        if self.plot is not None and state.is_world_process_zero:
+            self._draw(self.plot)
         super().on_train_end(args, state, control, model, **kwargs)
+
+    def _draw(self, path: Path) -> None:
+        """Training is over: what is wrong with a picture must not end the program before its model is saved."""
+        history = self.history[self._begin :]
+        if not history:
+            logger.warning(f"ExpertLoadCallback: no picture in {path}, because nothing was counted up to a log")
+            return
+        try:
+            draw_history(path, history)
+        except OSError as error:
+            logger.warning(f"ExpertLoadCallback: no picture in {path}: {error}")
 
     def collect(self, model, step: int) -> dict[str, float]:
         """Sum the counts over layers and ranks, note them in `history`, start again; {} where nothing was counted."""
@@ -271,7 +306,10 @@ class _LogWithLoad:
 
     def __call__(self, logs, *args, **kwargs):
         if "loss" in logs:
-            logs = {**logs, **self.callback.collect(self.trainer.model, self.trainer.state.global_step)}
+            metrics = self.callback.collect(self.trainer.model, self.trainer.state.global_step)
+            if metrics and self.callback.histograms:
+                send_histograms(self.trainer, self.callback.history[-1])
+            logs = {**logs, **metrics}
         return self.log(logs, *args, **kwargs)
 
 

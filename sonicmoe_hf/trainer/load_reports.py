@@ -1,0 +1,107 @@
+"""What ExpertLoadCallback shows beside its metrics: a picture at the end of training, histograms for reporters."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+from transformers.integrations import TensorBoardCallback, WandbCallback
+
+ROWS = "moe/rows_per_expert"
+RED = "#b2182b"
+MAX_RATIO = 4  # rows over the mean that have the darkest colour
+INCHES_PER_LAYER = 0.25
+
+
+def check_drawable(path: Path) -> None:
+    """Raise before training where there would be no picture after it.
+
+    Raises:
+        ImportError: matplotlib is not installed. ValueError: it draws no files of this name.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"plot={str(path)!r} needs matplotlib: pip install 'sonicmoe-hf[train]'")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"plot={str(path)!r} is no picture; name a file with one of the endings {', '.join(known)}")
+
+
+def draw_history(path: Path, history: list[dict]) -> None:
+    """The load of every expert over training, and of the busiest in the worst layer.
+
+    Args:
+        path: of the picture; its folder is made. history: ExpertLoadCallback's, one log or more.
+    """
+    from matplotlib.figure import Figure
+
+    rows = rows_by_layer(history)
+    height = min(4 + INCHES_PER_LAYER * len(rows), 24)
+    figure = Figure(figsize=(12, 2.2 + height), layout="constrained")
+    busiest_axes, time_axes = figure.subplots(2, 1, height_ratios=(2.2, height), sharex=True)
+    steps = [entry["step"] for entry in history]
+    busiest_axes.plot(steps, [entry["moe/load_max_over_mean"] for entry in history], color=RED, linewidth=1.6)
+    busiest_axes.axhline(1, color="grey", linestyle=":", linewidth=1)
+    busiest_axes.set_title("Rows of the busiest expert over its layer's mean, in the worst layer", loc="left")
+    busiest_axes.set_ylabel("rows / mean")
+    busiest_axes.set_ylim(bottom=0)
+    busiest_axes.spines[["top", "right"]].set_visible(False)
+    draw_experts(figure, time_axes, rows, steps)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def rows_by_layer(history: list[dict]) -> dict[str, np.ndarray]:
+    """{layer: rows [logs, experts]}."""
+    names = history[0]["rows_per_expert"]
+    return {name: np.array([entry["rows_per_expert"][name] for entry in history]) for name in names}
+
+
+def draw_experts(figure, axes, rows_of_layers: dict[str, np.ndarray], steps: list[int]) -> None:
+    """One line of pixels per expert, layer under layer, over training steps. Layers: rows [logs, experts]."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    shares = []
+    for rows in rows_of_layers.values():
+        busiest_first = np.argsort(-rows[-max(1, len(rows) // 4) :].sum(axis=0))
+        rows = rows[:, busiest_first]
+        shares.append((rows / np.maximum(rows.mean(axis=1, keepdims=True), 1)).T)
+    ends = np.cumsum([len(share) for share in shares])
+    first_interval = steps[1] - steps[0] if len(steps) > 1 else steps[0]
+    edges = [max(0, steps[0] - first_interval), *steps]
+    image = axes.pcolormesh(
+        edges, np.arange(ends[-1] + 1), np.concatenate(shares), cmap="RdBu_r", norm=TwoSlopeNorm(1, 0, MAX_RATIO)
+    )
+    axes.invert_yaxis()
+    for end in ends[:-1]:
+        axes.axhline(end, color="white", linewidth=4 if len(shares) <= 8 else 1)
+    axes.set(xlabel="optimiser step", ylabel="experts, the busiest of the last quarter on top")
+    axes.set_yticks(ends - np.diff(ends, prepend=0) / 2, labels_of(list(rows_of_layers)))
+    axes.set_title(
+        "Load of every expert over training (red: more rows than its layer's mean)", loc="left", fontsize=12
+    )
+    figure.colorbar(image, ax=axes, label="rows / mean rows per expert of the layer", pad=0.01, extend="max")
+
+
+def labels_of(names: list[str]) -> list[str]:
+    """The layers' numbers, where their names differ in these alone: "layer 3" of "model.layers.3.mlp"."""
+    numbers = [[part for part in name.split(".") if part.isdecimal()] for name in names]
+    labels = [f"layer {number[0]}" for number in numbers if len(number) == 1]
+    return labels if len(set(labels)) == len(names) else names
+
+
+def send_histograms(trainer, entry: dict) -> None:
+    """Give the Trainer's TensorBoard and W&B the rows per expert of a log: a histogram over the experts of each layer."""
+    if not trainer.is_world_process_zero():
+        return
+    rows = {f"{ROWS}/{layer}": np.array(counts) for layer, counts in entry["rows_per_expert"].items()}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            for name, counts in rows.items():
+                callback.tb_writer.add_histogram(name, counts, entry["step"])
+        elif isinstance(callback, WandbCallback) and getattr(callback._wandb, "run", None) is not None:
+            wandb = callback._wandb
+            histograms = {name: wandb.Histogram(counts) for name, counts in rows.items()}
+            wandb.log({**histograms, "train/global_step": entry["step"]})
