@@ -5,7 +5,7 @@
 #   make test-oldest   those that other packages' versions can change, with the oldest versions we support, on Python 3.10
 #   make test-newest   the same with the newest
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
-#   make lint          ruff, check and format; mypy
+#   make lint          ruff, check and format; mypy; import-linter
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
 #   make docs          the documents and the reference of the public API as a site, in ./site; every link is checked
@@ -57,6 +57,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/lint-imports
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
@@ -73,7 +74,7 @@ wheel: $(VENV)/.installed
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # An environment is up to date when its stamp is newer than what it was made from.
 $(VENV)/.installed: CONSTRAINTS := constraints.txt

@@ -1,7 +1,8 @@
 """SonicMoE for Hugging Face Transformers: see README.md.
 
-Importing makes experts_implementation="sonicmoe_hf" and the native layout's model classes known to Transformers as soon
-as Transformers itself is imported, and patches nothing. What is exported here is imported on first use.
+Importing imports Transformers, and PEFT where it is installed, and makes experts_implementation="sonicmoe_hf" and the
+native layout's model classes known to them (registration.py has all that it changes there). It patches no model. What is
+exported here is imported on first use.
 """
 
 from __future__ import annotations
@@ -122,4 +123,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-registration.register()
+registration.install()

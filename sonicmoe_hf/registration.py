@@ -1,82 +1,111 @@
-"""What Transformers and PEFT are told about sonicmoe_hf, once they are imported: `import sonicmoe_hf` loads neither them
-nor torch."""
+"""What `import sonicmoe_hf` changes in other packages, all of it, and `uninstall`, which undoes it. docs/patching.md has
+the list for users.
+
+Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT, and one of
+Transformers, are replaced by ones that call the original for every model that is not ours. A model whose experts are
+packed guards DeepSpeed's initialize (quantization/refusals.py), the one change that comes later.
+"""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import sys
-from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-REGISTRATIONS = (  # when this module has been imported, so is that one of ours, which registers what it defines
-    ("transformers.integrations.moe", "patching.experts"),
-    ("transformers.modeling_utils", "patching.unreached_warning"),
-    ("transformers.modeling_utils", "quantization.quantizer"),
-    ("transformers.modeling_utils", "attention.implementation"),
-    ("transformers.distributed.expert_parallel", "expert_parallel.register"),
-    ("transformers.models.auto.configuration_auto", "checkpoints.registry"),
-    ("peft", "lora.peft_wrapper"),
-)
+from packaging.version import Version
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
+from .attention.implementation import sinks_attention_forward
+from .attention.mask import sinks_mask
+from .attention.models import NAME as ATTENTION
+from .checkpoints.modeling import NATIVE
+from .layer.experts_module import IMPLEMENTATION, has_expert_parallelism
+from .patching.experts import sonicmoe_hf_experts_forward
+from .private.transformers import forget_auto_classes, forget_implementation, scalars_read_whole
+from .quantization.quantizer import QUANT_METHOD, ExpertsQuantizationConfig, ExpertsQuantizer
+from .quantization.refusals import unguard_deepspeed
 
-class _ThenCall(Loader):
-    """A module's own loader; `action` is called when the module is complete."""
-
-    def __init__(self, loader: Loader, action: Callable[[], object]):
-        self.loader, self.action = loader, action
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self.loader  # what reads sources and resources asks it
-        self.loader.exec_module(module)
-        self.action()
+OLDEST_PEFT = "0.20"
 
 
-class _Watcher(MetaPathFinder):
-    """Finds modules as everybody else does, and has an action follow the import of the watched ones."""
+class _Replaced(NamedTuple):
+    """A function of another package: where it stands, under which name, itself, and what stands there in its place."""
 
-    def __init__(self) -> None:
-        self.actions: dict[str, list[Callable[[], object]]] = {}
-
-    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
-        actions = self.actions.get(fullname)
-        if not actions:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec = find(fullname, path, target) if finder is not self and find is not None else None
-            if spec is not None and spec.loader is not None:
-                spec.loader = _ThenCall(spec.loader, lambda: self._run(fullname))
-                return spec
-        return None
-
-    def _run(self, fullname: str) -> None:
-        for action in self.actions.pop(fullname, ()):
-            action()
+    owner: Any
+    name: str
+    original: Any
+    ours: Any
 
 
-_watcher = _Watcher()
+_replaced: list[_Replaced] = []
 
 
-def when_imported(name: str, action: Callable[[], object]) -> None:
-    """Call `action` once the module `name` has been imported: now, if it has been.
+def install() -> None:
+    """Register with Transformers, and with PEFT where it is installed. Doing so again changes nothing.
 
-    An error that `action` raises fails the import, as an error of the module itself would.
+    Raises:
+        ImportError: the installed PEFT is older than the oldest that works.
     """
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        action()
-        return
-    _watcher.actions.setdefault(name, []).append(action)
-    if _watcher not in sys.meta_path:
-        sys.meta_path.insert(0, _watcher)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, sonicmoe_hf_experts_forward)
+    AttentionInterface.register(ATTENTION, sinks_attention_forward)
+    AttentionMaskInterface.register(ATTENTION, sinks_mask)
+    AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = ExpertsQuantizationConfig
+    AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = ExpertsQuantizer
+    for classes in NATIVE.values():
+        classes.register()
+    if has_expert_parallelism():
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        from .expert_parallel.implementation import SonicMoEExpertParallelism
+
+        EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
+    if not _replaced:
+        for owner, name, ours in _replacements():
+            _replaced.append(_Replaced(owner, name, getattr(owner, name), ours))
+            setattr(owner, name, ours)
 
 
-def register() -> None:
-    """Register with Transformers and PEFT, or have it done when they are imported."""
-    for theirs, ours in REGISTRATIONS:
-        when_imported(theirs, functools.partial(importlib.import_module, f".{ours}", __package__))
+def uninstall() -> None:
+    """Undo `install`: Transformers knows our names no longer, and PEFT's functions are its own again.
+
+    What another package has since put in the place of ours stays. Models that need our names no longer work.
+    """
+    forget_implementation(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION)
+    forget_implementation(AttentionInterface, ATTENTION)
+    forget_implementation(AttentionMaskInterface, ATTENTION)
+    AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
+    AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
+    for classes in NATIVE.values():
+        forget_auto_classes(classes.config)
+    if has_expert_parallelism():
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        forget_implementation(EPImplementationInterface, IMPLEMENTATION)
+    unguard_deepspeed()
+    while _replaced:
+        owner, name, original, ours = _replaced.pop()
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    yield from scalars_read_whole()  # nvfp4's scale of a tensor, where ranks read parts of a checkpoint
+    if _has_peft():
+        from .lora import peft_wrapper
+
+        yield from peft_wrapper.replacements()
+
+
+def _has_peft() -> bool:
+    if importlib.util.find_spec("peft") is None:
+        return False
+    installed = importlib.metadata.version("peft")
+    if Version(installed) < Version(OLDEST_PEFT):
+        raise ImportError(
+            f"peft {installed} is installed, but sonicmoe_hf works with {OLDEST_PEFT} or newer, or without PEFT: "
+            "pip install -U 'sonicmoe-hf[peft]'"
+        )
+    return True

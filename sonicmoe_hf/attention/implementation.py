@@ -6,11 +6,9 @@ Importing this module makes the name known to Transformers.
 from __future__ import annotations
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import flash
 from .flash import MAX_HEAD, NO_WINDOW
-from .mask import sinks_mask
 from .models import NAME, check_model
 from .positions import begins_of, starts_of
 from .sinks import Inputs, Options, Sequences, attention_with_sinks
@@ -181,7 +179,3 @@ def _mask_of_starts(q, k, options: Options, starts) -> torch.Tensor:
     sees = (of_q[:, None] == of_k) & (of_q < len(starts_q))[:, None]
     end_q, end_k = (torch.cat([x, x[-1:]])[of] for x, of in ((starts_q, of_q), (starts_k, of_k)))
     return _mask(sees, (end_k - keys) - (end_q - queries)[:, None], q, options)
-
-
-AttentionInterface.register(NAME, sinks_attention_forward)
-AttentionMaskInterface.register(NAME, sinks_mask)

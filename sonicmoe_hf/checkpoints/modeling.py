@@ -1,10 +1,10 @@
 """SonicMoEExperts, and the model classes of the native layout: a family's own model with these experts in it.
 
-Importing this module builds the classes (model_type sonicmoe_<family>, SonicMoE<Family>ForCausalLM) and registers them
-with AutoConfig, AutoModel and AutoModelForCausalLM. Nothing of Transformers is rewritten: a native model class runs its
-family's own __init__, with the name of the inner model bound to the native one, and swaps the experts in post_init,
-before weights are initialised. Blocks, routers and decoder layers are the family's own, so that what works with them by
-class or by name (output recording, device maps, FSDP, patching) works here too.
+Importing this module builds the classes (model_type sonicmoe_<family>, SonicMoE<Family>ForCausalLM); registration.py
+makes them known to AutoConfig, AutoModel and AutoModelForCausalLM. Nothing of Transformers is rewritten: a native model
+class runs its family's own __init__, with the name of the inner model bound to the native one, and swaps the experts in
+post_init, before weights are initialised. Blocks, routers and decoder layers are the family's own, so that what works
+with them by class or by name (output recording, device maps, FSDP, patching) works here too.
 """
 
 from __future__ import annotations
@@ -305,6 +305,3 @@ class NativeClasses:
 
 
 NATIVE: dict[str, NativeClasses] = {name: NativeClasses(family) for name, family in NATIVE_FAMILIES.items()}
-
-for _classes in NATIVE.values():
-    _classes.register()

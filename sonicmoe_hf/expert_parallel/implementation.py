@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.distributed.expert_parallel import EPImplementation
 
 from ..layer.experts_module import IMPLEMENTATION, PARALLELISM, WHEN_SPLIT, is_native
 from ..layer.routing import Routing
@@ -102,6 +102,3 @@ class SonicMoEExpertParallelism(EPImplementation):
         mine = Routing(torch.where(is_mine_P, expert_P, -1), weight_P, token_P - start)
         out = self._exchange(x_TH[start:stop], mine)
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), self.batch_group)
-
-
-EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)

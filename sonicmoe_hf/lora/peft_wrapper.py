@@ -3,7 +3,7 @@ parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_feat
 get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
-the experts' forward instead. Imported when PEFT is (registration.py). Adapters of experts that ranks share are another
+the experts' forward instead. registration.py puts that in PEFT's place. Adapters of experts that ranks share are another
 module's (shared_experts.py).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -208,14 +209,13 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
     return (None, None) if getattr(module, "_is_expert_parallel", False) else _PEFTS_PLAN(model, current_key)
 
 
-def install() -> None:
-    """Have PEFT's ParamWrapper hand the factors to our experts, its policy for FSDP leave them in their layer, its hooks
-    for tensor parallelism leave them alone under expert parallelism, and `shared_experts` shard them there."""
-    setattr(ParamWrapper, "_activate_lora", _activate_lora)  # noqa: B010  (mypy refuses an assignment)
-    peft_other.fsdp_auto_wrap_policy = _fsdp_auto_wrap_policy
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(where it stands, its name, what stands there instead) of each function of PEFT's that registration.py replaces.
+
+    ParamWrapper then hands the factors to our experts, the policy for FSDP leaves them in their layer, the hooks for
+    tensor parallelism leave them alone under expert parallelism, and `shared_experts` shards them there."""
+    yield ParamWrapper, "_activate_lora", _activate_lora
+    yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:
-        peft_model.get_tp_plan_and_mesh = _get_tp_plan_and_mesh
-    shared_experts.install()
-
-
-install()
+        yield peft_model, "get_tp_plan_and_mesh", _get_tp_plan_and_mesh
+    yield from shared_experts.replacements()

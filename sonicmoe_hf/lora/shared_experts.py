@@ -11,10 +11,11 @@ _reshard_dtensor_values_for_load.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+import peft.functional
+import peft.peft_model
 import torch
 import torch.distributed as dist
 from peft.tuners.lora.layer import ParamWrapper
@@ -189,13 +190,13 @@ def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any
     return {**_PEFTS_RESHARD(model, state_dict), **ours}
 
 
-def install() -> None:
-    """Have PEFT make, load, save and average adapters so."""
-    for name, ours in (("update_layer", _update_layer), ("get_delta_weight", _get_delta_weight)):
-        setattr(ParamWrapper, name, ours)
-    setattr(BaseTuner, "inject_adapter", _inject_adapter)  # noqa: B010  (mypy refuses an assignment)
-    for module in ("peft", "peft.functional", "peft.peft_model", "peft.utils", "peft.utils.save_and_load"):
-        if hasattr(sys.modules.get(module), "get_peft_model_state_dict"):
-            vars(sys.modules[module])["get_peft_model_state_dict"] = _get_peft_model_state_dict
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """As peft_wrapper.py's: PEFT makes, loads, saves and averages adapters so."""
+    yield ParamWrapper, "update_layer", _update_layer
+    yield ParamWrapper, "get_delta_weight", _get_delta_weight
+    yield BaseTuner, "inject_adapter", _inject_adapter
+    for module in (peft, peft.functional, peft.peft_model, peft.utils, save_and_load):  # each has the function's name
+        if hasattr(module, "get_peft_model_state_dict"):
+            yield module, "get_peft_model_state_dict", _get_peft_model_state_dict
     if _PEFTS_RESHARD is not None:
-        vars(save_and_load)["_reshard_dtensor_values_for_load"] = _reshard_dtensor_values_for_load
+        yield save_and_load, "_reshard_dtensor_values_for_load", _reshard_dtensor_values_for_load

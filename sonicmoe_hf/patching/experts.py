@@ -18,11 +18,9 @@ from transformers.activations import (
     ReLUSquaredActivation,
     SiLUActivation,
 )
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedExpertsError
 from ..layer.experts_module import (
-    IMPLEMENTATION,
     Sizes,
     has_gate,
     is_expert_parallel,
@@ -257,6 +255,3 @@ def sonicmoe_hf_experts_forward(
         layout=facts.layout,
         save=save_policy(self),
     )
-
-
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, sonicmoe_hf_experts_forward)

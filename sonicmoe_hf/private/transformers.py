@@ -1,7 +1,4 @@
-"""Transformers' private parts, and accelerate's.
-
-They are imported where they are used: parts of sonicmoe_hf are imported while Transformers still is.
-"""
+"""Transformers' private parts, and accelerate's."""
 
 from __future__ import annotations
 
@@ -24,7 +21,14 @@ USED = {
     ),
     "transformers.PreTrainedConfig()._experts_implementation": ("5.17 to 5.23", "patching and its checks"),
     "transformers.PreTrainedConfig()._experts_implementation_internal": ("5.17 to 5.23", "patching and unpatching"),
-    "transformers.CONFIG_MAPPING._extra_content": ("5.17 to 5.23", "the native model types in the Auto classes"),
+    "transformers.CONFIG_MAPPING._extra_content": (
+        "5.17 to 5.23",
+        "taking the native model types out of the Auto classes",
+    ),
+    "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS._global_mapping": (
+        "5.17 to 5.23",
+        "taking our names out of the interfaces",
+    ),
     "transformers.AutoModelForCausalLM._model_mapping": ("5.17 to 5.23", "doctor and warmup of a model's config"),
     "transformers.PreTrainedModel._can_set_experts_implementation": ("5.17 to 5.23", "native models' experts"),
     "transformers.PreTrainedModel._init_weights": ("5.17 to 5.23", "initial weights of native models"),
@@ -87,18 +91,23 @@ def set_experts_implementation(config, name: str | None) -> None:
     config._experts_implementation_internal = name
 
 
-def registered_configs() -> dict:
-    """Where AutoConfig.register puts config classes, by model type."""
+def forget_implementation(interface, name: str) -> None:
+    """Undo `interface.register(name, ...)` of one of Transformers' interfaces."""
+    interface._global_mapping.pop(name, None)
+
+
+def forget_auto_classes(config: type) -> None:
+    """Undo the registration of a config class, and of the models that belong to it, with the Auto classes."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-    return CONFIG_MAPPING._extra_content
-
-
-def replace_registered_configs(configs: dict) -> None:
-    """Have AutoConfig look registered model types up in `configs`."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    CONFIG_MAPPING._extra_content = configs
+    name = config.model_type  # type: ignore[attr-defined]
+    CONFIG_MAPPING._extra_content.pop(name, None)
+    for auto_class in auto_classes():
+        if auto_class._model_mapping is not None:
+            auto_class._model_mapping._extra_content.pop(config, None)
+    for names in (MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        names.pop(name, None)
 
 
 def auto_classes() -> list:
@@ -203,9 +212,10 @@ def save_random_state(trainer, folder: str) -> None:
     trainer._save_rng_state(folder)
 
 
-def read_scalars_whole() -> None:
-    """Have Transformers read a number that a checkpoint stores beside a sharded weight: there is nothing to be cut. It is
-    one of this rank's experts, or a linear layer's."""
+def scalars_read_whole() -> Iterator[tuple[Any, str, Any]]:
+    """(where it stands, its name, what stands there instead) of a function with which Transformers reads a number that a
+    checkpoint stores beside a sharded weight: there is nothing to be cut. It is one of this rank's experts, or a linear
+    layer's."""
     try:
         from transformers.distributed.sharding_utils import DtensorShardOperation
     except ImportError:  # before 5.23, where we split no experts
@@ -223,4 +233,4 @@ def read_scalars_whole() -> None:
                 return None
         return source[...].to(device=device, dtype=dtype)
 
-    setattr(DtensorShardOperation, "shard_tensor", shard_tensor)  # noqa: B010  (mypy refuses an assignment)
+    yield DtensorShardOperation, "shard_tensor", shard_tensor

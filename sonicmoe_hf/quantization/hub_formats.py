@@ -15,7 +15,6 @@ from ..errors import CheckpointError
 from ..kernels.minifloat import from_e2m1, from_e4m3
 from ..kernels.quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, scales_in_fp32
 from ..layer.packed_weight import as_parameter
-from ..private.transformers import read_scalars_whole
 from .loading_errors import noted
 from .shares import gathered_rows
 from .state import checked_weight
@@ -256,6 +255,3 @@ def _of_experts(converter, hf_quantizer, format: HubFormat):
 
 def _is_weight(source: str) -> bool:
     return source.endswith(WEIGHT)
-
-
-read_scalars_whole()  # nvfp4's scale of a tensor, where ranks read parts of a checkpoint

@@ -1,7 +1,7 @@
 """Transformers' quantiser of experts: packs them one by one while a checkpoint streams in, or takes packed ones as they
 are, beside a quantiser of the linear layers.
 
-Importing this module makes quant_method "sonicmoe_hf" in a checkpoint's config.json known to Transformers.
+registration.py makes its quant_method "sonicmoe_hf" in a checkpoint's config.json known to Transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
@@ -24,7 +24,7 @@ from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .hub_formats import HUB_FORMATS, with_hub_converters
 from .loading_errors import noted
-from .refusals import check_distributed
+from .refusals import check_distributed, guard_deepspeed
 from .shares import await_packed, end_awaiting, gathered_for_saving, is_split, quantize_share, share_of, stored_share
 from .state import from_stored, stored_as, use_stored_names
 
@@ -37,7 +37,6 @@ ELEMENT_SIZE = {"nf4": 0.6, "mxfp4": 0.6, "fp8": 1.1, "nvfp4": 0.6}
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 
 
-@register_quantization_config(QUANT_METHOD)
 class ExpertsQuantizationConfig(QuantizationConfigMixin):
     """experts: a name of FORMATS. linear: a BitsAndBytesConfig (or its dict) for the linear layers, or None.
 
@@ -152,7 +151,6 @@ class _TakePacked(ConversionOps):
         return {full_layer_name: as_parameter(packed)}
 
 
-@register_quantizer(QUANT_METHOD)
 class ExpertsQuantizer(HfQuantizer):
     """See the module. `linear` is the quantiser of the linear layers, or None."""
 
@@ -255,6 +253,7 @@ class ExpertsQuantizer(HfQuantizer):
 
 def finish(model: PreTrainedModel) -> None:
     """What a model with packed experts needs beside them."""
+    guard_deepspeed()
     # saved under the names it has: nothing splits packed weights into one per expert
     vars(model)["_weight_conversions"] = []
     if is_split(model):

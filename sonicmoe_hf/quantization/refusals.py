@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,7 +15,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ..errors import UnsupportedModelError
 from ..layer.experts_module import IMPLEMENTATION, expert_parallel_remedy
 from ..layer.packed_weight import PackedWeight
-from ..registration import when_imported
 
 SHARDING = "replicate them by DDP, or shard them with FSDP2 (fully_shard; accelerate's fsdp_version: 2)"
 CONVERT = "sonicmoe-hf convert SRC DST --layout native --quantize FORMAT"
@@ -57,19 +57,29 @@ def check_distributed(
             raise UnsupportedModelError(SPLIT)
 
 
-def _refusing(initialize: Callable) -> Callable:
-    @functools.wraps(initialize)
-    def checked(args=None, model: nn.Module | None = None, *others, **kwargs):
+class _Guarded:
+    """deepspeed.initialize, but for models with packed experts."""
+
+    def __init__(self, initialize: Callable):
+        functools.update_wrapper(self, initialize)
+        self.__wrapped__ = initialize
+
+    def __call__(self, args=None, model: nn.Module | None = None, *others, **kwargs):
         if model is not None and any(isinstance(weight, PackedWeight) for weight in model.parameters()):
             raise UnsupportedModelError(DEEPSPEED)
-        return initialize(args, model, *others, **kwargs)
-
-    return checked
+        return self.__wrapped__(args, model, *others, **kwargs)
 
 
-def _guard_deepspeed() -> None:
-    deepspeed = sys.modules["deepspeed"]
-    setattr(deepspeed, "initialize", _refusing(deepspeed.initialize))  # noqa: B010  (mypy refuses an assignment)
+def guard_deepspeed() -> None:
+    """Have deepspeed.initialize raise UnsupportedModelError for models with packed experts, where DeepSpeed has been
+    imported (TrainingArguments does that). Where it has not, torch's error says that it cannot swap these parameters."""
+    deepspeed: Any = sys.modules.get("deepspeed")
+    if deepspeed is not None and not isinstance(deepspeed.initialize, _Guarded):
+        deepspeed.initialize = _Guarded(deepspeed.initialize)
 
 
-when_imported("deepspeed", _guard_deepspeed)
+def unguard_deepspeed() -> None:
+    """Undo `guard_deepspeed`."""
+    deepspeed: Any = sys.modules.get("deepspeed")
+    if deepspeed is not None and isinstance(deepspeed.initialize, _Guarded):
+        deepspeed.initialize = deepspeed.initialize.__wrapped__

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error
+from helpers.models import batch, build, loss_and_gradients, relative_error
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import sonicmoe_hf
-from sonicmoe_hf.patching import unreached_warning
 from sonicmoe_hf.patching.support import UnsupportedModelError, supports
 
 SUBCLASS = """
@@ -159,31 +158,13 @@ def outside(name):
 
 
 @pytest.mark.parametrize(("name", "layer"), [("llama4", "Llama4TextMoe"), ("jetmoe", "JetMoeMoE")])
-def test_experts_outside_the_interface_are_named_at_loading_in_supports_and_by_patch_model(
-    name, layer, tmp_path, caplog
-):
+def test_experts_outside_the_interface_are_named_by_from_pretrained_supports_and_patch_model(name, layer, tmp_path):
     AutoModelForCausalLM.from_config(outside(name)).save_pretrained(tmp_path)
-    unreached_warning._said.clear()
-    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.unreached_warning"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert not caplog.records, "nobody asked for sonicmoe_hf"
-        for _ in range(2):
-            model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="sonicmoe_hf")
-    said = [record.getMessage() for record in caplog.records if layer in record.getMessage()]
-    assert (
-        len(said) == 1 and "outside Transformers' experts interface: experts_implementation has no effect" in said[0]
-    )
-    found = [support for support in supports(model) if support.reason.startswith(layer)]
-    assert len(found) == 2 and not any(support.accelerated or support.token_rounding for support in found)
-    with pytest.raises(UnsupportedModelError, match=rf"cannot be accelerated:\n  model.layers.0.*{layer} is outside"):
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="sonicmoe_hf")
+    named = [support for support in supports(model) if support.reason.startswith(layer)]
+    assert len(named) == 2 and not any(support.accelerated or support.token_rounding for support in named)
+    outside_words = rf"cannot be accelerated:\n  model.layers.0.*{layer} is outside"
+    with pytest.raises(UnsupportedModelError, match=outside_words):
         sonicmoe_hf.patch_model(model)
-
-
-def test_models_inside_the_interface_and_dense_ones_load_without_a_warning(caplog):
-    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.unreached_warning"):
-        for family in CONFIGS:
-            build(family, implementation="sonicmoe_hf")
-        AutoModelForCausalLM.from_config(
-            CONFIGS["qwen3_moe"](mlp_only_layers=[0, 1]), experts_implementation="sonicmoe_hf"
-        )
-    assert not caplog.records
+    with pytest.raises(UnsupportedModelError, match=outside_words):
+        sonicmoe_hf.from_pretrained(tmp_path)

@@ -153,10 +153,12 @@ def test_every_export_is_there_and_known_to_type_checkers():
     assert [name for name in names if not hasattr(sonicmoe_hf, name)] == []
 
 
-def test_importing_sonicmoe_hf_and_its_help_load_neither_torch_nor_transformers():
-    code = "import sys, sonicmoe_hf.cli.main as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
-    code += "assert not {'torch', 'transformers', 'rich'} & set(sys.modules), sys.modules.keys()"
-    assert run(sys.executable, "-c", code, cwd=ROOT).startswith("usage: sonicmoe-hf")
+def test_importing_sonicmoe_hf_hooks_neither_imports_nor_modules_and_leaves_the_trainer_to_its_users():
+    code = "import sys; before = list(sys.meta_path)\nimport torch, sonicmoe_hf\n"
+    code += "assert not torch.nn.modules.module._global_module_registration_hooks\n"
+    code += "ours = [finder for finder in sys.meta_path if type(finder).__module__.startswith('sonicmoe_hf')]\n"
+    code += "assert not ours and not {'transformers.trainer', 'deepspeed', 'rich'} & set(sys.modules)"
+    run(sys.executable, "-c", code, cwd=ROOT)
 
 
 def test_transformers_knows_our_names_in_whatever_order_things_are_imported():

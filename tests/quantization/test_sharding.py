@@ -203,6 +203,7 @@ def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_pat
 
 
 def refused(rank, stage):
+    import_deepspeed()  # as TrainingArguments(deepspeed=...) does, before a model is loaded
     model = sonicmoe_hf.quantize_experts(build("qwen3_moe", hidden_size=64, moe_intermediate_size=64), "nf4")
     with pytest.raises(
         sonicmoe_hf.UnsupportedModelError, match="DeepSpeed does not take packed experts; replicate them"

@@ -1,0 +1,104 @@
+"""What importing sonicmoe_hf changes in other packages: nothing for models that are not ours, and it can be undone."""
+
+import pytest
+import torch
+from helpers.models import batch, build
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import model as peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import other as peft_other
+from torch import nn
+from transformers import AutoConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+from sonicmoe_hf import registration
+
+
+@pytest.fixture
+def uninstalled():
+    registration.uninstall()
+    yield
+    registration.install()
+
+
+class Experts(nn.Module):
+    """A user's own: one parameter of three dimensions, read as PEFT's tests of ParamWrapper read theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(60.0).reshape(3, 4, 5) / 60)
+
+    def forward(self, x):
+        return torch.einsum("ti,eio->teo", x, self.weight)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x):
+        return self.experts(x).sum()
+
+
+def adapted_plain():
+    torch.manual_seed(0)
+    model = get_peft_model(Plain(), LoraConfig(r=2, target_parameters=["experts.weight"], init_lora_weights=False))
+    return model, model(torch.ones(2, 4))
+
+
+def adapted_eager():
+    """Experts of the interface that another implementation computes."""
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], init_lora_weights=False
+    )
+    model = get_peft_model(build("qwen3_moe", implementation="eager"), config)
+    return model, model(**batch()).logits.square().sum()
+
+
+@pytest.mark.parametrize("make", [adapted_plain, adapted_eager])
+def test_peft_computes_models_that_are_not_ours_as_without_us(make):
+    def results():
+        model, loss = make()
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        names = [name for name, _ in model.named_parameters()]
+        return {"loss": loss.detach(), **gradients}, names
+
+    actual, names = results()
+    registration.uninstall()
+    try:
+        expected, names_without = results()
+    finally:
+        registration.install()
+    assert names == names_without and actual.keys() == expected.keys() and len(actual) > 2
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def test_uninstalling_gives_every_package_back_its_own(uninstalled):
+    assert "sonicmoe_hf" not in ALL_EXPERTS_FUNCTIONS and "sonicmoe_hf" not in AUTO_QUANTIZER_MAPPING
+    functions = (
+        ParamWrapper._activate_lora,
+        peft_other.fsdp_auto_wrap_policy,
+        getattr(peft_model, "get_tp_plan_and_mesh", None),
+    )
+    assert all(function is None or function.__module__.startswith("peft.") for function in functions)
+    with pytest.raises(ValueError, match="sonicmoe_olmoe"):
+        AutoConfig.for_model("sonicmoe_olmoe")
+
+
+def test_installing_again_after_uninstalling_changes_the_same(uninstalled):
+    registration.install()
+    registration.install()
+    assert "sonicmoe_hf" in ALL_EXPERTS_FUNCTIONS and "sonicmoe_hf" in AUTO_QUANTIZER_MAPPING
+    assert ParamWrapper._activate_lora.__module__ == "sonicmoe_hf.lora.peft_wrapper"
+    assert AutoConfig.for_model("sonicmoe_olmoe").model_type == "sonicmoe_olmoe"
+
+
+def test_an_old_peft_is_named_with_the_remedy(uninstalled, monkeypatch):
+    monkeypatch.setattr(registration.importlib.metadata, "version", lambda name: "0.17.1")
+    with pytest.raises(ImportError, match=r"peft 0\.17\.1 is installed, but sonicmoe_hf works with 0\.20 or newer"):
+        registration.install()
