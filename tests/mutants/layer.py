@@ -72,13 +72,13 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/quantized.py",
-        "    if not bool(torch.isfinite(absmax).all()):",
-        "    if bool(torch.isnan(absmax).any()):",
+        "    if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):",
+        "    if bool(torch.isnan(weight).any()):",
         "infinite weights are packed",
         QUANTIZED,
     ),
     Mutation(
-        "kernels/quantized.py",
+        "kernels/minifloat.py",
         "    bounds[1::2] = bounds[1::2].nextafter(bounds.new_zeros(()))",
         "    bounds[0::2] = bounds[0::2].nextafter(bounds.new_zeros(()))",
         "MXFP4 rounds ties to odd",

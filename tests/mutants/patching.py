@@ -99,8 +99,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sonicmoe_hf/quantization/state.py",
-        "not bool(torch.isfinite(state).all())",
-        "bool(torch.isnan(state).any())",
+        "return bool(torch.isfinite(tensor).all())",
+        "return not bool(torch.isnan(tensor).any())",
         "infinite scales of packed weights are taken",
         "tests/quantization/test_packed_checkpoints.py::test_damaged_packed_weights_are_errors_that_name_them",
     ),
