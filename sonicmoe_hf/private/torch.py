@@ -52,6 +52,7 @@ USED = {
     ),
     "torch.nn.Module()._modules": ("2.11 to 2.15", "finding what PEFT, FSDP and checkpointing wrap"),
     "torch.nn.Module()._parameters": ("2.11 to 2.15", "restoring experts from a Trainer's checkpoint in place"),
+    "torch.nn.Module()._state_dict_hooks": ("2.11 to 2.15", "saving FP8 experts under their checkpoint's names"),
     "torch.nn.Module()._buffers": ("2.11 to 2.15", "restoring experts from a Trainer's checkpoint in place"),
     "torch.nn.Module()._forward_hooks": ("2.11 to 2.15", "finding and removing what patching installed"),
     "torch.nn.Module()._forward_hooks_always_called": ("2.11 to 2.15", "removing what patching installed"),

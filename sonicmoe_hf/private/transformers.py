@@ -21,6 +21,17 @@ USED = {
     ),
     "transformers.PreTrainedConfig()._experts_implementation": ("5.17 to 5.23", "patching and its checks"),
     "transformers.PreTrainedConfig()._experts_implementation_internal": ("5.17 to 5.23", "patching and unpatching"),
+    "transformers.PreTrainedConfig()._attn_implementation": (
+        "5.17 to 5.23",
+        "attention where none is asked for",
+    ),
+    "transformers.PreTrainedModel._supports_sdpa": ("5.17 to 5.23", "sizing which attention a model gets"),
+    "transformers.PreTrainedModel._compatible_flash_implementations": (
+        "5.17 to 5.23",
+        "telling what attention with sinks is replaced by",
+    ),
+    "transformers.core_model_loading: _original_source_patterns": ("5.17 to 5.23", "reading the hub's packed experts"),
+    "transformers.core_model_loading: _original_target_patterns": ("5.17 to 5.23", "reading the hub's packed experts"),
     "transformers.CONFIG_MAPPING._extra_content": (
         "5.17 to 5.23",
         "taking the native model types out of the Auto classes",
@@ -54,6 +65,7 @@ USED = {
     "transformers.distributed.sharding_utils: _axis0_size": ("5.23 to 5.23", "scales that are one number"),
     "transformers.distributed.tensor_parallel: _is_hooked": ("5.17 to 5.23", "telling parallel forwards from others"),
     "transformers.distributed.mixin: _device_mesh": ("5.17 to 5.23", "telling which ranks share batch or layers"),
+    "transformers.integrations.integration_utils: _wandb": ("5.17 to 5.23", "histograms of the experts' load"),
     "transformers.training_args: _n_gpu": ("5.17 to 5.23", "the demo on a machine with several GPUs"),
     "accelerate.hooks: _hf_hook": ("1.10 to 1.15", "telling accelerate's forwards from others"),
     "accelerate.hooks: _old_forward": ("1.10 to 1.15", "telling what accelerate's forwards call"),

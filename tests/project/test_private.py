@@ -16,7 +16,15 @@ PRIVATE = re.compile(r"_[a-z][a-zA-Z_]*")
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if "kernels" not in path.relative_to(PACKAGE).parts]
 OTHERS = {
     *("_asdict", "_fields", "_initializing", "_make", "_replace"),  # Python's named tuples and module specs
-    *("_blocks", "_codes", "_scale", "_scale_inv", "_scales"),  # ends of tensors' names in quantised checkpoints
+    *(
+        "_blocks",
+        "_codes",
+        "_scale",
+        "_scale_inv",
+        "_scales",
+        "_values",
+    ),  # ends of tensors' names in quantised checkpoints
+    "_bias",  # the end of a bias's name
 }
 
 
