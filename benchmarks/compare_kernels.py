@@ -1,5 +1,5 @@
 """The kernels of kernels/hopper beside those of other copies of that folder, which are called by this tree's names and
-parameters: copies from "Hopper: adapters as extra depth of up, down, down_backward and input_rows" on.
+parameters: copies from the commit on that gave the kernels the words of this tree (LoraTerm, up_backward_input).
 
     git worktree add /tmp/before HEAD~1
     python benchmarks/compare_kernels.py --code /tmp/before/kernels/hopper      # the same machine code? needs no GPU
@@ -36,7 +36,7 @@ from benchmarks.common.shapes import SHAPES, Shape, problem
 from sonicmoe_hf.kernels.interface import Activation
 
 TREE = ROOT / "kernels" / "hopper"
-FUNCTIONS = ("up", "down", "down_backward", "input_rows", "gate_up_gradient", "down_gradient")
+FUNCTIONS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient", "down_gradient")
 LAST_COLUMNS = ("combine", "the rest", "sum")
 
 
@@ -60,7 +60,7 @@ def kernels(folder: Path, shape: Shape):
     """(function of compiled.py, its parameters) of all that a step of this size may launch."""
     up = (torch.bfloat16, shape.H, shape.I, True, False, True, True, Activation(), False, 0)
     up = (*up, part(folder, "config").tile("gemm_up", 2 * shape.I))
-    return [("gemm_up", up), *part(folder, "variants").of_step(*up)]
+    return [("gemm_up", up), *part(folder, "variants").training_step_kernels(*up)]
 
 
 def compiled(folder, shape, number):

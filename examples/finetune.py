@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
     model.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
     model.add_argument(
-        "--dequantize", action="store_true", help="load a quantised checkpoint (mxfp4, fp8) as plain bf16"
+        "--dequantize", action="store_true", help="load a quantized checkpoint (mxfp4, fp8) as plain bf16"
     )
     model.add_argument("--attn-implementation", help="eager, sdpa, flash_attention_2, ...")
     model.add_argument("--lora", "--lora-rank", dest="lora_rank", metavar="RANK", type=int, nargs="?", const=16,
@@ -210,7 +210,7 @@ def load_model(texts, arguments: argparse.Namespace):
         declared = getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) or {}
         method = declared.get("quant_method")
         if method not in DEQUANTIZERS:
-            raise SystemExit(f"--dequantize: {arguments.model} is quantised with {method!r}, not {list(DEQUANTIZERS)}")
+            raise SystemExit(f"--dequantize: {arguments.model} is quantized with {method!r}, not {list(DEQUANTIZERS)}")
         options["quantization_config"] = DEQUANTIZERS[method](dequantize=True)
     model = sonicmoe_hf.from_pretrained(
         arguments.model, save=arguments.save, experts_quantization=arguments.experts_quantization, **options

@@ -47,7 +47,7 @@ from sonicmoe_hf.demo.model import VOCAB_SIZE, config_of, random_packed_model, s
 from sonicmoe_hf.demo.throughput import ThroughputCallback
 from sonicmoe_hf.kernels.quantized import FORMATS
 
-PACKED = "sonicmoe_hf"  # quantisation method of checkpoints whose experts we packed
+PACKED = "sonicmoe_hf"  # quantization method of checkpoints whose experts we packed
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -106,8 +106,8 @@ def options_of(arguments: argparse.Namespace) -> dict:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def quantisation_of(config) -> str | None:
-    """The method by which a checkpoint with this config is quantised, if it is."""
+def quantization_of(config) -> str | None:
+    """The method by which a checkpoint with this config is quantized, if it is."""
     return (getattr(config, "quantization_config", None) or {}).get("quant_method")
 
 
@@ -122,10 +122,10 @@ def sharing(arguments: argparse.Namespace, world_size: int):
 
 def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
     """The model with packed experts, and packed linear layers where bitsandbytes is installed and nothing is sharded."""
-    options, method = options_of(arguments), quantisation_of(AutoConfig.from_pretrained(name))
+    options, method = options_of(arguments), quantization_of(AutoConfig.from_pretrained(name))
     if method not in (None, PACKED, *FORMATS):
         raise SystemExit(
-            f"{name} is quantised with {method!r}; convert it first: sonicmoe-hf convert {name} FOLDER --layout native "
+            f"{name} is quantized with {method!r}; convert it first: sonicmoe-hf convert {name} FOLDER --layout native "
             "--quantize nf4"
         )
     if method != PACKED:
@@ -144,7 +144,7 @@ def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
 def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
     """(a model with random weights, packed as `load_packed` does; the small model's tokenizer)."""
     config, shared = config_of(arguments.model, arguments.layers), sharing(arguments, world_size)
-    method = quantisation_of(config)
+    method = quantization_of(config)
     experts = arguments.experts_quantization or (method if method in FORMATS else "nf4")
     linear = "nf4" if method is None and shared is None and linear_in_4_bits() else None
     model = random_packed_model(config, experts, linear, distributed_config=shared, **options_of(arguments))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .factors import a_by_expert, b_by_expert
-from .interface import Activation, Extra, Rounded, Rows, accumulation_dtype
+from .interface import Activation, LoraTerm, Rounded, Rows, accumulation_dtype
 from .quantized import Quantized
 from .quantized import dequantize as _dequantize
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
@@ -22,7 +22,7 @@ def tile_table_length(num_pairs, num_experts):
     return 0
 
 
-def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=False):
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, may_alias=False):
     num_pairs, device = expert_P.numel(), expert_P.device
     expert_P = expert_P.reshape(-1).long()
     missing_P = (expert_P < 0) | (expert_P >= num_experts)
@@ -177,7 +177,7 @@ def _activate_h(h, interleaved, activation: Activation, da=1.0):
     return a, gradients
 
 
-def _add_extra(product, extra: Extra | None, expert, span):
+def _add_extra(product, extra: LoraTerm | None, expert, span):
     return product if extra is None else product + extra.rows_PJ[span] @ extra.factor_ENJ[expert].T
 
 
@@ -238,7 +238,7 @@ def down_backward(
     return dh_R2I, a_RI, dw_P
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
+def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
     dx_RH = dh_R2I.new_empty(dh_R2I.shape[0], gate_up_E2IH.shape[2])
     for e, span in _spans(rows):
         dx_RH[span] = _add_extra(dh_R2I[span] @ gate_up_E2IH[e], extra, e, span)
@@ -286,7 +286,7 @@ def reorder(*tensors, jobs):
         out_ENJ[:, :, :rank] = source_ENj
 
 
-def rank_rows(source, factor_EKJ, rows, scale, gathered):
+def lora_shrink(source, factor_EKJ, rows, scale, gathered):
     out_PJ = source.new_empty(rows.token.numel(), factor_EKJ.shape[2])
     for e, span in _spans(rows):
         product = _source_rows(source, rows, span, gathered) @ factor_EKJ[e]
@@ -294,8 +294,8 @@ def rank_rows(source, factor_EKJ, rows, scale, gathered):
     return out_PJ
 
 
-def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
-    drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered) if want_rank else None
+def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
+    drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_rank else None
     if like_ENj is None:
         return drank_PJ, None
     if weight_P is not None:
@@ -308,7 +308,7 @@ def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_
     return drank_PJ, gradient
 
 
-def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
+def lora_a_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.zeros_like(like_EjK)
     view = gradient.as_strided(*a_by_expert(gradient.shape, gradient.stride(), rows.offsets.shape[0] - 1))
     _write_factor_gradient(view.transpose(1, 2), source, rank_PJ, rows, gathered)

@@ -87,11 +87,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Extra(NamedTuple):
+class LoraTerm(NamedTuple):
     """An adapter's part of a product with a weight [E, N, K]: rows_PJ @ factor_ENJ[e]^T, added to the product in fp32
     before bias and activation. Depth beyond K: [rows_RK | rows_PJ] @ [weight | factor]^T.
 
-    rows_PJ: contiguous, in the dtype and the order of the rows; what `rank_rows` or `rank_backward` gave.
+    rows_PJ: contiguous, in the dtype and the order of the rows; what `lora_shrink` or `lora_b_backward` gave.
     factor_ENJ: in the weight's dtype, without gaps, and in the weight's order: J is contiguous where K is, else N.
     """
 
@@ -116,9 +116,9 @@ class Backend(Protocol):
         """The length of Rows.tiles."""
 
     def dispatch(
-        self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool, together: bool = False
+        self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool, may_alias: bool = False
     ) -> Rows:
-        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]. together: the tensors
+        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]. may_alias: the tensors
         may share memory."""
 
     def round_rows(
@@ -140,11 +140,11 @@ class Backend(Protocol):
 
     def up(
         self, x_TH, gate_up_E2IH, bias_E2I, rows: Rows, activation: Activation, interleaved: bool, want_h: bool,
-        want_a: bool, extra: Extra | None = None,
+        want_a: bool, extra: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """h_R2I and a_RI. gate_up_E2IH: a tensor, or where `reads_packed` a PackedOperand. extra: (u, B1)."""
 
-    def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: Extra | None = None) -> torch.Tensor:
+    def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: LoraTerm | None = None) -> torch.Tensor:
         """y_RH. down_EHI: as gate_up. extra: (v, B2)."""
 
     def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
@@ -152,11 +152,11 @@ class Backend(Protocol):
 
     def down_backward(
         self, dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows: Rows, activation: Activation, interleaved: bool,
-        want_dh: bool, want_a: bool, want_dw: bool, extra: Extra | None = None,
+        want_dh: bool, want_a: bool, want_dw: bool, extra: LoraTerm | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """dh_R2I, a' = w a [R, I] and dw_P. extra: (dv, A2 as [E, I, J]), part of da = dout W2 + dv A2."""
 
-    def input_rows(self, dh_R2I, gate_up_E2IH, rows: Rows, extra: Extra | None = None) -> torch.Tensor:
+    def up_backward_input(self, dh_R2I, gate_up_E2IH, rows: Rows, extra: LoraTerm | None = None) -> torch.Tensor:
         """dx_RH, the gradient of gathered x. extra: (du, A1 as [E, H, J])."""
 
     def gate_up_gradient(self, dh_R2I, x_TH, rows: Rows, like_E2IH) -> torch.Tensor:
@@ -175,13 +175,13 @@ class Backend(Protocol):
         """Of one to four pairs source_ENj, out_ENJ, one after the other: write the source, cast, into the first columns
         of the other, zeros into the rest. `jobs` has (dtype, shape, strides) of each tensor, as which it is read."""
 
-    def rank_rows(self, source, factor_EKJ, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
+    def lora_shrink(self, source, factor_EKJ, rows: Rows, scale: float, gathered: bool) -> torch.Tensor:
         """scale * source @ factor[e] [P, J], in source's dtype, scaled before it is rounded. factor: A^T.
 
         `gathered`: source is [T, K] and a row reads that of its token (u, of x); else it is [P, K] (v, of a).
         """
 
-    def rank_backward(
+    def lora_b_backward(
         self, source, b_ENJ, rank_PJ, weight_P, rows: Rows, scale: float, gathered: bool, want_rank: bool, like_ENj
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What both read a product's gradient: scale * source @ B[e] [P, J], and dB = source^T rank in the dtype,
@@ -192,6 +192,6 @@ class Backend(Protocol):
         rank_PJ may be None where no dB is wanted.
         """
 
-    def factor_gradient(self, rank_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
+    def lora_a_gradient(self, rank_PJ, source, rows: Rows, gathered: bool, like_EjK) -> torch.Tensor:
         """dA = rank^T source, summed in fp32, in the dtype, shape and strides of `like_EjK` (either form of factors.py):
         of du and gathered x_TH, or of dv and a'_RI."""

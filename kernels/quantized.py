@@ -2,7 +2,7 @@
 
 Letters: E experts, N rows (output features) and K columns (input features) of a weight [E, N, K].
 
-"nf4" is bitsandbytes' NF4 with double quantisation (QLoRA, arXiv 2305.14314): 64 values share a scale (their largest
+"nf4" is bitsandbytes' NF4 with double quantization (QLoRA, arXiv 2305.14314): 64 values share a scale (their largest
 magnitude), and 256 scales of the whole tensor share a scale of theirs. "mxfp4" is OCP's MXFP4 as gpt-oss stores it:
 E2M1 values, of which 32 share the power of two 2^(scale - 127). "fp8" is that of DeepSeek-V3's checkpoints
 (arXiv 2412.19437, section 3.3): E4M3 values, of which a block of 128 rows and 128 columns shares a scale; the last
@@ -48,7 +48,7 @@ class Quantized(NamedTuple):
     """A weight [E, N, K] in 4 or 8 bits. All tensors are contiguous.
 
     nf4: codes uint8 [E, N, K/2], two values a byte, the first in the HIGH half; scales uint8 [E, N, K/64]; state fp32
-        [273 + ceil(E N K / 64 / 256)], bitsandbytes' quantisation state: nested_quant_map [256], quant_map [16],
+        [273 + ceil(E N K / 64 / 256)], bitsandbytes' quantization state: nested_quant_map [256], quant_map [16],
         nested_offset, nested_absmax. A value is quant_map[code] * (nested_quant_map[scale] * nested_absmax + offset).
     mxfp4: codes uint8 [E, N, K/32, 16], the first value in the LOW half; scales uint8 [E, N, K/32]; state None.
     fp8: codes uint8 [E, N, K], the bytes of E4M3 values; scales [E, P, ceil(N / P Q / 128), Q, ceil(K/128)], fp32, or
@@ -174,7 +174,7 @@ def quantize(
     """A weight [E, N, K] of any strides and float dtype, on its device, expert by expert; its rows in an order of ORDERS.
 
     NF4's codes and scales are bitsandbytes' for the whole tensor. MXFP4: the smallest scale with which no value exceeds
-    the largest E2M1 value (as Transformers quantises), values rounded to nearest, ties to even. FP8: fp32 scales with
+    the largest E2M1 value (as Transformers quantizes), values rounded to nearest, ties to even. FP8: fp32 scales with
     which a block's largest magnitude becomes the largest E4M3 value, as Transformers' Fp8Quantize. NVFP4: ModelOpt's
     scales, of the largest magnitudes of 16 values and of the gate's, the up's or down's whole tensor.
 
@@ -230,7 +230,7 @@ def check_part(name: str, experts: slice, values_per_expert: int) -> None:
     bounds = [bound * values_per_expert for bound in (experts.start, experts.stop)]
     if name == "nf4" and any(bound % size for bound in bounds):
         raise ValueError(
-            f"nf4 quantises the scales of {size} values together, and {experts.stop - experts.start} experts of this "
+            f"nf4 quantizes the scales of {size} values together, and {experts.stop - experts.start} experts of this "
             f'weight have {bounds[1] - bounds[0]}; split the experts over fewer ranks, or use "mxfp4"'
         )
 

@@ -118,7 +118,7 @@ def floor_of(kernel: str, shape: tuple[int, ...]) -> Figure:
         "up": (2 * product, T * H + E * 2 * I * H + rows * 3 * I),  # reads x and W1, writes h and a
         "down": (product, rows * I + E * H * I + rows * H),
         "down_backward": (product, T * H + E * H * I + rows * 2 * I + rows * 3 * I),  # reads dout, W2, h; writes dh, a
-        "input_rows": (2 * product, rows * 2 * I + E * 2 * I * H + rows * H),
+        "up_backward_input": (2 * product, rows * 2 * I + E * 2 * I * H + rows * H),
         "dW1": (2 * product, T * H + rows * 2 * I + E * 2 * I * H),
         "dW2": (product, T * H + rows * I + E * H * I),
         "combine": (0, 2 * (rows * H + T * H)),
@@ -133,7 +133,7 @@ def kernels(results: Results) -> Iterator[Table | Sentence]:
         "up": "up: gather, GEMM, activation",
         "down": "down: GEMM",
         "down_backward": "down_backward: gather, GEMM, activation's gradient",
-        "input_rows": "input_rows: GEMM for dx",
+        "up_backward_input": "up_backward_input: GEMM for dx",
         "dW1": "dW1: gather, GEMM",
         "dW2": "dW2: gather, GEMM",
         "combine": "combine, forward and backward",
@@ -183,7 +183,7 @@ def limits(results: Results) -> Iterator[Table | Sentence]:
         "| kernel | limit | seen by |",
         [
             ["the six GEMMs", "the GPU's power cap", power],
-            ["up, down, down_backward, input_rows", "L2, next", "8.8 to 9.4 TB/s leave L2 in each of them"],
+            ["up, down, down_backward, up_backward_input", "L2, next", "8.8 to 9.4 TB/s leave L2 in each of them"],
             [
                 "down_backward",
                 "what its epilogue moves",

@@ -24,8 +24,8 @@ UPSTREAM = "sonicmoe (Transformers)"
 MODES = ("forward+backward", "frozen")
 # The grouped products of a step, in the order of their launches; upstream's are the same with frozen experts.
 PRODUCTS = {
-    "hopper": ("up", "down", "down_backward", "input_rows", "dW1", "dW2"),
-    UPSTREAM: ("up", "down", "down_backward", "dW2", "input_rows", "dW1"),
+    "hopper": ("up", "down", "down_backward", "up_backward_input", "dW1", "dW2"),
+    UPSTREAM: ("up", "down", "down_backward", "dW2", "up_backward_input", "dW1"),
 }
 
 

@@ -45,7 +45,7 @@ def kernels_of(shape: Shape) -> dict:
         "up": lambda: hopper.up(x, gate_up, None, rows, swiglu, False, want_h=True, want_a=True),
         "down": lambda: hopper.down(a, down, None, rows),
         "down_backward": lambda: hopper.down_backward(dout, down, None, h, weight_P, rows, swiglu, False, **wanted),
-        "input_rows": lambda: hopper.input_rows(dh, gate_up, rows),
+        "up_backward_input": lambda: hopper.up_backward_input(dh, gate_up, rows),
         "dW1": lambda: hopper.gate_up_gradient(dh, x, rows, gate_up),
         "dW2": lambda: hopper.down_gradient(dout, weighted, rows, down),
     }

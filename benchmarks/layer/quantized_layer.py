@@ -1,8 +1,8 @@
-"""One MoE layer with experts in 4 bits beside one in bf16: codecs, errors, the dequantising kernel's bandwidth, times.
+"""One MoE layer with experts in 4 bits beside one in bf16: codecs, errors, the dequantizing kernel's bandwidth, times.
 
     python -m benchmarks.layer.quantized_layer [--part check|dequantize|generate|train ...] [--shape T,H,I,E,K ...]
 
-check: the kernel's values against the CPU's codec, bit by bit; errors of forward against fp32 on the dequantised weights.
+check: the kernel's values against the CPU's codec, bit by bit; errors of forward against fp32 on the dequantized weights.
 dequantize: bytes read and written per second, every expert having rows. generate: forward without gradients at few
 tokens, by CUDA graph of a stack of layers, whose weights no cache holds; "expanded": the same with packed weights
 expanded first. train: errors, and forward and backward, of a LoRA layer as in lora_layer.py. bf16, SwiGLU, random

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step.qlora_step [--case NAME ...] [--cap GIB] [--no-liger] [--csv FILE]
 
-Random weights, made and quantised one by one under the limit, so that no moment needs more; random tokens in
+Random weights, made and quantized one by one under the limit, so that no moment needs more; random tokens in
 sequences of at most 4,096; r = 8, gradient checkpointing, bf16 autocast, adapters and fused AdamW in fp32, embeddings in
 bf16, Liger's kernels with its loss in chunks. Qwen3's experts are NF4 and its attention's linear layers bitsandbytes' NF4
 ("bf16 attention": they stay); gpt-oss's experts are MXFP4 and the rest bf16, as on the hub. A step is forward, backward,
@@ -47,7 +47,7 @@ TINY = {
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANK, SEQUENCE, WARMUP, LEARNING_RATE = 8, 4096, 2, 1e-4
 CARD_GIB = 24
-MAX_ERROR = 0.05  # of a gradient in bf16 against the dequantised weights', in another order of sums
+MAX_ERROR = 0.05  # of a gradient in bf16 against the dequantized weights', in another order of sums
 
 
 class Case(NamedTuple):
@@ -82,7 +82,7 @@ def config_of(case: Case, options):
 
 
 def build(case: Case, options):
-    """The model with random weights, quantised, on the device; never more than one weight of it still to be quantised."""
+    """The model with random weights, quantized, on the device; never more than one weight of it still to be quantized."""
     experts, linear = (None if weights == "bf16" else weights for weights in (case.experts, case.attention))
     attention = options.gpt_oss_attention if case.model == "gpt_oss" else "sdpa"
     model = random_packed_model(
@@ -136,7 +136,7 @@ def train(case: Case, options):
 
 
 def check(case: Case, options):
-    """Gradients of a tiny model of the case on the device, beside those over its dequantised experts."""
+    """Gradients of a tiny model of the case on the device, beside those over its dequantized experts."""
     tiny = argparse.Namespace(**{**vars(options), "tiny": True, "layers": None, "liger": False})
     torch.manual_seed(0)
     packed = build(case, tiny)
@@ -161,7 +161,7 @@ def check(case: Case, options):
     worst = max(errors, key=errors.get)
     print(f"  gradients of a tiny model: largest error {errors[worst]:.4f} ({worst})", flush=True)
     if not errors[worst] < MAX_ERROR:
-        raise SystemExit("packed and dequantised experts disagree")
+        raise SystemExit("packed and dequantized experts disagree")
 
 
 def measure(table, name: str, options):

@@ -40,7 +40,7 @@ CANDIDATES = {
     "down": PRODUCTS,
     "down_backward": BACKWARD,
     "down_backward, interleaved": BACKWARD,
-    "input_rows": PRODUCTS,
+    "up_backward_input": PRODUCTS,
     "gate_up_gradient": GRADIENTS,
     "down_gradient": GRADIENTS,
 }
@@ -73,7 +73,7 @@ def calls(shape: Shape, inputs):
         "down": (narrow, lambda backend: backend.down(a, down, None, rows)),
         "down_backward": (narrow, down_backward(False)),
         "down_backward, interleaved": (narrow, down_backward(True)),
-        "input_rows": (wide, lambda backend: backend.input_rows(h, gate_up, rows)),
+        "up_backward_input": (wide, lambda backend: backend.up_backward_input(h, gate_up, rows)),
         "gate_up_gradient": (wide, lambda backend: backend.gate_up_gradient(h, x, rows, gate_up)),
         "down_gradient": (narrow, lambda backend: backend.down_gradient(dout, a, rows, down)),
     }
@@ -94,7 +94,7 @@ def using(tile: Tile):
 def asked_for(call, tile: Tile):
     """The kernel that a call asks for, compiling and launching nothing; none where Triton's runs in its place."""
     found = []
-    kernels = ("gemm_up", "gemm_down", "gemm_dgated", "gemm_wgrad")
+    kernels = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
     with (
         using(tile),

@@ -24,7 +24,7 @@ from benchmarks.common.measuring import graph_of, largest_error
 from benchmarks.common.shapes import SHAPES, Shape, problem
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.kernels.triton import config, gemm_common, gemm_dgated, gemm_wgrad
+from sonicmoe_hf.kernels.triton import config, gemm_common, gemm_down_backward, gemm_wgrad
 from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks, GradientBlocks
 
@@ -39,13 +39,13 @@ CANDIDATES = {
     128: {
         "up": [*_both(Blocks(128, 64, 8, 4)), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 3)],
         "down": [*_both(Blocks(256, 64, 8, 4)), Blocks(256, 64, 8, 4, 16), Blocks(128, 64, 4, 3)],
-        "input_rows": [*_both(Blocks(256, 64, 8, 4)), Blocks(256, 64, 8, 3), Blocks(128, 64, 4, 3)],
+        "up_backward_input": [*_both(Blocks(256, 64, 8, 4)), Blocks(256, 64, 8, 3), Blocks(128, 64, 4, 3)],
         "down_backward": [*_both(Blocks(256, 64, 16, 4, piece=64)), Blocks(256, 64, 16, 4), Blocks(128, 64, 8, 6)],
     },
     64: {
         "up": _both(Blocks(128, 64, 8, 5), Blocks(128, 64, 8, 4)),
         "down": _both(Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)),
-        "input_rows": _both(Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)),
+        "up_backward_input": _both(Blocks(256, 64, 8, 5), Blocks(256, 64, 8, 4)),
         "down_backward": _both(Blocks(256, 64, 16, 5, piece=128), Blocks(256, 64, 8, 4)),
     },
 }
@@ -60,7 +60,7 @@ GRADIENTS = _both(
 def use(tile, candidate):
     """From now on the table answers `candidate`, and rows are cut into tiles of `tile`."""
     dispatch = import_module("sonicmoe_hf.kernels.triton.dispatch")  # the package's `dispatch` is the function
-    for module in (config, dispatch, gemm_common, gemm_dgated):
+    for module in (config, dispatch, gemm_common, gemm_down_backward):
         module.tile_rows = lambda num_pairs, num_experts: tile
     for module in (gemm_common, gemm_wgrad):
         module.blocks_for = lambda *_: candidate
@@ -79,7 +79,7 @@ def experiments(shape: Shape, wanted, inputs):
         calls = {
             "up": (2 * R * H * 2 * I, lambda r: kernels.up(x, gate_up, None, r, act, False, True, True)),
             "down": (2 * R * H * I, lambda r: kernels.down(a, down, None, r)),
-            "input_rows": (2 * R * H * 2 * I, lambda r: kernels.input_rows(h, gate_up, r)),
+            "up_backward_input": (2 * R * H * 2 * I, lambda r: kernels.up_backward_input(h, gate_up, r)),
             "down_backward": (
                 2 * R * H * I,
                 lambda r: kernels.down_backward(dout, down, None, h, weight, r, act, False, True, True, True),

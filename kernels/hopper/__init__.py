@@ -9,16 +9,16 @@ import functools
 
 import torch
 
-from .. import triton as portable
+from .. import triton
 from ..interface import PackedOperand
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
 from ..triton import down_bias_gradient as down_bias_gradient
-from ..triton import factor_gradient as factor_gradient
 from ..triton import gate_up_bias_gradient as gate_up_bias_gradient
-from ..triton import rank_backward as rank_backward
-from ..triton import rank_rows as rank_rows
+from ..triton import lora_a_gradient as lora_a_gradient
+from ..triton import lora_b_backward as lora_b_backward
+from ..triton import lora_shrink as lora_shrink
 from ..triton import reads_packed as reads_packed
 from ..triton import reorder as reorder
 from ..triton import round_rows as round_rows
@@ -26,8 +26,8 @@ from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.config import TILE, num_sms, tile_rows
 from ..triton.launch import SIZES
-from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, takes, tile
-from .variants import of_step
+from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, supports_sizes, tile
+from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
@@ -44,7 +44,7 @@ def _compiled():
 def _fits(rows, sizes, gathered, *others) -> bool:
     """Whether the Hopper kernels take these operands, of these sizes H, I or 2I; `gathered`, whose rows an index names,
     may be None."""
-    if not rows.token.shape[0] or not takes(*sizes):
+    if not rows.token.shape[0] or not supports_sizes(*sizes):
         return False
     if gathered is not None and gathered.numel() >= MAX_ELEMENTS:
         return False
@@ -72,7 +72,7 @@ def _has_no_gaps(shape, strides) -> bool:
 
 
 def _extra_fits(extra, weight) -> bool:
-    """Whether the Hopper kernels take an interface.Extra, or None, beside this weight [E, N, K]."""
+    """Whether the Hopper kernels take an interface.LoraTerm, or None, beside this weight [E, N, K]."""
     if extra is None:
         return True
     rows, factor = extra
@@ -108,7 +108,7 @@ def _first(compile_kernel, *parameters):
     meanwhile."""
     from .cache import compile_ahead
 
-    compile_ahead(of_step(*parameters))
+    compile_ahead(training_step_kernels(*parameters))
     return compile_kernel(*parameters)
 
 
@@ -123,13 +123,13 @@ def _run_on_its_device(kernel, tensor, *arguments):
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     if isinstance(gate_up_E2IH, PackedOperand):
-        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
+        return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     _, width, hidden = gate_up_E2IH.shape
     inner = activation.inner(width)
     sizes = (hidden, inner)
     taken = _fits(rows, sizes, x_TH, gate_up_E2IH) and _dense(gate_up_E2IH) and _extra_fits(extra, gate_up_E2IH)
     if _has_few(rows) or not taken:
-        return portable.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
+        return triton.up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra)
     num_pairs = rows.token.numel()
     h_R2I = x_TH.new_empty(num_pairs, width) if want_h else None
     a_RI = x_TH.new_empty(num_pairs, inner) if want_a else None
@@ -162,13 +162,13 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
 
 def down(a_RI, down_EHI, bias_EH, rows, extra=None):
     if isinstance(down_EHI, PackedOperand):
-        return portable.down(a_RI, down_EHI, bias_EH, rows, extra)
-    return _product(lambda: portable.down(a_RI, down_EHI, bias_EH, rows, extra), a_RI, down_EHI, bias_EH, rows, extra)
+        return triton.down(a_RI, down_EHI, bias_EH, rows, extra)
+    return _product(lambda: triton.down(a_RI, down_EHI, bias_EH, rows, extra), a_RI, down_EHI, bias_EH, rows, extra)
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
+def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
     return _product(
-        lambda: portable.input_rows(dh_R2I, gate_up_E2IH, rows, extra),
+        lambda: triton.up_backward_input(dh_R2I, gate_up_E2IH, rows, extra),
         dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra,
     )  # fmt: skip
 
@@ -177,18 +177,18 @@ def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
     num_pairs, (_, hidden, inner) = rows.token.numel(), down_EHI.shape
-    chosen = tile("gemm_dgated", inner)
+    chosen = tile("gemm_down_backward", inner)
     num_parts = -(-inner // chosen.columns)
     taken = _fits(rows, (hidden, inner), dout_TH, down_EHI, h_R2I) and num_parts * num_pairs < MAX_ELEMENTS
     weight_EIH = down_EHI.transpose(1, 2)
     if _has_few(rows) or not taken or not _dense(down_EHI) or not _extra_fits(extra, weight_EIH):
-        return portable.down_backward(
+        return triton.down_backward(
             dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
     parts = weight_P.new_empty(num_parts, num_pairs) if want_dw else None
-    kernel = _compiled().gemm_dgated(
+    kernel = _compiled().gemm_down_backward(
         dout_TH.dtype, hidden, inner, down_EHI.stride(1) == 1, want_dh, want_a, want_dw, activation,
         interleaved, _rank(extra), chosen,
     )  # fmt: skip
@@ -196,7 +196,7 @@ def down_backward(
         kernel, dout_TH, weight_EIH, *_operands(extra), h_R2I, weight_P, dh_R2I, a_RI, parts, rows.pair, rows.token,
         *_schedule(rows, dout_TH),
     )  # fmt: skip
-    return dh_R2I, a_RI, portable.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
+    return dh_R2I, a_RI, triton.routing_gradient(parts, dout_TH, bias_EH, rows) if want_dw else None
 
 
 def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
@@ -214,11 +214,11 @@ def _gradient(fallback, gathered_TN, direct_RM, rows, like_EMN):
 
 
 def gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH):
-    return _gradient(lambda: portable.gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH), x_TH, dh_R2I, rows, like_E2IH)
+    return _gradient(lambda: triton.gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH), x_TH, dh_R2I, rows, like_E2IH)
 
 
 def down_gradient(dout_TH, a_RI, rows, like_EHI):
     return _gradient(
-        lambda: portable.down_gradient(dout_TH, a_RI, rows, like_EHI).transpose(1, 2),
+        lambda: triton.down_gradient(dout_TH, a_RI, rows, like_EHI).transpose(1, 2),
         dout_TH, a_RI, rows, like_EHI.transpose(1, 2),
     ).transpose(1, 2)  # fmt: skip

@@ -13,8 +13,8 @@ from cutlass import Int32
 
 from .cache import cached
 from .config import MAX_PINGPONG_COLUMNS, Tile
-from .gemm_dgated import GemmDgatedKernel
 from .gemm_down import CooperativeGemmDownKernel, PingpongGemmDownKernel
+from .gemm_down_backward import GemmDownBackwardKernel
 from .gemm_up import GemmUpKernel
 from .gemm_wgrad import GemmWgradKernel
 
@@ -86,12 +86,12 @@ def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool,
 
 
 @cached
-def gemm_dgated(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool, want_dw: bool,
-                  activation, interleaved: bool, rank: int, tile: Tile):  # fmt: skip
-    """GemmDgatedKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], or without a gate [R, inner]."""
+def gemm_down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, want_dh: bool, want_a: bool,
+                       want_dw: bool, activation, interleaved: bool, rank: int, tile: Tile):  # fmt: skip
+    """GemmDownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], h [R, 2 inner], [R, inner] without a gate."""
     kind, pairs, width = DTYPES[dtype], cute.sym_int(), activation.width(inner)
     return cute.compile(
-        GemmDgatedKernel(kind, tile, activation, interleaved),
+        GemmDownBackwardKernel(kind, tile, activation, interleaved),
         _tensor(kind, (cute.sym_int(), hidden)),
         _weight(kind, inner, hidden, hidden_contiguous),
         *_extra(kind, pairs, inner, rank, hidden_contiguous),

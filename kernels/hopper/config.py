@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 TABLE: dict[str, dict[Tile, float]] = {
     "gemm_up": {Tile(256, 3): 1.0, Tile(128, 5): 0.85},
     "gemm_down": {Tile(192, 4): 1.0},
-    "gemm_dgated": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.82},
+    "gemm_down_backward": {Tile(256, 3): 1.0, Tile(192, 4): 0.97, Tile(128, 5): 0.82},
     "gemm_wgrad": {Tile(192, 3): 1.0, Tile(128, 4): 0.96},
 }
 
@@ -84,6 +84,6 @@ def is_short(num_rows: int, num_experts: int) -> bool:
 
 
 @functools.cache
-def takes(*sizes: int) -> bool:
+def supports_sizes(*sizes: int) -> bool:
     """Whether the Hopper kernels take operands of these sizes (H, I, 2I)."""
     return all(size % ALIGNMENT == 0 and size > MIN_SIZE for size in sizes)

@@ -1,7 +1,7 @@
 """Kernels over sorted rows with epilogue warps, which work on a tile while the consumers multiply the next one.
 
 The consumers put a tile of the product into shared memory in the tensors' dtype, and beside it what rounding loses of a
-value that is computed with (residual.py). The epilogue warps read the tile by rows, 16 bytes a thread.
+value that is computed with (rounding_error.py). The epilogue warps read the tile by rows, 16 bytes a thread.
 
     barrier          arrivals               signalled by                    waited for by
     tile_full[h]     4                      consumer h's warps, written     the epilogue warps
@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, const_expr
 from .config import CONSUMER_WARPS, EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
 from .gemm_common import epilogue_layout, partition, set_up_shared, shared_vector, storage, tiles_and_counter
 from .mainloop import consumer_fragments, multiply_tile, narrow_fragment
-from .residual import RESIDUAL_BYTES, Residual
+from .rounding_error import RESIDUAL_BYTES, Residual
 from .varlen import varlen_epi_tiles
 from .varlen_m import VarlenMKernel, add_bias, extra_atoms
 
@@ -33,7 +33,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
     """
 
     registers = 136, 184  # of warpgroup 0 and of the consumers: 3 * 168 in all
-    truncated = False  # how the product goes to the epilogue warps, see residual.py
+    truncated = False  # how the product goes to the epilogue warps, see rounding_error.py
 
     def __init__(self, dtype, tile: Tile, gather: bool = True, gated: bool = False):
         super().__init__(dtype, tile, gather, gated)

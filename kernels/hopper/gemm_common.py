@@ -7,7 +7,7 @@ how the consumers share the work, and in who runs the epilogue:
 
     class                       A, B          consumers     epilogue                         registers
     GemmUpKernel                gather, TMA   cooperative   2 epilogue warps, warpgroup 0    136, 184
-    GemmDgatedKernel            gather, TMA   cooperative   3 epilogue warps, warpgroup 0    136, 184
+    GemmDownBackwardKernel            gather, TMA   cooperative   3 epilogue warps, warpgroup 0    136, 184
     CooperativeGemmDownKernel   TMA, TMA      cooperative   3 epilogue warps, warpgroup 0    40, 232
     PingpongGemmDownKernel      TMA, TMA      pingpong      the consumers                    24, 240
     GemmWgradKernel             TMA, gather   cooperative   the consumers                    40, 232
@@ -27,9 +27,9 @@ tile_empty are those of the tile in shared memory, where there are epilogue warp
 have an order barrier each (gemm_down.py). Every warp but producer warp 0 also arrives at scheduler.empty
 (tile_scheduler.py). While a kernel is compiled, arrivals.py counts these again, and a count that differs is an error.
 
-Adapters (interface.Extra) are extra depth: [A | rows] [B | factor]^T. After the stages of A and B the producer fills one
-more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last of
-these stages as far as there are k blocks of 16. Nothing else differs, and without an adapter nothing does.
+Adapters (interface.LoraTerm) are extra depth: [A | rows] [B | factor]^T. After the stages of A and B the producer fills
+one more stage for every 64 columns of the rank, all by TMA; gathering warps only arrive there. Consumers compute the last
+of these stages as far as there are k blocks of 16. Nothing else differs, and without an adapter nothing does.
 """
 
 from dataclasses import dataclass

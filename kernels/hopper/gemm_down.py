@@ -1,4 +1,4 @@
-"""down and input_rows: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
+"""down and up_backward_input: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
 
 import cuda.bindings.driver as cuda
 import cutlass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..interface import Activation
-from .config import gemm_down_tiles, gemm_wgrad_tiles, takes, tile
+from .config import gemm_down_tiles, gemm_wgrad_tiles, supports_sizes, tile
 
 # (h, a) of a forward that keeps h, of one that does not, and of one repeated in backward
 UP = ((True, True), (False, True), (True, False))
@@ -15,15 +15,17 @@ DOWN_BACKWARD = ((True, True, True), (True, False, True), (True, True, False), (
 
 def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
     """The functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
-    small, large = takes(hidden, inner), takes(hidden, activation.width(inner))
+    small, large = supports_sizes(hidden, inner), supports_sizes(hidden, activation.width(inner))
     needs = {
-        "up": small, "down": small, "down_backward": small, "input_rows": large, "gate_up_gradient": large,
+        "up": small, "down": small, "down_backward": small, "up_backward_input": large, "gate_up_gradient": large,
         "down_gradient": small,
     }  # fmt: skip
     return [name for name, taken in needs.items() if not taken]
 
 
-def of_step(dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, rank, tile):
+def training_step_kernels(
+    dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activation, interleaved, rank, tile
+):
     """What a training step asks for after gemm_up with these parameters; without h no step follows. Experts with an
     adapter of `rank` > 0 are frozen, and both of their products are taken to have one."""
     if not want_h:
@@ -34,7 +36,7 @@ def of_step(dtype, hidden, inner, hidden_contiguous, bias, want_h, want_a, activ
         for name, parameters in variants(
             hidden, inner, dtype, activation, not hidden_contiguous, interleaved, bias, rank
         )
-        if name not in skipped and (name != "gemm_dgated" or parameters[4:7] == DOWN_BACKWARD[0])
+        if name not in skipped and (name != "gemm_down_backward" or parameters[4:7] == DOWN_BACKWARD[0])
     ]
 
 
@@ -47,20 +49,20 @@ def variants(
     `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""
     width = activation.width(inner)
     kernels = []
-    if takes(hidden, inner):
+    if supports_sizes(hidden, inner):
         gated = activation, interleaved, rank
         for want in UP:
             kernels.append(
                 ("gemm_up", (dtype, hidden, inner, not transposed, bias, *want, *gated, tile("gemm_up", width)))
             )
         for want in DOWN_BACKWARD:
-            chosen = tile("gemm_dgated", inner)
-            kernels.append(("gemm_dgated", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
+            chosen = tile("gemm_down_backward", inner)
+            kernels.append(("gemm_down_backward", (dtype, hidden, inner, transposed, *want, *gated, chosen)))
         for chosen in gemm_down_tiles(hidden, inner):
             kernels.append(("gemm_down", (dtype, hidden, inner, not transposed, bias, rank, chosen)))
         for chosen in gemm_wgrad_tiles(hidden):
             kernels.append(("gemm_wgrad", (dtype, inner, hidden, transposed, chosen)))
-    if takes(hidden, width):
+    if supports_sizes(hidden, width):
         for chosen in gemm_down_tiles(hidden, width):
             kernels.append(("gemm_down", (dtype, hidden, width, transposed, False, rank, chosen)))
         for chosen in gemm_wgrad_tiles(hidden):

@@ -17,13 +17,13 @@ from .config import reads_packed as reads_packed
 from .dequantize import dequantize as _dequantize
 from .dispatch import dispatch as dispatch
 from .dispatch import tile_table_length as tile_table_length
-from .gemm_dgated import down_backward as _down_backward
-from .gemm_dgated import routing_gradient as routing_gradient
 from .gemm_down import down as _down
-from .gemm_down import input_rows as _input_rows
-from .gemm_rank import factor_gradient as factor_gradient
-from .gemm_rank import rank_backward as rank_backward
-from .gemm_rank import rank_rows as rank_rows
+from .gemm_down import up_backward_input as _input_rows
+from .gemm_down_backward import down_backward as _down_backward
+from .gemm_down_backward import routing_gradient as routing_gradient
+from .gemm_rank import lora_a_gradient as lora_a_gradient
+from .gemm_rank import lora_b_backward as lora_b_backward
+from .gemm_rank import lora_shrink as lora_shrink
 from .gemm_up import up as _up
 from .gemm_wgrad import down_gradient as _down_gradient
 from .gemm_wgrad import gate_up_gradient as _gate_up_gradient
@@ -55,7 +55,7 @@ round_rows_backward = _on_its_device(_round_rows_backward)
 up = _on_its_device(_up)
 down = _on_its_device(_down)
 down_backward = _on_its_device(_down_backward)
-input_rows = _on_its_device(_input_rows)
+up_backward_input = _on_its_device(_input_rows)
 gate_up_gradient = _on_its_device(_gate_up_gradient)
 down_gradient = _on_its_device(_down_gradient)
 gate_up_bias_gradient = _on_its_device(_gate_up_bias_gradient)

@@ -28,7 +28,7 @@ PACKED, FEW_PACKED = 32, 1
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `columns` of rank_rows: the most of a rank that a tile takes.
+    `columns` of lora_shrink: the most of a rank that a tile takes.
     `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are
     not gathered come as tensor descriptors where the copy engine takes them.
     """
@@ -46,8 +46,8 @@ class GradientBlocks(NamedTuple):
     """A tile of a weight gradient: its gathered and its other side, rows taken at a time, warps, stages, tiles of the
     gathered side that pass over the other together.
 
-    `width` of rank_gradient: the most of a rank that a tile takes. rank_backward takes all of it, and `height` columns of
-    the wide side. `peel` computes full depths without masks, and the
+    `width` of rank_gradient: the most of a rank that a tile takes. lora_b_backward takes all of it, and `height` columns
+    of the wide side. `peel` computes full depths without masks, and the
     rest apart: faster unless an expert has few of them, or one side is described. `descriptors` as above.
     """
 
@@ -82,13 +82,13 @@ class Operands(NamedTuple):
         return -1 if self.device.index is None else self.device.index
 
 
-def _everywhere(blocks, gradient, rank_rows, rank_gradient, packed_nf4=None, packed_mxfp4=None):
+def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, packed_mxfp4=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
-        "up": up, "up_ungated": rows, "down": rows, "down_backward": rows, "input_rows": rows,
+        "up": up, "up_ungated": rows, "down": rows, "down_backward": rows, "up_backward_input": rows,
         "gradient": {"many": gradient},
-        "rank_rows": {"many": rank_rows}, "rank_gradient": {"many": rank_gradient},
-        "rank_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
+        "lora_shrink": {"many": lora_shrink}, "rank_gradient": {"many": rank_gradient},
+        "lora_b_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
         "packed_nf4": {"some": packed_nf4}, "packed_mxfp4": {"some": packed_mxfp4},
         "packed_fp8": {"some": packed_mxfp4}, "packed_nvfp4": {"some": packed_mxfp4},
     }  # fmt: skip
@@ -126,7 +126,7 @@ TABLE = {
             "many": Blocks(256, 64, 16, 4, piece=64, descriptors=True),
             "unaligned": Blocks(128, 64, 16, 4, piece=64),
         },
-        "input_rows": {
+        "up_backward_input": {
             "few": Blocks(256, 64, 8, 5),
             "some": Blocks(256, 64, 8, 4),
             "many": Blocks(256, 64, 8, 4, descriptors=True),
@@ -139,9 +139,9 @@ TABLE = {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
         },
-        "rank_rows": {"many": Blocks(64, 64, 4, 4)},
+        "lora_shrink": {"many": Blocks(64, 64, 4, 4)},
         "rank_gradient": {"many": GradientBlocks(128, 64, 64, 4, 2)},
-        "rank_backward": {"some": GradientBlocks(256, 64, 32, 4, 4), "many": GradientBlocks(512, 64, 64, 8, 3)},
+        "lora_b_backward": {"some": GradientBlocks(256, 64, 32, 4, 4), "many": GradientBlocks(512, 64, 64, 8, 3)},
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(

@@ -346,14 +346,14 @@ def _rows_in_one_buffer(like, num_pairs, num_tokens, num_experts):
     return Rows(*parts, tiles.view(-1, 3))
 
 
-def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=False):
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, may_alias=False):
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
     if not num_pairs:
         return _no_rows(num_tokens, num_experts, device)
     sizes = num_pairs, num_tokens, num_experts
     options = *sizes, sentinels, tile_rows(num_pairs, num_experts)
-    unwritten = _rows_in_one_buffer if together else unwritten_rows
+    unwritten = _rows_in_one_buffer if may_alias else unwritten_rows
     if token_P is None and num_pairs <= FEW_PAIRS:
         rows = unwritten(torch.empty(0, dtype=torch.int32, device=device), *sizes)
         _few(expert_P.get_device(), expert_P.dtype, *options)(expert_P, *rows)

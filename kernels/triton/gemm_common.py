@@ -145,7 +145,7 @@ def bias_strides(bias):
 
 
 def extra_operands(extra):
-    """The tensors and the constants of `add_extra`, of an interface.Extra or None."""
+    """The tensors and the constants of `add_extra`, of an interface.LoraTerm or None."""
     if extra is None:
         return (None, None), (0, 0, 0, 0)
     return tuple(extra), (extra.rows_PJ.shape[1], *extra.factor_ENJ.stride())

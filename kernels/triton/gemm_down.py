@@ -1,4 +1,4 @@
-"""down and input_rows: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
+"""down and up_backward_input: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -122,5 +122,5 @@ def down(a_RI, down_EHI, bias_EH, rows, extra=None):
     return _product("down", a_RI, down_EHI, bias_EH, rows, extra)
 
 
-def input_rows(dh_R2I, gate_up_E2IH, rows, extra=None):
-    return _product("input_rows", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra)
+def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
+    return _product("up_backward_input", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra)

@@ -30,7 +30,7 @@ def _rank_columns(rank: int, max_columns: int) -> int:
 
 
 @triton.jit
-def _add_rank_rows(
+def _add_lora_shrink(
     product, wide, rank, routing_weight, token, pair, first, end, m, j,
     M: tl.constexpr, J: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,11 +110,11 @@ def gemm_rank_wgrad_kernel(
     full = start + (end - start) // DEPTH * DEPTH
     product = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for first in range(start, full, DEPTH):
-        product = _add_rank_rows(
+        product = _add_lora_shrink(
             product, wide, rank, routing_weight, token, pair, first, end, m, j, M, J, DEPTH, False, PRECISION
         )
     if full < end:
-        product = _add_rank_rows(
+        product = _add_lora_shrink(
             product, wide, rank, routing_weight, token, pair, full, end, m, j, M, J, DEPTH, True, PRECISION
         )
     tl.store(
@@ -202,7 +202,7 @@ def _bits(scale: float) -> int:
 @functools.lru_cache(maxsize=SIZES)
 def _rows_launcher(device, dtype, num_pairs, shape_EKJ, strides, scale, gathered):
     operands, (num_experts, length, rank), (by_expert, by_depth, by_rank) = Operands(device, dtype), shape_EKJ, strides
-    blocks = blocks_for("rank_rows", operands, num_pairs, num_experts)
+    blocks = blocks_for("lora_shrink", operands, num_pairs, num_experts)
     columns = _rank_columns(rank, blocks.columns)
     row_tiles = max_row_tiles(num_pairs, num_experts)
     return KernelLauncher(
@@ -213,7 +213,7 @@ def _rows_launcher(device, dtype, num_pairs, shape_EKJ, strides, scale, gathered
     )  # fmt: skip
 
 
-def rank_rows(source, factor_EKJ, rows, scale, gathered):
+def lora_shrink(source, factor_EKJ, rows, scale, gathered):
     num_pairs, shape = rows.token.shape[0], factor_EKJ.shape
     out_PJ = source.new_empty(num_pairs, shape[2])
     if num_pairs:
@@ -239,7 +239,7 @@ def _gradient_launcher(operands, rank_shape, shape_EMr, strides):
     )  # fmt: skip
 
 
-def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
+def lora_a_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
     launcher = _a_gradient_launcher(
         source.device, source.dtype, rank_PJ.shape, gradient.dtype, gradient.shape, gradient.stride(),
@@ -250,7 +250,7 @@ def factor_gradient(rank_PJ, source, rows, gathered, like_EjK):
 
 
 class BackwardPlan(NamedTuple):
-    """The launches of `rank_backward` for one size.
+    """The launches of `lora_b_backward` for one size.
 
     product: of dB, and if it is_one_pass of dv or du, which else take a launch of their own. is_reordered: whether dB
     is. scratch: elements in fp32, for dB before that, and from `parts` on for what dv or du is the sum of (is_summed).
@@ -280,7 +280,7 @@ def _backward_plan(
     job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
     is_one_pass, slices, bits = want_rank and num_pairs > 0 and padded <= ONE_PASS_RANK, 1, _bits(scale)
     if is_one_pass:
-        kernel = "rank_backward_gathered" if gathered else "rank_backward"
+        kernel = "rank_backward_gathered" if gathered else "lora_b_backward"
         blocks = blocks_for(kernel, operands, num_pairs, num_experts)
         slices, (by_expert, by_row, by_rank) = cdiv(size, blocks.height), factor_strides
         product = KernelLauncher(
@@ -302,9 +302,9 @@ def _backward_plan(
     )
 
 
-def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
+def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
     if like_ENj is None:
-        drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered) if want_rank else None
+        drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_rank else None
         return drank_PJ, None
     plan = _backward_plan(
         source.device, source.dtype, rank_PJ.shape, b_ENJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape,
@@ -322,7 +322,7 @@ def rank_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_
         plan.product(source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
     else:
         if want_rank:
-            drank_PJ = rank_rows(source, b_ENJ, rows, scale, gathered)
+            drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered)
         plan.product(source, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
     if plan.finish is not None:
         plan.finish(gradient, result if plan.is_reordered else None, part, drank_PJ)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer import torch_op as custom_op
+from ..layer import torch_op
 from . import flash
 from .packing import Side, ending_once, sides_of
 
@@ -162,8 +162,8 @@ def _fake_backward(do, o, l, inputs, sequences, options, needs):
     return [like.new_empty(like.shape) for like, needed in zip(inputs, needs) if needed]
 
 
-_FORWARD = custom_op.Op(_attention_with_sinks, _fake_forward)
-_BACKWARD = custom_op.Op(_attention_with_sinks_backward, _fake_backward)
+_FORWARD = torch_op.Op(_attention_with_sinks, _fake_forward)
+_BACKWARD = torch_op.Op(_attention_with_sinks_backward, _fake_backward)
 
 
 def _setup_context(ctx, arguments, output):
@@ -180,11 +180,11 @@ def _backward(ctx, do):
     o, l, *tensors = ctx.saved_tensors
     inputs, sequences = Inputs._make(tensors[: len(Inputs._fields)]), Sequences._make(tensors[len(Inputs._fields) :])
     needs = list(ctx.needs_input_grad[: len(inputs)])
-    if custom_op.is_batch(do):
-        run = custom_op.for_each_gradient(_BACKWARD)
-    elif torch.is_grad_enabled() or custom_op.traced(do):
-        run = custom_op.choose(_functional_backward, _BACKWARD, _BACKWARD, do)
-        do = custom_op.to_be_refused(do) if run is _BACKWARD else do
+    if torch_op.is_batch(do):
+        run = torch_op.for_each_gradient(_BACKWARD)
+    elif torch.is_grad_enabled() or torch_op.traced(do):
+        run = torch_op.select_variant(_functional_backward, _BACKWARD, _BACKWARD, do)
+        do = torch_op.to_be_refused(do) if run is _BACKWARD else do
     else:
         run = _attention_with_sinks_backward
     computed = iter(run(do, o, l, inputs, sequences, ctx.options, needs))
@@ -192,14 +192,14 @@ def _backward(ctx, do):
 
 
 WHAT = "attention with sinks"
-custom_op.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, WHAT)
-_differentiable = custom_op.without_dispatcher(_FORWARD, WHAT, _setup_context, _backward)
-_functional = custom_op.for_torch_func(_FORWARD, WHAT, _setup_context, _backward)
+torch_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = torch_op.refuse_second_derivatives(_BACKWARD, WHAT)
+_differentiable = torch_op.without_dispatcher(_FORWARD, WHAT, _setup_context, _backward)
+_functional = torch_op.for_torch_func(_FORWARD, WHAT, _setup_context, _backward)
 
 
 def attention_with_sinks(inputs: Inputs, sequences: Sequences, options: Options) -> torch.Tensor:
     """The attention's result [B, T, H, D]. A query that sees no key has zeros, and gives zero gradients."""
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    plain = _differentiable if needs_gradient or custom_op.forward_mode() else _attention_with_sinks
-    return custom_op.choose(_functional, _FORWARD, plain, *inputs)(inputs, sequences, options)[0]
+    plain = _differentiable if needs_gradient or torch_op.forward_mode() else _attention_with_sinks
+    return torch_op.select_variant(_functional, _FORWARD, plain, *inputs)(inputs, sequences, options)[0]

@@ -1,4 +1,4 @@
-"""config.json of checkpoints: the family and layout that it names, its quantisation, and its form in the other layout."""
+"""config.json of checkpoints: the family and layout that it names, its quantization, and its form in the other layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import nvfp4
 from .files import CONFIG_FILE
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
-QUANTISATIONS = ("mxfp4", "fp8", nvfp4.METHOD, QUANT_METHOD)
+QUANTIZATIONS = ("mxfp4", "fp8", nvfp4.METHOD, QUANT_METHOD)
 WITHOUT_GATE = ("nemotron_h",)  # families whose experts have no gate
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
@@ -72,11 +72,11 @@ def native_config(config: dict, family: NativeFamily) -> dict:
     }
 
 
-def declared_quantisation(config: dict, folder: Path) -> tuple[str | None, bool]:
+def declared_quantization(config: dict, folder: Path) -> tuple[str | None, bool]:
     """("nf4", "mxfp4", "nvfp4", "fp8" or None, whether quantize_experts or conversion packed the experts).
 
     Raises:
-        CheckpointError: it is another quantisation.
+        CheckpointError: it is another quantization.
     """
     if nvfp4.is_declared(config, folder):
         return "nvfp4", False
@@ -87,8 +87,8 @@ def declared_quantisation(config: dict, folder: Path) -> tuple[str | None, bool]
     if not isinstance(declared, dict):
         raise CheckpointError(f"{path}: quantization_config is {declared!r}; it must be an object")
     method = declared.get("quant_method")
-    if method not in QUANTISATIONS:
-        raise CheckpointError(f"{path}: quantised by {method!r}; conversion reads {', '.join(QUANTISATIONS)}")
+    if method not in QUANTIZATIONS:
+        raise CheckpointError(f"{path}: quantized by {method!r}; conversion reads {', '.join(QUANTIZATIONS)}")
     if method != QUANT_METHOD:
         return method, False
     if declared.get("experts") not in tuple(FORMATS):

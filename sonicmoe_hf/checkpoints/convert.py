@@ -27,7 +27,7 @@ from .comparing import same_bytes
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
-from .packed import LOSS, Quantiser
+from .packed import LOSS, Quantizer
 from .plan import TARGETS, Planned, plan, target_layout
 from .source import DTYPES, Source
 
@@ -71,7 +71,7 @@ def convert_checkpoint(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Convert a checkpoint between the hub layout and the native one. Weights are moved; they change only if a cast,
-    quantisation or dequantisation is asked for.
+    quantization or dequantization is asked for.
 
     Args:
         src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
@@ -119,10 +119,10 @@ def write_checkpoint(
     quantize: str | None = None,
 ) -> Conversion:
     """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments."""
-    keeps = quantize is not None and source.quantisation == quantize
-    notices = [] if keeps else _quantisation_notices(source, dequantize)
-    quantiser = None if quantize is None else Quantiser(quantize)
-    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantiser)
+    keeps = quantize is not None and source.quantization == quantize
+    notices = [] if keeps else _quantization_notices(source, dequantize)
+    quantizer = None if quantize is None else Quantizer(quantize)
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantizer)
     files, skipped = _other_files(source)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
@@ -137,26 +137,26 @@ def write_checkpoint(
         if verify:
             _compare(folder, shards, planned, progress)
         source.close()
-    if quantiser is not None:
-        notices.append(f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantiser.notice())
+    if quantizer is not None:
+        notices.append(f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantizer.notice())
     target = target_layout(source, layout)
     return Conversion(dst, source.family.name, source.layout, target, len(planned), nbytes, len(shards), notices)
 
 
-def _quantisation_notices(source: Source, dequantize: bool | None) -> list[str]:
-    if source.quantisation is None:
+def _quantization_notices(source: Source, dequantize: bool | None) -> list[str]:
+    if source.quantization is None:
         return []
     if dequantize is False:
         raise CheckpointError(
-            f"{source.folder} is quantised ({source.quantisation}): conversion can only dequantise such weights"
+            f"{source.folder} is quantized ({source.quantization}): conversion can only dequantize such weights"
         )
     if dequantize:
         return []
     dtype = str(source.dense_dtype).removeprefix("torch.")
-    notices = [f"the weights were {source.quantisation} and are {dtype} now"]
+    notices = [f"the weights were {source.quantization} and are {dtype} now"]
     if source.packed_here:
         notices.append(
-            f"what rounding to {source.quantisation} lost stays lost: about {LOSS[source.quantisation]}% of a weight "
+            f"what rounding to {source.quantization} lost stays lost: about {LOSS[source.quantization]}% of a weight "
             "(root mean square), unless the model was trained in that format, as gpt-oss was"
         )
     return notices
@@ -226,7 +226,7 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
 def _write_config(folder: Path, source: Source, layout: str, dtype: str | None, quantize: str | None) -> None:
     config = dict(source.hub_config)
     config.pop("quantization_config", None)
-    if source.quantisation is not None:
+    if source.quantization is not None:
         dtype = dtype or str(source.dense_dtype).removeprefix("torch.")
     if quantize is not None:
         config["quantization_config"] = ExpertsQuantizationConfig(quantize).to_dict()

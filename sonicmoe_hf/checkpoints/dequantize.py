@@ -1,4 +1,4 @@
-"""Dequantisation of FP8 checkpoints (DeepSeek's blocks) to bf16."""
+"""Dequantization of FP8 checkpoints (DeepSeek's blocks) to bf16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def block_size(config: dict) -> tuple[int, int]:
     size = config["quantization_config"].get("weight_block_size")
     if not (isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         raise CheckpointError(
-            f"weight_block_size of the fp8 quantisation is {size!r}; it must be two sizes such as [128, 128]"
+            f"weight_block_size of the fp8 quantization is {size!r}; it must be two sizes such as [128, 128]"
         )
     return tuple(size)
 
@@ -25,7 +25,7 @@ def fp8_scale_shape(shape: tuple[int, ...], config: dict) -> tuple[int, ...]:
     return tuple(-(-size // block) for size, block in zip(shape, block_size(config)))
 
 
-def dequantise_fp8(weight: torch.Tensor, scale_inv: torch.Tensor, config: dict) -> torch.Tensor:
+def dequantize_fp8(weight: torch.Tensor, scale_inv: torch.Tensor, config: dict) -> torch.Tensor:
     """fp8 [rows, columns] times its block's scale, in fp32, rounded once to bf16."""
     block_rows, block_columns = block_size(config)
     rows, columns = weight.shape

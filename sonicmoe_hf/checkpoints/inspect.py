@@ -19,7 +19,7 @@ class Inspection(NamedTuple):
 
     folder: where it is. family, layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in
     words.
-    quantisation: "nf4", "mxfp4", "nvfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in
+    quantization: "nf4", "mxfp4", "nvfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in
     all. bytes_per_expert_weight: that are stored, scales included.
     layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
     conversions: for each target, what would be written.
@@ -29,7 +29,7 @@ class Inspection(NamedTuple):
     family: str
     layout: str
     description: str
-    quantisation: str | None
+    quantization: str | None
     dtypes: dict[str, int]
     parameters: int
     nbytes: int
@@ -60,7 +60,7 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         family=source.family.name,
         layout=source.layout,
         description=DESCRIPTIONS[source.layout],
-        quantisation=source.quantisation,
+        quantization=source.quantization,
         dtypes=dtypes,
         parameters=sum(torch.Size(tensor.shape).numel() for tensor in planned["native"]),
         nbytes=sum(dtypes.values()),
@@ -86,7 +86,7 @@ def _bytes_per_expert_weight(source: Source) -> float:
 
 
 def _outlook(source: Source, target: str, planned: list[Planned]) -> str:
-    if target_layout(source, target) == source.layout and source.quantisation is None:
+    if target_layout(source, target) == source.layout and source.quantization is None:
         return "already in this layout"
     nbytes = sum(tensor.nbytes for tensor in planned)
     experts = [tensor for tensor in planned if ".experts." in tensor.name]
@@ -94,4 +94,4 @@ def _outlook(source: Source, target: str, planned: list[Planned]) -> str:
         f"{len(source.tensors)} tensors become {len(planned)}, {len(experts)} of them experts', {nbytes / 1e9:.2f} GB"
     )
     dtype = str(source.dense_dtype).removeprefix("torch.")
-    return words if source.quantisation is None else f"{words}; {source.quantisation} weights become {dtype}"
+    return words if source.quantization is None else f"{words}; {source.quantization} weights become {dtype}"

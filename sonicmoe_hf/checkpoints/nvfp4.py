@@ -40,7 +40,7 @@ def is_declared(config: dict, folder: Path) -> bool:
     found, block = declared.get("quant_algo"), declared.get("group_size", BLOCK)
     if found != ALGORITHM or block != BLOCK:
         raise CheckpointError(
-            f"{folder} is quantised by ModelOpt as {found!r} in groups of {block}; conversion reads {ALGORITHM} in "
+            f"{folder} is quantized by ModelOpt as {found!r} in groups of {block}; conversion reads {ALGORITHM} in "
             f"groups of {BLOCK}: convert the bf16 checkpoint that it was made from"
         )
     return True

@@ -85,7 +85,7 @@ def checked(packed: Quantized, format: str, name: str) -> Quantized:
     return packed
 
 
-class Quantiser:
+class Quantizer:
     """Packs the experts' weights of a converted checkpoint, one after the other.
 
     format: a name of FORMATS. The last weight is kept, since its tensors are asked for one by one.

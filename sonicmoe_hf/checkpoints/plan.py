@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .layouts import Named, assemble, holder, layer_tensors
-from .packed import Quantiser, part_views, parts_of
+from .packed import Quantizer, part_views, parts_of
 from .source import Source
 
 TARGETS = ("native", "hub")
@@ -49,15 +49,15 @@ def target_layout(source: Source, target: str) -> str:
 
 
 def plan(
-    source: Source, target: str, dtype: torch.dtype | None = None, quantiser: Quantiser | None = None
+    source: Source, target: str, dtype: torch.dtype | None = None, quantizer: Quantizer | None = None
 ) -> list[Planned]:
     """The tensors of the converted checkpoint, in the order of the source's files.
 
     Args:
         source: the opened checkpoint. target: "native" or "hub". dtype: to cast to; None keeps what is stored.
-        quantiser: packs the experts' weights. None keeps dense ones, and makes packed ones dense.
+        quantizer: packs the experts' weights. None keeps dense ones, and makes packed ones dense.
     Raises:
-        CheckpointError: the experts of a layer differ in dtype, are packed in another format than the quantiser's, or
+        CheckpointError: the experts of a layer differ in dtype, are packed in another format than the quantizer's, or
             have rows that it does not take.
     """
     layout = target_layout(source, target)
@@ -72,7 +72,7 @@ def plan(
             planned.append(_carried(source, name, dtype))
         elif name in block_of and block_of[name] not in done:
             done.add(block_of[name])
-            planned += _experts_of(source, block_of[name], layout, dtype, quantiser)
+            planned += _experts_of(source, block_of[name], layout, dtype, quantizer)
     return planned
 
 
@@ -107,7 +107,7 @@ def _in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
 
 
 def _experts_of(
-    source: Source, block: str, layout: str, dtype: torch.dtype | None, quantiser: Quantiser | None
+    source: Source, block: str, layout: str, dtype: torch.dtype | None, quantizer: Quantizer | None
 ) -> Iterator[Planned]:
     sizes = source.expected.blocks[block]
     stored = {named.name: named for named in source.expert_tensors(block)}
@@ -118,7 +118,7 @@ def _experts_of(
             for part in named.stored.parts
             for expert in experts
         }
-        packs = None if named.stored.is_bias else quantiser
+        packs = None if named.stored.is_bias else quantizer
         if packs is not None and all(source.is_kept(name, packs.format) for name in needed):
             yield from _moved(source, block, named, packs)
             continue
@@ -137,26 +137,26 @@ def _experts_of(
                 yield Planned(part.name, part.shape, part.dtypes[0], make_part)
 
 
-def _moved(source: Source, block: str, named: Named, quantiser: Quantiser) -> Iterator[Planned]:
+def _moved(source: Source, block: str, named: Named, quantizer: Quantizer) -> Iterator[Planned]:
     """A packed weight in native order, its blocks as they are."""
-    if source.quantisation != quantiser.format:
+    if source.quantization != quantizer.format:
         raise CheckpointError(
-            f"{named.name} would be packed as {quantiser.format}, but is {source.quantisation} already, and rounding "
+            f"{named.name} would be packed as {quantizer.format}, but is {source.quantization} already, and rounding "
             "twice loses more: keep that format, or convert the bf16 checkpoint"
         )
-    if quantiser.format == "nf4":
+    if quantizer.format == "nf4":
         raise CheckpointError(
             f"{source.folder} is packed as nf4 already; from_pretrained loads it as it is (NF4's scales have scales of "
             "256 neighbouring blocks, which cannot be put into another order)"
         )
-    for place, part in enumerate(parts_of(named.name, named.shape, quantiser.format, "native")):
+    for place, part in enumerate(parts_of(named.name, named.shape, quantizer.format, "native")):
         dtype = source.stored_dtype(block, named, place) or part.dtypes[0]
 
         def make(place=place, part=part, dtype=dtype):
             tensor = torch.empty(part.shape, dtype=dtype)
             for expert in range(tensor.shape[0]):
                 for row_part in named.stored.parts:
-                    own = part_views("native", row_part, quantiser.format)[place](tensor[expert])
+                    own = part_views("native", row_part, quantizer.format)[place](tensor[expert])
                     own.copy_(source.packed_parts_of(block, row_part, expert)[place])
             return tensor
 

@@ -21,8 +21,8 @@ from ..quantization.hub_formats import FP8_SCALES, HUB_FORMATS
 from ..quantization.state import stored_as
 from . import nvfp4
 from .config_only import UNREADABLE, without_code
-from .configs import declared_quantisation, family_of, hub_config
-from .dequantize import block_size, dequantise_fp8, fp8_scale_shape
+from .configs import declared_quantization, family_of, hub_config
+from .dequantize import block_size, dequantize_fp8, fp8_scale_shape
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 from .layouts import Named, detect_layout, holder, layer_tensors
 from .packed import FIRST, Part, checked, dense_expert, part_views, parts_of
@@ -94,7 +94,7 @@ class Source:
 
     Attributes:
         folder, config: where it is, and its config.json. family, native: what config.json says.
-        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantisation: as declared_quantisation.
+        tensors: every tensor's header. layout: a name of CHECKPOINT_LAYOUTS. quantization: as declared_quantization.
         packed_here: whether quantize_experts or conversion packed the experts.
         expected: what the family's model has. carried: names of the tensors outside the experts' layout, scales left out.
     Raises:
@@ -112,7 +112,7 @@ class Source:
                 f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
             )
         self.hub_config = hub_config(self.config, self.family)
-        self.quantisation, self.packed_here = declared_quantisation(self.hub_config, folder)
+        self.quantization, self.packed_here = declared_quantization(self.hub_config, folder)
         self.tensors = read_headers(folder)
         self.nvfp4 = nvfp4.packed_weights(self.tensors) if self._hub_format == "nvfp4" else set()
         self.expected = expected_tensors(self.hub_config, self.family, folder / CONFIG_FILE, len(self.tensors))
@@ -164,12 +164,12 @@ class Source:
     @property
     def format(self) -> str:
         """The format of experts stored as packed weights are; "" where none are."""
-        return self.quantisation or "" if self.packed_here or self.quantisation == "mxfp4" else ""
+        return self.quantization or "" if self.packed_here or self.quantization == "mxfp4" else ""
 
     @property
     def _hub_format(self) -> str:
         """FP8 or NVFP4 as the hub has them, in every linear layer; "" otherwise."""
-        return self.quantisation or "" if not self.packed_here and self.quantisation in HUB_FORMATS else ""
+        return self.quantization or "" if not self.packed_here and self.quantization in HUB_FORMATS else ""
 
     def packed_parts(self, named: Named) -> list[Part]:
         """The tensors that stand for a packed weight; none for another."""
@@ -233,15 +233,15 @@ class Source:
         return name
 
     def _scales(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what stands beside quantised weights."""
+        """The shapes of what stands beside quantized weights."""
         if self._hub_format == "nvfp4":
             return nvfp4.scales(self.tensors, self.nvfp4)
-        quantised = {n: h.shape for n, h in self.tensors.items() if h.dtype == torch.float8_e4m3fn}
-        if quantised and self._hub_format != "fp8":
-            raise CheckpointError(f"{next(iter(quantised))} is float8, but config.json declares no fp8 quantisation")
-        if not quantised:
+        quantized = {n: h.shape for n, h in self.tensors.items() if h.dtype == torch.float8_e4m3fn}
+        if quantized and self._hub_format != "fp8":
+            raise CheckpointError(f"{next(iter(quantized))} is float8, but config.json declares no fp8 quantization")
+        if not quantized:
             return {}
-        scales = {f"{n}_scale_inv": fp8_scale_shape(shape, self.hub_config) for n, shape in quantised.items()}
+        scales = {f"{n}_scale_inv": fp8_scale_shape(shape, self.hub_config) for n, shape in quantized.items()}
         if missing := sorted(set(scales) - set(self.tensors)):
             raise CheckpointError(f"{self.folder}: {missing[0]} is missing, the scales of an fp8 tensor")
         return scales
@@ -252,7 +252,7 @@ class Source:
             raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are packed")
         is_fp8 = any(header.dtype == torch.float8_e4m3fn for header in self.tensors.values())
         if self._hub_format == "fp8" and not is_fp8:
-            raise CheckpointError(f"{self.folder}: config.json declares fp8 quantisation, but no tensor is float8")
+            raise CheckpointError(f"{self.folder}: config.json declares fp8 quantization, but no tensor is float8")
         packed = {part.name: part.dtypes for part in self._parts_of_experts()}
         if (self._hub_format == "nvfp4") != bool(self.nvfp4):
             raise CheckpointError(f"{self.folder} is declared to be in NVFP4, but no weight is")
@@ -272,7 +272,7 @@ class Source:
 
     @property
     def dense_dtype(self) -> torch.dtype:
-        """What quantised weights become: bf16; of experts that were packed here, the dtype that the model computes in."""
+        """What quantized weights become: bf16; of experts that were packed here, the dtype that the model computes in."""
         declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.packed_here else None
         return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
 
@@ -305,22 +305,22 @@ class Source:
             ) from error
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, dequantised to bf16 where it is fp8 or NVFP4; it owns its memory."""
+        """A whole tensor, dequantized to bf16 where it is fp8 or NVFP4; it owns its memory."""
         if name in self.nvfp4:
             tensors = (self._raw(name + end).clone() for end in ("", *nvfp4.SCALES))
             return HUB_FORMATS["nvfp4"].dense(*tensors).to(torch.bfloat16)
         if self.tensors[name].dtype == torch.float8_e4m3fn:
             raw = self._raw(name).clone()
-            return dequantise_fp8(raw, self._raw(f"{name}_scale_inv"), self.hub_config)
+            return dequantize_fp8(raw, self._raw(f"{name}_scale_inv"), self.hub_config)
         return self._raw(name).clone()
 
     def part(self, block: str, part: str, expert: int) -> torch.Tensor:
-        """One part of one expert (see layouts.py), dequantised to bf16 where it is quantised."""
+        """One part of one expert (see layouts.py), dequantized to bf16 where it is quantized."""
         stored = holder(self.layout, part)
         name = f"{block}.{stored.name.format(expert=expert)}"
         if stored.per_expert:
-            quantised = name in self.nvfp4 or self.tensors[name].dtype == torch.float8_e4m3fn
-            return stored.parts[part](self.read(name) if quantised else self._raw(name))
+            quantized = name in self.nvfp4 or self.tensors[name].dtype == torch.float8_e4m3fn
+            return stored.parts[part](self.read(name) if quantized else self._raw(name))
         return stored.parts[part](self._expert_slice(name, expert))
 
     def _expert_slice(self, name: str, expert: int) -> torch.Tensor:
@@ -365,7 +365,7 @@ class Source:
 
     def stored_dtype(self, block: str, named: Named, place: int) -> torch.dtype | None:
         """The dtype of FP8's scales (the second of what stands for a weight) in this checkpoint; None of the rest."""
-        if self.quantisation != "fp8" or place != 1:
+        if self.quantization != "fp8" or place != 1:
             return None
         part = next(iter(named.stored.parts))
         name = f"{block}.{holder(self.layout, part).name.format(expert=0)}"

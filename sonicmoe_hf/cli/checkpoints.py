@@ -209,7 +209,7 @@ def _print_inspection(inspection) -> None:
     table = Table(title=escape(str(inspection.folder)), title_justify="left", show_header=False)
     table.add_row("family", inspection.family)
     table.add_row("layout", escape(inspection.description))
-    table.add_row("stored as", dtypes if inspection.quantisation is None else f"{inspection.quantisation}: {dtypes}")
+    table.add_row("stored as", dtypes if inspection.quantization is None else f"{inspection.quantization}: {dtypes}")
     table.add_row(
         "size",
         f"{inspection.parameters / 1e9:.2f} B parameters, {inspection.nbytes / 1e9:.2f} GB in {inspection.files} files",

@@ -28,7 +28,7 @@ from .warmup import placement
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANK = 16  # lora_config's own
 PACKED_AS = "packed as "
-NO_REMEDY = "use a checkpoint that is not quantised"
+NO_REMEDY = "use a checkpoint that is not quantized"
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Here:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What the layers of one model get. `quantisation` is the checkpoint's method, None for plain weights."""
+    """What the layers of one model get. `quantization` is the checkpoint's method, None for plain weights."""
 
     name: str
     architecture: str
-    quantisation: str | None
+    quantization: str | None
     layers: list[LayerRange]
     here: Here
     rounding: list[RoundingForecast] = field(default_factory=list)
@@ -184,16 +184,16 @@ def examine(
         DoctorError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
     """
     model = build_on_meta(name)
-    quantisation = _quantisation(model.config)
+    quantization = _quantization(model.config)
     support = supports(model)
-    if quantisation is not None and quantisation.startswith(PACKED_AS):
+    if quantization is not None and quantization.startswith(PACKED_AS):
         support = [
-            layer._replace(reason=f"{layer.reason}; its experts are {quantisation}, frozen") for layer in support
+            layer._replace(reason=f"{layer.reason}; its experts are {quantization}, frozen") for layer in support
         ]
-    elif quantisation is not None:
+    elif quantization is not None:
         reason = (
-            f"the checkpoint is quantised ({quantisation}): its experts would never reach sonicmoe_hf; "
-            f"{REMEDIES.get(quantisation, NO_REMEDY)}"
+            f"the checkpoint is quantized ({quantization}): its experts would never reach sonicmoe_hf; "
+            f"{REMEDIES.get(quantization, NO_REMEDY)}"
         )
         support = [layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in support]
     rounding = []
@@ -202,11 +202,11 @@ def examine(
     layers = collapse(support, _placements(model, support))
     adapters = _adapter_forecast(model, support)
     here, attention = _here(model.dtype), describe_attention(model)
-    return ModelReport(name, type(model).__name__, quantisation, layers, here, rounding, adapters, attention)
+    return ModelReport(name, type(model).__name__, quantization, layers, here, rounding, adapters, attention)
 
 
-def _quantisation(config) -> str | None:
-    """The quantisation method that the checkpoint's config declares, also inside a multimodal model; of ours, the format
+def _quantization(config) -> str | None:
+    """The quantization method that the checkpoint's config declares, also inside a multimodal model; of ours, the format
     with PACKED_AS before it."""
     for part in (config, config.get_text_config()):
         declared = getattr(part, "quantization_config", None)
@@ -277,7 +277,7 @@ def as_json(report: ModelReport | None) -> dict:
         facts["model"] = {
             "name": report.name,
             "architecture": report.architecture,
-            "quantisation": report.quantisation,
+            "quantization": report.quantization,
             "supported": report.supported,
             "accelerated": report.accelerated,
             "here": asdict(report.here),

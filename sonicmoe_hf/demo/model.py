@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ..layer.packed_weight import PackedWeight
-from ..quantization.quantizer import finish, is_transposed, order_of, packable
+from ..quantization.quantizer import is_transposed, mark_model_packed, order_of, packable
 from ..quantization.shares import await_packed, end_awaiting
 from ..quantization.state import hold_packed
 
@@ -120,7 +120,7 @@ def random_packed_model(
             setattr(model.get_submodule(parent), child, _linear_in_4_bits(module, linear))
     model.tie_weights()
     if experts is not None:
-        finish(model)
+        mark_model_packed(model)
     if linear is not None:
         model.is_loaded_in_4bit = True  # PEFT asks for it before it looks for bitsandbytes' layers
     return model
@@ -143,7 +143,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
 
 
 def _linear_in_4_bits(linear: nn.Linear, quant_type: str) -> nn.Module:
-    """bitsandbytes' layer with the weights of a linear one, double quantisation included."""
+    """bitsandbytes' layer with the weights of a linear one, double quantization included."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     bias, weight = linear.bias is not None, linear.weight

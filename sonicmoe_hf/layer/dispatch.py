@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.interface import Rows
-from . import backends
-from . import torch_op as custom_op
+from . import backends, torch_op
 
 
 def _dispatch(
@@ -20,9 +19,9 @@ def _dispatch(
     return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
 
 
-def _dispatch_together(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
+def _dispatch_may_alias(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
     """The same, whose results may share memory, as those of an op must not."""
-    return backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, together=True)
+    return backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, may_alias=True)
 
 
 def fake_rows(expert_P, num_tokens, num_experts, backend):
@@ -37,8 +36,8 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
     return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
-_DISPATCH = custom_op.Op(_dispatch, _fake_dispatch)
-_functional = custom_op.for_torch_func(_DISPATCH, "dispatch")
+_DISPATCH = torch_op.Op(_dispatch, _fake_dispatch)
+_functional = torch_op.for_torch_func(_DISPATCH, "dispatch")
 
 
 def dispatch(
@@ -79,5 +78,5 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    run = custom_op.choose(_functional, _DISPATCH, _dispatch_together, expert_index, token_index)
+    run = torch_op.select_variant(_functional, _DISPATCH, _dispatch_may_alias, expert_index, token_index)
     return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))

@@ -14,18 +14,17 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.interface import Activation, PackedOperand, Rows
-from . import backends
-from . import torch_op as custom_op
+from . import backends, torch_op
 from .lora_operands import pack_all, padded_rank
 
-_NOTHING = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def _without_autocast(device: torch.device, backend: str):
     """For the eager backend, whose products are PyTorch's; kernels know no autocast, and the switch takes time."""
     if backend == "eager" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return _NOTHING
+    return _NO_CONTEXT
 
 
 class Inputs(NamedTuple):
@@ -65,7 +64,7 @@ class Options(NamedTuple):
     down_format: str = ""
 
 
-class Keep(NamedTuple):
+class SavePlan(NamedTuple):
     """Which results of forward backward is given: h, u = scale x A1^T, v = scale a A2^T."""
 
     h: bool
@@ -73,7 +72,7 @@ class Keep(NamedTuple):
     v: bool
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """Those results; None for what is computed again, or not needed."""
 
     h: torch.Tensor | None
@@ -141,8 +140,8 @@ class _Layer:
         x, bias, adapter, extra = self.inputs.x, self.inputs.gate_up_bias, self.gate_up_adapter, None
         if adapter is not None:
             if u_PJ is None:
-                u_PJ = self.kernels.rank_rows(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
-            extra = adapter.extra_forward(u_PJ)
+                u_PJ = self.kernels.lora_shrink(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
+            extra = adapter.forward_term(u_PJ)
         h_R2I, a_RI = self.kernels.up(
             x, self._operand(*self._gate_up), bias, self.rows, self.activation, self.interleaved,
             want_h=want_h, want_a=want_a, extra=extra,
@@ -150,48 +149,48 @@ class _Layer:
         return u_PJ, h_R2I, a_RI
 
 
-def _experts_forward(inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> list[torch.Tensor]:
-    """[out_TH], and after it what `keep` says."""
+def _experts_forward(inputs: Inputs, rows: Rows, options: Options, plan: SavePlan) -> list[torch.Tensor]:
+    """[out_TH], and after it what `plan` says."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
     with _without_autocast(x_TH.device, options.backend):
         layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
-        u_PJ, h_R2I, a_RI = layer.up(None, want_h=keep.h, want_a=True)
+        u_PJ, h_R2I, a_RI = layer.up(None, want_h=plan.h, want_a=True)
         if adapter is not None:
-            v_PJ = kernels.rank_rows(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
-            extra = adapter.extra_forward(v_PJ)
+            v_PJ = kernels.lora_shrink(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
+            extra = adapter.forward_term(v_PJ)
         y_RH = kernels.down(a_RI, layer.down_operand, inputs.down_bias, rows, extra=extra)
         out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
-    return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), keep) if wanted)]
+    return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), plan) if wanted)]
 
 
-def _fake_forward(inputs, rows, options, keep):
+def _fake_forward(inputs, rows, options, plan):
     num_rows, x = rows.token.shape[0], inputs.x
     widths = (
         inputs.gate_up.shape[2 if options.transposed and not options.gate_up_format else 1],
         *(None if a is None else padded_rank(a, rows.offsets.shape[0] - 1) for a in (inputs.gate_up_a, inputs.down_a)),
     )
-    return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, keep) if wanted)]
+    return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, plan) if wanted)]
 
 
 def _experts_backward(
-    dout: torch.Tensor, kept: Kept, inputs: Inputs, rows: Rows, options: Options, needs: list[bool]
+    dout: torch.Tensor, saved: Saved, inputs: Inputs, rows: Rows, options: Options, needs: list[bool]
 ) -> list[torch.Tensor]:
     """`_run_backward` as an op."""
-    return _run_backward(dout, [kept], inputs, rows, options, needs)
+    return _run_backward(dout, [saved], inputs, rows, options, needs)
 
 
-def _run_backward(dout, held: list[Kept], inputs: Inputs, rows: Rows, options: Options, needs) -> list[torch.Tensor]:
+def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options: Options, needs) -> list[torch.Tensor]:
     """The gradients that `needs` asks for, in the order of Inputs.
 
-    `held` holds what was kept; it is taken out, so that it is freed when it has been used. So is everything else: dx
-    comes first, whose rows are the largest; weights' gradients stay, and come last.
+    `saved` holds what forward saved; it is taken out, so that it is freed when it has been used. So is everything else:
+    dx comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
     need, dout = Inputs._make(needs), dout.contiguous()
     with _without_autocast(dout.device, options.backend):
         layer = _Layer(inputs, rows, options, dout.dtype)
-        gradients, dh, a, u = _down_backward(layer, need, dout, held)
+        gradients, dh, a, u = _down_backward(layer, need, dout, saved)
         gradients |= _up_backward(layer, need, dh, u, dout.shape[0])
         kernels, x = layer.kernels, inputs.x
         if need.gate_up:
@@ -210,20 +209,20 @@ def _run_backward(dout, held: list[Kept], inputs: Inputs, rows: Rows, options: O
     return [gradients[name] for name, needed in zip(Inputs._fields, need) if needed]
 
 
-def _down_backward(layer: _Layer, need: Inputs, dout, held: list[Kept]):
+def _down_backward(layer: _Layer, need: Inputs, dout, saved: list[Saved]):
     """(gradients of the routing weights and of the second adapter, dh, a', u); None for what is not needed."""
     kernels, inputs, rows, adapter = layer.kernels, layer.inputs, layer.rows, layer.down_adapter
-    h, u, v = held.pop()
+    h, u, v = saved.pop()
     weight_P, gradients, dv, extra, dh, a = inputs.weight.reshape(-1), {}, None, None, None, None
     want_dh = need.x or need.gate_up or need.gate_up_bias or need.gate_up_a or need.gate_up_b
     want_a = need.down or need.down_a
     want_da = want_dh or need.weight
     if adapter is not None and (want_da or need.down_a or need.down_b):
-        dv, gradients["down_b"] = kernels.rank_backward(
+        dv, gradients["down_b"] = kernels.lora_b_backward(
             dout, adapter.b_ENJ, v, weight_P, rows, adapter.scale, gathered=True,
             want_rank=want_da or need.down_a, like_ENj=inputs.down_b if need.down_b else None,
         )  # fmt: skip
-        extra = adapter.extra_backward(dv) if want_da else None
+        extra = adapter.backward_term(dv) if want_da else None
     if want_da or want_a:
         if h is None:
             u, h, _ = layer.up(u, want_h=True, want_a=False)
@@ -234,7 +233,7 @@ def _down_backward(layer: _Layer, need: Inputs, dout, held: list[Kept]):
         if need.weight:
             gradients["weight"] = dw_P.view(inputs.weight.shape)
     if need.down_a:
-        gradients["down_a"] = kernels.factor_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down_a)
+        gradients["down_a"] = kernels.lora_a_gradient(dv, a, rows, gathered=False, like_EjK=inputs.down_a)
     return gradients, dh, a if need.down else None, u
 
 
@@ -243,40 +242,40 @@ def _up_backward(layer: _Layer, need: Inputs, dh, u, num_tokens: int):
     kernels, inputs, rows, adapter = layer.kernels, layer.inputs, layer.rows, layer.gate_up_adapter
     gradients, du, extra = {}, None, None
     if adapter is not None and (need.x or need.gate_up_a or need.gate_up_b):
-        du, gradients["gate_up_b"] = kernels.rank_backward(
+        du, gradients["gate_up_b"] = kernels.lora_b_backward(
             dh, adapter.b_ENJ, u, None, rows, adapter.scale, gathered=False,
             want_rank=need.x or need.gate_up_a, like_ENj=inputs.gate_up_b if need.gate_up_b else None,
         )  # fmt: skip
-        extra = adapter.extra_backward(du) if need.x else None
+        extra = adapter.backward_term(du) if need.x else None
     if need.x:
-        dx_RH = kernels.input_rows(dh, layer.gate_up, rows, extra=extra)
+        dx_RH = kernels.up_backward_input(dh, layer.gate_up, rows, extra=extra)
         gradients["x"] = kernels.combine(dx_RH, None, rows, num_tokens)
     if need.gate_up_a:
-        gradients["gate_up_a"] = kernels.factor_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up_a)
+        gradients["gate_up_a"] = kernels.lora_a_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up_a)
     return gradients
 
 
-def _fake_backward(dout, kept, inputs, rows, options, needs):
+def _fake_backward(dout, saved, inputs, rows, options, needs):
     likes = inputs._replace(x=dout.new_empty(dout.shape), weight=inputs.weight.new_empty(inputs.weight.shape))
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
-_FORWARD = custom_op.Op(_experts_forward, _fake_forward)
-_BACKWARD = custom_op.Op(_experts_backward, _fake_backward)
+_FORWARD = torch_op.Op(_experts_forward, _fake_forward)
+_BACKWARD = torch_op.Op(_experts_backward, _fake_backward)
 
 
 def _setup_context(ctx, arguments, output):
-    inputs, rows, ctx.options, keep = arguments
+    inputs, rows, ctx.options, plan = arguments
     ctx.set_materialize_grads(False)
     needs = Inputs._make(ctx.needs_input_grad[: len(inputs)])
     results = iter(output[1:])
-    kept = [next(results) if wanted else None for wanted in keep]
+    saved = [next(results) if wanted else None for wanted in plan]
     ctx.mark_non_differentiable(*output[1:])
     ctx.given = [tensor is not None for tensor in inputs]
     x, *others = inputs
-    keep_x = not keep.h or needs.gate_up or needs.gate_up_a
-    keep_x = keep_x or custom_op.transformed()  # there, for the refusal of second derivatives
-    ctx.save_for_backward(*kept, x if keep_x else None, *others, *rows)
+    keep_x = not plan.h or needs.gate_up or needs.gate_up_a
+    keep_x = keep_x or torch_op.transformed()  # there, for the refusal of second derivatives
+    ctx.save_for_backward(*saved, x if keep_x else None, *others, *rows)
 
 
 def _backward(ctx, dout):
@@ -287,31 +286,31 @@ def _backward(ctx, dout):
     inputs, rows = Inputs._make(others[: len(ctx.given)]), Rows._make(others[len(ctx.given) :])
     # next_functions has one entry for each argument that is a tensor, in their order
     nodes = iter(ctx.next_functions)
-    needs = custom_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
-    if custom_op.is_batch(dout):
-        run = custom_op.for_each_gradient(_BACKWARD)
-        gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
-    elif torch.is_grad_enabled() or custom_op.traced(dout):
-        run = custom_op.choose(_functional_backward, _BACKWARD, _BACKWARD, dout)
-        dout = custom_op.to_be_refused(dout) if run is _BACKWARD else dout
-        gradients = run(dout, Kept(h, u, v), inputs, rows, ctx.options, needs)
+    needs = torch_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
+    if torch_op.is_batch(dout):
+        run = torch_op.for_each_gradient(_BACKWARD)
+        gradients = run(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
+    elif torch.is_grad_enabled() or torch_op.traced(dout):
+        run = torch_op.select_variant(_functional_backward, _BACKWARD, _BACKWARD, dout)
+        dout = torch_op.to_be_refused(dout) if run is _BACKWARD else dout
+        gradients = run(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
     else:
-        held = [Kept(h, u, v)]
+        saved = [Saved(h, u, v)]
         del h, u, v
         # unless the graph is retained; undocumented, what torch.compile's backward calls
         ctx.maybe_clear_saved_tensors()
-        gradients = _run_backward(dout, held, inputs, rows, ctx.options, needs)
+        gradients = _run_backward(dout, saved, inputs, rows, ctx.options, needs)
     computed = iter(gradients)
     return [next(computed) if needed else None for needed in needs]
 
 
-custom_op.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = custom_op.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
-_functional = custom_op.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
+torch_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = torch_op.refuse_second_derivatives(_BACKWARD, "moe_experts")
+_differentiable = torch_op.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
+_functional = torch_op.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
 
 
-def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, keep: Keep) -> torch.Tensor:
-    """out_TH. `keep` is what backward will have, where there is one (`differentiable`)."""
-    plain = _differentiable if differentiable or custom_op.forward_mode() else _experts_forward
-    return custom_op.choose(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, keep)[0]
+def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, plan: SavePlan) -> torch.Tensor:
+    """out_TH. `plan` is what backward will have, where there is one (`differentiable`)."""
+    plain = _differentiable if differentiable or torch_op.forward_mode() else _experts_forward
+    return torch_op.select_variant(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, plan)[0]

@@ -14,7 +14,7 @@ import torch
 
 from ..kernels import eager
 from ..kernels.factors import a_by_expert, b_by_expert, swapped
-from ..kernels.interface import Extra
+from ..kernels.interface import LoraTerm
 
 RANK_MULTIPLE = 8
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -90,33 +90,37 @@ def _padded(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-class Packed(NamedTuple):
+class LoraOperands(NamedTuple):
     """An adapter as kernels take it: A [E, in, J] and B [E, out, J] in the weight's dtype, order, and without gaps."""
 
     a_EKJ: torch.Tensor
     b_ENJ: torch.Tensor
     scale: float
 
-    def extra_forward(self, rank_PJ) -> Extra:
+    def forward_term(self, rank_PJ) -> LoraTerm:
         """What the adapter adds to the product with W."""
-        return Extra(rank_PJ, self.b_ENJ)
+        return LoraTerm(rank_PJ, self.b_ENJ)
 
-    def extra_backward(self, drank_PJ) -> Extra:
+    def backward_term(self, drank_PJ) -> LoraTerm:
         """What the adapter adds to the product with W^T."""
-        return Extra(drank_PJ, self.a_EKJ)
+        return LoraTerm(drank_PJ, self.a_EKJ)
 
 
-def pack(a: torch.Tensor, b: torch.Tensor, scale: float, weight_EON: torch.Tensor, kernels: Any = eager) -> Packed:
+def pack(
+    a: torch.Tensor, b: torch.Tensor, scale: float, weight_EON: torch.Tensor, kernels: Any = eager
+) -> LoraOperands:
     """The adapter of a weight [E, out, in], copied where it differs in dtype, rank or order. kernels: the backend."""
     (packed,) = pack_all([(a, b, scale, weight_EON.stride(2) == 1)], len(weight_EON), weight_EON.dtype, kernels)
     assert packed is not None
     return packed
 
 
-Given = tuple[torch.Tensor | None, torch.Tensor | None, float, bool]
+LoraFactors = tuple[torch.Tensor | None, torch.Tensor | None, float, bool]
 
 
-def pack_all(adapters: Sequence[Given], num_experts: int, dtype: torch.dtype, kernels: Any) -> list[Packed | None]:
+def pack_all(
+    adapters: Sequence[LoraFactors], num_experts: int, dtype: torch.dtype, kernels: Any
+) -> list[LoraOperands | None]:
     """`pack` of each (a, b, scale, whether `in` is what lies contiguous in the weight) of up to two, all copies in one
     launch and one buffer; None where a is."""
     factors: list[torch.Tensor] = []
@@ -139,7 +143,7 @@ def pack_all(adapters: Sequence[Given], num_experts: int, dtype: torch.dtype, ke
     if copies:
         kernels.reorder(*copies, jobs=plan.jobs)
     pairs = iter(packed)
-    return [None if a is None else Packed(next(pairs), next(pairs), scale) for a, _, scale, _ in adapters]
+    return [None if a is None else LoraOperands(next(pairs), next(pairs), scale) for a, _, scale, _ in adapters]
 
 
 class _Plan(NamedTuple):

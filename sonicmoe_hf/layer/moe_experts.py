@@ -10,7 +10,7 @@ from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_
 from . import backends, experts_op
 from .config import LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import Inputs, Keep, Options
+from .experts_op import Inputs, Options, SavePlan
 from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
 from .packed_weight import PackedWeight
 from .routing import Routing
@@ -70,7 +70,7 @@ def _stored(name, weight, transposed):
     if weight.is_transposed != transposed:
         raise ValueError(
             f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
-            "`layout` contradicts; quantise it in the layout that it is used in"
+            "`layout` contradicts; quantize it in the layout that it is used in"
         )
     return weight.codes, weight.scales, weight.state, weight.format  # no property: torch.compile traces attributes
 
@@ -165,5 +165,5 @@ def moe_experts(
     keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
     keep_v = differentiable and down_b is not None and down_b.requires_grad
     options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend, gate_up_format, down_format)
-    out = experts_op.run(differentiable, inputs, rows, options, Keep(keep_h, keep_u, keep_v))
+    out = experts_op.run(differentiable, inputs, rows, options, SavePlan(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)

@@ -193,7 +193,7 @@ def as_parameter(weight: PackedWeight) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def same(weight: PackedWeight, *_) -> PackedWeight:
+def alias(weight: PackedWeight, *_) -> PackedWeight:
     """Another tensor over what is stored."""
     return weight._map(lambda part: part)
 
@@ -220,8 +220,8 @@ def _copy(weight, source, non_blocking=False):
 
 
 OPERATIONS = {
-    aten.detach.default: same,
-    aten.alias.default: same,
+    aten.detach.default: alias,
+    aten.alias.default: alias,
     aten.clone.default: _clone,
     to_copy: _to,
     aten.empty_like.default: _empty_like,

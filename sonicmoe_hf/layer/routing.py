@@ -11,8 +11,7 @@ import torch
 
 from ..kernels.interface import Rows, Weighting
 from ..kernels.rounding import rounded_mask, top_k_mask
-from . import backends
-from . import torch_op as custom_op
+from . import backends, torch_op
 from .config import ROUNDINGS, TokenRounding, check_choice
 from .dispatch import fake_rows
 
@@ -24,7 +23,7 @@ __all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
 MISPLACED = (
     "a Routing made by token rounding reached code that wants a tensor of expert indices: token rounding needs "
     'experts_implementation="sonicmoe_hf", under expert parallelism also ep_implementation="sonicmoe_hf", and does not '
-    "work with quantised experts; "
+    "work with quantized experts; "
     "set the routing policy to None (top-k) or undo the other setting"
 )
 
@@ -199,8 +198,8 @@ def _round_rows_backward(
     return [backends.load(backend).round_rows_backward(dweight, scores, expert, rows, weighting)]
 
 
-_FORWARD = custom_op.Op(_round_rows, _fake_round_rows)
-_BACKWARD = custom_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
+_FORWARD = torch_op.Op(_round_rows, _fake_round_rows)
+_BACKWARD = torch_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
 
 
 def _setup_context(ctx, arguments, output):
@@ -216,16 +215,16 @@ def _backward(ctx, dweight):
         return ()
     scores, expert, *rows = ctx.saved_tensors
     plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
-    run = custom_op.choose(_functional_backward, _BACKWARD, plain, dweight)
-    if custom_op.is_batch(dweight):
-        run = custom_op.for_each_gradient(_BACKWARD)
+    run = torch_op.select_variant(_functional_backward, _BACKWARD, plain, dweight)
+    if torch_op.is_batch(dweight):
+        run = torch_op.for_each_gradient(_BACKWARD)
     return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 
-custom_op.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = custom_op.refuse_second_derivatives(_BACKWARD, "token rounding")
-_differentiable = custom_op.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
-_functional = custom_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
+torch_op.differentiate(_FORWARD, _setup_context, _backward)
+_functional_backward = torch_op.refuse_second_derivatives(_BACKWARD, "token rounding")
+_differentiable = torch_op.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
+_functional = torch_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
 
 
 def rounded_routing(
@@ -256,8 +255,8 @@ def rounded_routing(
     top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
     backend = backends.choose(device, torch.float32).name
-    plain = _differentiable if scores_TE.requires_grad or custom_op.forward_mode() else _round_rows
-    run = custom_op.choose(_functional, _FORWARD, plain, scores_TE)
+    plain = _differentiable if scores_TE.requires_grad or torch_op.forward_mode() else _round_rows
+    run = torch_op.select_variant(_functional, _FORWARD, plain, scores_TE)
     options = _Rounding(
         policy.rounding, policy.tile_rows, policy.min_pairs(num_experts),
         policy.max_rows(num_tokens, top_k, num_experts),

@@ -1,6 +1,6 @@
 """Functions as torch ops, for whatever traces calls; without that, calling the function itself saves its host time.
 
-torch.library.custom_op wraps its function in Python that looks for aliases among all inputs and outputs at each call
+torch.library.torch_op wraps its function in Python that looks for aliases among all inputs and outputs at each call
 (0.4 ms in torch 2.11), so ops are defined a level below. Results must not share memory with inputs or each other:
 torch.library.opcheck, in the tests, makes sure.
 """
@@ -208,7 +208,7 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and are_functorch_transforms_active()
 
 
-def choose(functional, op, function, *tensors):
+def select_variant(functional, op, function, *tensors):
     """Which of three forms of one function to call with `tensors`: torch.func's, the op, or the function itself."""
     if not traced(*tensors):
         return function

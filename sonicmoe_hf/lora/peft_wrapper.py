@@ -33,7 +33,7 @@ from ..layer.experts_module import (
 )
 from ..layer.lora_operands import LowRank, of_experts
 from ..layer.moe_experts import FLOAT_DTYPES
-from ..patching.active_adapters import Given
+from ..patching.active_adapters import ActiveAdapters
 from ..patching.experts import experts_facts
 from ..patching.forwards import why_not_reached
 from ..private.transformers import experts_implementation, experts_implementation_at_once
@@ -165,7 +165,7 @@ def _activate_lora(self, active_adapters):
         _say(f"{type(experts).__name__}.{self.parameter_name}", checked.obstacle)
         return _PEFTS_ACTIVATE(self, active_adapters)
     factors = [_low_rank(self, name, checked) for name in adapters]
-    return Given(experts, self.parameter_name, factors)
+    return ActiveAdapters(experts, self.parameter_name, factors)
 
 
 def _say(parameter: str, obstacle: str) -> None:

@@ -11,8 +11,8 @@ from ..layer.lora_operands import LowRank
 _thread = threading.local()  # given: (experts, parameter name, adapters) of each wrapper in whose forward we are
 
 
-class Given:
-    """`with Given(...)`: calls of `experts` inside, in this thread, add `adapters` to that parameter."""
+class ActiveAdapters:
+    """`with ActiveAdapters(...)`: calls of `experts` inside, in this thread, add `adapters` to that parameter."""
 
     def __init__(self, experts: nn.Module, parameter_name: str, adapters: list[LowRank]):
         self.entry = experts, parameter_name, adapters
@@ -26,7 +26,7 @@ class Given:
 
 
 def adapters_of(experts: nn.Module, parameter_name: str) -> list[LowRank] | None:
-    """What `Given` says in this thread."""
+    """What `ActiveAdapters` says in this thread."""
     for module, name, adapters in getattr(_thread, "given", ()):
         if module is experts and name == parameter_name:
             return adapters

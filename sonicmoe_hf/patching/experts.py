@@ -161,8 +161,8 @@ def experts_facts(experts: Any) -> ExpertsFacts:
     if not is_experts(experts):
         _refuse(
             experts,
-            "it does not go through Transformers' experts interface (quantised experts do not, for one)",
-            "load the model unquantised (for gpt-oss: quantization_config=Mxfp4Config(dequantize=True))",
+            "it does not go through Transformers' experts interface (quantized experts do not, for one)",
+            "load the model unquantized (for gpt-oss: quantization_config=Mxfp4Config(dequantize=True))",
         )
     if getattr(experts, "has_post_expert_norm", False):
         _refuse(experts, "its experts end in a norm of their own")
@@ -188,7 +188,7 @@ def check_weights(experts: nn.Module) -> None:
         if weight is None or (len(whole_shape(weight)) != 3 and not is_shard):
             _refuse(experts, f"it has no {name} of three dimensions")
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-            _refuse(experts, f"its {name} is stored as {weight.dtype}, quantised", "load the model unquantised")
+            _refuse(experts, f"its {name} is stored as {weight.dtype}, quantized", "load the model unquantized")
 
 
 def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..layer import backends
-from ..layer import torch_op as custom_op
+from ..layer import backends, torch_op
 from ..private.torch import current_function_mode
 
 MOST_EXPERTS, MOST_TAKEN = 1024, 32
@@ -22,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def top_k(input, k, dim=-1, largest=True, sorted=True, *, out=None):
     """What torch.topk(...) of these arguments gives, or None where that is left to PyTorch."""
-    if out is not None or not largest or custom_op.traced(input) or input.dtype not in DTYPES or input.dim() < 2:
+    if out is not None or not largest or torch_op.traced(input) or input.dtype not in DTYPES or input.dim() < 2:
         return None
     num_rows, num_experts = input.numel() // max(input.shape[-1], 1), input.shape[-1]
     if dim not in (-1, input.dim() - 1) or not 1 <= k <= min(num_experts, MOST_TAKEN):

@@ -31,7 +31,7 @@ from .forwards import why_not_reached
 from .padding import given_mask, given_token_types, valid_tokens
 from .recorded import replayed
 from .routing_contexts import recording_of, replay_of
-from .support import Layer, find_layers, make_ready, ways_to_experts
+from .support import Layer, experts_and_wrappers, find_layers, undo_liger_and_check
 
 logger = logging.getLogger(__name__)
 NOT_RECORDED = (
@@ -175,7 +175,7 @@ class FirstUseHook:
 class ModelEntryHook:
     """Forward pre-hook (with kwargs) of a model: notes whether gradients are on, and which tokens are padding.
 
-    Before the first call, and the first under a policy, it also checks that the layers can do what is asked: quantisers,
+    Before the first call, and the first under a policy, it also checks that the layers can do what is asked: quantizers,
     use_kernels, parallelism and Liger may have changed them since patching. Later calls look whether a forward of the
     experts was replaced again.
 
@@ -251,11 +251,11 @@ class ModelEntryHook:
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
         if self.checked is None or policy not in (None, self.checked_policy) or self._replaced():
-            make_ready(model, policy)
+            undo_liger_and_check(model, policy)
             self.layers = list(find_layers(model))
             if policy is not None:
                 check_live(self.layers)
-            self.checked = [(module, vars(module).get("forward")) for module in ways_to_experts(model)]
+            self.checked = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
             self.checked_policy = policy
         if policy is not None and model.training and torch.is_grad_enabled():
             for layer in self.layers:

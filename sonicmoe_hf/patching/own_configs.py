@@ -1,4 +1,4 @@
-"""Config objects of a model's own: models that are built from one config share it; patching and quantising change it."""
+"""Config objects of a model's own: models that are built from one config share it; patching and quantizing change it."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ from .support import (
     LayerSupport,
     every_copy,
     every_experts,
+    experts_and_wrappers,
     find_layers,
     load_family_class,
-    make_ready,
-    ways_to_experts,
+    undo_liger_and_check,
 )
 
 PREVIOUS = "_sonicmoe_hf_previous"  # attribute of experts: their config's implementation before patching
@@ -120,7 +120,7 @@ def _fp8_experts(root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _dtype(root: PreTrainedModel) -> torch.dtype:
-    """What the model computes in: the dtype of the first of its parameters that no quantiser stores."""
+    """What the model computes in: the dtype of the first of its parameters that no quantizer stores."""
     dtypes = (parameter.dtype for name, parameter in root.named_parameters() if not name.endswith("_scale_inv"))
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
@@ -180,7 +180,7 @@ def patch_model(
     policy = as_routing_policy(routing)
     check_choice("save", save, SAVE_POLICIES)
     root = _root(model)
-    layers = make_ready(root, policy)
+    layers = undo_liger_and_check(root, policy)
     fp8_experts = _fp8_experts(root)
     if fp8_experts:
         take_weights(fp8_experts, _dtype(root))
@@ -201,7 +201,7 @@ def unpatch_model(model: nn.Module) -> None:
         return
     for module in root.modules():
         _remove_hooks(module, HOOKS)
-    for module in ways_to_experts(root):
+    for module in experts_and_wrappers(root):
         restore(module)
     experts: Any
     for experts in every_experts(root):
@@ -253,7 +253,7 @@ def check_routers_live(
     """
     patch_state(model)
     root = _root(model)
-    make_ready(root, policy, remedy)
+    undo_liger_and_check(root, policy, remedy)
     check_live(list(find_layers(root)))
 
 
@@ -292,7 +292,7 @@ def set_routing(model: nn.Module, routing) -> None:
         ValueError: the model is not patched, or an unknown routing. UnsupportedModelError: a layer cannot do it.
     """
     state, policy = patch_state(model), as_routing_policy(routing)
-    make_ready(_root(model), policy)
+    undo_liger_and_check(_root(model), policy)
     state.policy = policy
 
 
@@ -317,7 +317,7 @@ def from_pretrained(
             DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
             its linear layers become dense. A BitsAndBytesConfig given as quantization_config is for the linear layers.
     Raises:
-        ValueError: experts_implementation names another implementation, or the checkpoint is quantised otherwise.
+        ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
         UnsupportedModelError: as patch_model. UnsupportedExpertsError: experts of a size that the format does not take.
     """
     policy = as_routing_policy(routing)

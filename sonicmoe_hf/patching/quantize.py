@@ -15,8 +15,8 @@ from ..quantization.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
     check_packable,
-    finish,
     is_transposed,
+    mark_model_packed,
     order_of,
 )
 from ..quantization.state import hold_packed
@@ -31,13 +31,13 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
     Args:
         model: a Transformers model, not yet in PEFT, DDP, FSDP or DeepSpeed. It computes with packed experts once it is
             patched (`patch_model`), before or after.
-        format: "nf4" (bitsandbytes' NF4 with double quantisation, 4.13 bits a weight), "mxfp4" (4.25 bits), "fp8"
+        format: "nf4" (bitsandbytes' NF4 with double quantization, 4.13 bits a weight), "mxfp4" (4.25 bits), "fp8"
             (DeepSeek's blocks of 128 x 128, 8.002 bits) or "nvfp4" (NVIDIA's, 4.5 bits).
     Returns:
         The same model. Save it with save_pretrained, and load it with from_pretrained.
     Raises:
         UnsupportedExpertsError: a weight is sharded or of a size that the format does not take; nothing is changed.
-        ValueError: an unknown format, weights with NaN or infinity, or a model quantised otherwise already.
+        ValueError: an unknown format, weights with NaN or infinity, or a model quantized otherwise already.
     """
     check_choice("format", format, FORMATS)
     if not isinstance(model, PreTrainedModel):
@@ -46,7 +46,7 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
-            "the model is quantised already; quantise its experts while it is loaded: "
+            "the model is quantized already; quantize its experts while it is loaded: "
             "sonicmoe_hf.from_pretrained(..., experts_quantization=...)"
         )
     weights = check_packable(model, format)
@@ -66,7 +66,7 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
     model.config.quantization_config = config
     quantizer = ExpertsQuantizer(config, pre_quantized=True)
     vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)
-    finish(model)
+    mark_model_packed(model)
     return model
 
 
@@ -74,8 +74,8 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     """The keyword arguments of from_pretrained(name, **kwargs) with which Transformers loads experts packed.
 
     Raises:
-        ValueError: an unknown format, a quantiser of the linear layers that is not bitsandbytes', or a checkpoint that is
-            quantised otherwise.
+        ValueError: an unknown format, a quantizer of the linear layers that is not bitsandbytes', or a checkpoint that is
+            quantized otherwise.
     """
     check_choice("experts_quantization", format, FORMATS)
     linear = kwargs.get("quantization_config")
@@ -87,19 +87,19 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
-    declared = declared_quantisation(config)
+    declared = declared_quantization(config)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
     stored = format_in_checkpoint(declared)
     if stored != format:
         raise ValueError(
-            f"experts_quantization is {format!r}, but the checkpoint is quantised already ({stored}); name that "
+            f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that "
             f"format if it is one of {', '.join(FORMATS)}, or convert the checkpoint to bf16 first: sonicmoe-hf convert "
             "SRC DST"
         )
     if linear is not None:
         raise ValueError(
-            f"quantization_config cannot be given for a checkpoint that is quantised already ({stored}); leave it out"
+            f"quantization_config cannot be given for a checkpoint that is quantized already ({stored}); leave it out"
         )
     if declared["quant_method"] != QUANT_METHOD:  # as the hub has it
         hub = declared if declared["quant_method"] in METHODS else None
@@ -107,8 +107,8 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     return {**kwargs, "config": config}
 
 
-def declared_quantisation(config: PreTrainedConfig) -> dict | None:
-    """The quantization_config of a checkpoint's config, with the method as a str; None of one that is not quantised."""
+def declared_quantization(config: PreTrainedConfig) -> dict | None:
+    """The quantization_config of a checkpoint's config, with the method as a str; None of one that is not quantized."""
     declared = getattr(config, "quantization_config", None)
     if declared is None:
         return None
@@ -118,7 +118,7 @@ def declared_quantisation(config: PreTrainedConfig) -> dict | None:
 
 
 def format_in_checkpoint(declared: dict) -> str:
-    """The format of the experts in a quantised checkpoint: a name of FORMATS, or the method where it is none of ours.
+    """The format of the experts in a quantized checkpoint: a name of FORMATS, or the method where it is none of ours.
 
     Raises:
         ValueError: FP8 or NVFP4 of a kind that no format here is.

@@ -25,7 +25,7 @@ from .experts import check_weights, experts_facts, is_fp8_experts
 from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
 from .fp8_experts import why_not_taken
 
-REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
+REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
     "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True), or, to keep its experts packed and frozen, "
     'with sonicmoe_hf.from_pretrained(..., experts_quantization="mxfp4")',
     "fp8": "to keep its experts packed and frozen, load it with "
@@ -34,7 +34,7 @@ REMEDIES = {  # quantisation method of a checkpoint: how to load plain experts
     "modelopt": "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with "
     'sonicmoe_hf.from_pretrained(..., experts_quantization="nvfp4")',
 }
-QUANTISED = {  # experts classes that Transformers' quantisers put in: how to get plain ones
+QUANTIZED = {  # experts classes that Transformers' quantizers put in: how to get plain ones
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
 }
 # what wrappers call the module inside them
@@ -126,7 +126,7 @@ def load_family_class(family: Family, role: str) -> type[Any]:
 
 def _is_or_was_experts(module: nn.Module) -> bool:
     """Whether this module is experts of the interface, or stands in the place of some."""
-    return is_experts(module) or type(module).__name__ in (*QUANTISED, LIGERS)
+    return is_experts(module) or type(module).__name__ in (*QUANTIZED, LIGERS)
 
 
 def every_experts(model: nn.Module) -> list[nn.Module]:
@@ -134,7 +134,7 @@ def every_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _is_or_was_experts(module)]
 
 
-def ways_to_experts(model: nn.Module) -> list[nn.Module]:
+def experts_and_wrappers(model: nn.Module) -> list[nn.Module]:
     """`every_experts` and the wrappers around them: Liger binds its forward to whichever a block calls."""
     return [module for module in model.modules() if any(map(_is_or_was_experts, every_copy(module)))]
 
@@ -215,13 +215,13 @@ def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
 
 
 def _why_not_accelerated(model: nn.Module, layer: Layer, bound_by_liger: Mapping[nn.Module, str | None]) -> str | None:
-    remedy = QUANTISED.get(type(layer.experts).__name__)
+    remedy = QUANTIZED.get(type(layer.experts).__name__)
     if remedy is not None:
-        return f"its experts are quantised ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
+        return f"its experts are quantized ({type(layer.experts).__name__}) and never reach sonicmoe_hf; {remedy}"
     is_fp8 = is_fp8_experts(layer.experts)
     not_taken = why_not_taken(layer.experts) if is_fp8 else None
     if not_taken is not None:
-        return f"its experts are quantised ({type(layer.experts).__name__}): {not_taken}; {REMEDIES['fp8']}"
+        return f"its experts are quantized ({type(layer.experts).__name__}): {not_taken}; {REMEDIES['fp8']}"
     if _uses_hub_kernel(model, layer.block):
         return "use_kernels=True replaces the whole block by a hub kernel; load the model with use_kernels=False"
     reason = bound_by_liger.get(layer.experts) or why_not_reached(layer.experts)
@@ -253,7 +253,9 @@ def _why_no_rounding(layer: Layer) -> str | None:
 def supports(model: nn.Module) -> list[LayerSupport]:
     """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
     layers = []
-    bound_by_liger = {_bare(way): why_not_reached(way) for way in ways_to_experts(model) if is_bound_by_liger(way)}
+    bound_by_liger = {
+        _bare(way): why_not_reached(way) for way in experts_and_wrappers(model) if is_bound_by_liger(way)
+    }
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
         reason = _why_not_accelerated(model, layer, bound_by_liger)
@@ -292,13 +294,15 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
     return layers
 
 
-def make_ready(model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None") -> list[LayerSupport]:
+def undo_liger_and_check(
+    model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None"
+) -> list[LayerSupport]:
     """Undo what Liger did to the experts, and check that every layer can do what is asked; see `check_rounding`.
 
     Raises:
         UnsupportedModelError: one cannot; the model is as it was.
     """
-    undone = [module for module in ways_to_experts(model) if put_back(module)]
+    undone = [module for module in experts_and_wrappers(model) if put_back(module)]
     try:
         layers = check_accelerated(model)
         check_rounding(layers, policy, remedy)

@@ -15,7 +15,7 @@ from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import DoctorError
 from ..layer.experts_module import weight_names, whole_shape
 from ..patching.experts import experts_facts
-from ..patching.quantize import declared_quantisation, format_in_checkpoint
+from ..patching.quantize import declared_quantization, format_in_checkpoint
 from ..patching.support import LayerSupport, supported_layers, supports
 from ..quantization.quantizer import QUANT_METHOD
 
@@ -40,7 +40,7 @@ class ModelSizes:
     it is tied. hidden H, inner I, num_experts E, top_k K; up_rows: of the up projection for each of I, 2 with a gate.
     heads, query, key, value, output: of the attention, features of all heads. head_norms: whether q and k have norms.
     plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
-    nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantisation: what its
+    nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
     checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package. notes:
     what is estimated, in words.
     """
@@ -68,7 +68,7 @@ class ModelSizes:
     head_norms: bool
     plain_inner: int
     attention: str
-    quantisation: str | None = None
+    quantization: str | None = None
     is_packed: bool = False
     has_sinks: bool = False
     notes: tuple[str, ...] = ()
@@ -103,16 +103,16 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     """The sizes of a model on the meta device.
 
     Raises:
-        DoctorError: it has no experts, some that sonicmoe_hf does not compute, or its checkpoint is quantised in a way
+        DoctorError: it has no experts, some that sonicmoe_hf does not compute, or its checkpoint is quantized in a way
             that is not known here; the message says why.
     """
     support = supports(model)
     _check_supported(name, support)
     layers = list(supported_layers(model, support, "accelerated"))
     config: Any = model.config.get_text_config()
-    declared = declared_quantisation(model.config) or declared_quantisation(config)
+    declared = declared_quantization(model.config) or declared_quantization(config)
     try:
-        quantisation = None if declared is None else format_in_checkpoint(declared)
+        quantization = None if declared is None else format_in_checkpoint(declared)
     except ValueError as error:
         raise DoctorError(f"{name}: {error}") from error
     shapes = [shape for layer in layers for shape in _weights_of(layer.experts)]
@@ -163,7 +163,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             if isinstance(module, nn.Linear) and module_name.endswith("down_proj")
         ),
         attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
-        quantisation=quantisation,
+        quantization=quantization,
         is_packed=declared is not None and declared["quant_method"] == QUANT_METHOD,
         has_sinks=config.model_type.removeprefix(NATIVE_PREFIX) in MODELS_WITH_SINKS,
         notes=_notes(model, support),

@@ -85,7 +85,7 @@ def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, met
     Args:
         gpus: how many; gpu_memory: GiB of each. tokens: of a step on each GPU. method: one of METHODS; None: all.
     Raises:
-        DoctorError: no command of that method can load the checkpoint, as it is quantised.
+        DoctorError: no command of that method can load the checkpoint, as it is quantized.
     """
     planned, batch = [], Batch.of(tokens)
     for kind in METHODS if method is None else (method,):
@@ -106,13 +106,13 @@ def _is_loaded_in_bf16(training: Training) -> bool:
 
 
 def left_out(sizes: ModelSizes) -> str | None:
-    """Which ways the checkpoint's quantisation leaves out, and what to do."""
-    stored = sizes.quantisation
+    """Which ways the checkpoint's quantization leaves out, and what to do."""
+    stored = sizes.quantization
     if stored is None or (stored in DEQUANTIZED and not sizes.is_packed):
         return None
     alone = "all ways but QLoRA are" if stored in FORMATS else "every way is"
     return (
-        f"its checkpoint is quantised ({stored}), so {alone} left out; for these convert it to bf16, and plan for the "
+        f"its checkpoint is quantized ({stored}), so {alone} left out; for these convert it to bf16, and plan for the "
         f"result: sonicmoe-hf convert {shlex.quote(sizes.name)} FOLDER --layout hub"
     )
 
@@ -144,7 +144,7 @@ def _finetune(sizes: ModelSizes, batch: Batch, training: Training, options: list
         parts.append("--liger")
     if training.save == "input":
         parts.append("--save input")
-    if sizes.quantisation in DEQUANTIZED and training.method != "qlora":
+    if sizes.quantization in DEQUANTIZED and training.method != "qlora":
         parts.append("--dequantize")
     return " ".join(parts)
 
@@ -177,8 +177,8 @@ def _full(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
 
 
 def _full_by_examples_of_their_own(sizes: ModelSizes, gpus: int, batch: Batch, common: Training) -> Found:
-    if sizes.quantisation is not None:
-        return  # these load no quantised checkpoints
+    if sizes.quantization is not None:
+        return  # these load no quantized checkpoints
     options = f"--model {shlex.quote(sizes.name)} {batch.options}"
     one_of_several = "CUDA_VISIBLE_DEVICES=0 " if gpus > 1 else ""
     yield (
@@ -212,12 +212,12 @@ def _qlora(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
     for format in _formats(sizes):
         way = f"QLoRA {format.upper()}"
         if gpus == 1:
-            is_linear_packed = format == "nf4" and sizes.quantisation is None  # by bitsandbytes
+            is_linear_packed = format == "nf4" and sizes.quantization is None  # by bitsandbytes
             linear = "nf4" if is_linear_packed else "bf16"
             training = _as_converted(sizes, replace(common, experts=format, linear=linear, r=8, experts_r=8))
             name = f"{way}{' linear too' if is_linear_packed else ''}, r=8, one GPU + checkpointing"
             yield name, training, _of_qlora(sizes, batch, training)
-        if sizes.quantisation in (None, format):
+        if sizes.quantization in (None, format):
             for parallel in ["one GPU"] if gpus == 1 else ["DDP", "FSDP2"] if divides else ["DDP"]:
                 kind = replace(common, experts=format, parallel=parallel, gpus=gpus)
                 for name, training in _variants(f"{way}, {parallel}", kind):
@@ -234,7 +234,7 @@ def _qlora(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
 def _formats(sizes: ModelSizes) -> Iterator[str]:
     """Formats that the experts can have: the checkpoint's own, and NF4 of an FP8 one; of plain ones all that their sizes
     take."""
-    stored = sizes.quantisation
+    stored = sizes.quantization
     converted = ["nf4"] if stored == "fp8" and not sizes.is_packed and _has_native_layout(sizes) else []
     for format in FORMATS if stored is None else [stored, *converted]:
         try:
@@ -250,13 +250,13 @@ def _has_native_layout(sizes: ModelSizes) -> bool:
 
 def _as_converted(sizes: ModelSizes, training: Training) -> Training:
     """The settings with which a checkpoint is trained that is converted before: Liger knows no native layout."""
-    return training if sizes.quantisation in (None, training.experts) else replace(training, liger=False)
+    return training if sizes.quantization in (None, training.experts) else replace(training, liger=False)
 
 
 def _of_qlora(sizes: ModelSizes, batch: Batch, training: Training) -> str:
     """examples/qlora.py, of a checkpoint that is converted before if it has another format."""
     before, name = "", shlex.quote(sizes.name)
-    if sizes.quantisation not in (None, training.experts):
+    if sizes.quantization not in (None, training.experts):
         folder = shlex.quote(f"{PurePosixPath(sizes.name).name}-{training.experts}")
         before = f"sonicmoe-hf convert {name} {folder} --layout native --quantize {training.experts} && "
         name = folder

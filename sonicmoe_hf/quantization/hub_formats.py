@@ -120,7 +120,7 @@ HUB_FORMATS = {
     # DeepSeek-V4's: its FP4 experts are MXFP4 in other words, beside linear layers in FP8
     "mxfp4": HubFormat("mxfp4", ("_scale_inv",), (), _dense_fp8, _pack_fp4),
 }
-METHODS = ("fp8", "modelopt")  # quantisation methods of checkpoints in HUB_FORMATS
+METHODS = ("fp8", "modelopt")  # quantization methods of checkpoints in HUB_FORMATS
 
 
 def check_fp8(declared: dict) -> None:
@@ -145,7 +145,7 @@ def check_nvfp4(declared: dict) -> None:
     algorithm, block = declared.get("quant_algo"), declared.get("group_size") or SCALE_COLUMNS["nvfp4"]
     if algorithm != "NVFP4" or block != SCALE_COLUMNS["nvfp4"]:
         raise ValueError(
-            f"the checkpoint is quantised by ModelOpt as {algorithm!r} in groups of {block}; experts_quantization takes "
+            f"the checkpoint is quantized by ModelOpt as {algorithm!r} in groups of {block}; experts_quantization takes "
             f"'NVFP4' in groups of {SCALE_COLUMNS['nvfp4']}: {TO_BF16}"
         )
 

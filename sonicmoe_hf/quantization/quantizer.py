@@ -1,5 +1,5 @@
-"""Transformers' quantiser of experts: packs them one by one while a checkpoint streams in, or takes packed ones as they
-are, beside a quantiser of the linear layers.
+"""Transformers' quantizer of experts: packs them one by one while a checkpoint streams in, or takes packed ones as they
+are, beside a quantizer of the linear layers.
 
 registration.py makes its quant_method "sonicmoe_hf" in a checkpoint's config.json known to Transformers.
 """
@@ -93,7 +93,7 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
             weight, full_name = getattr(module, name), f"{prefix}.{name}"
             if type(weight) not in (nn.Parameter, torch.Tensor, PackedWeight) or hasattr(weight, "ds_id"):
                 raise UnsupportedExpertsError(
-                    f"{full_name} is sharded ({type(weight).__name__}); quantise experts before the model is sharded"
+                    f"{full_name} is sharded ({type(weight).__name__}); quantize experts before the model is sharded"
                 )
             shape = weight.shape[:1] + weight.shape[:0:-1] if is_transposed(module) else weight.shape
             try:
@@ -110,7 +110,7 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
 
 
 class _Pack(ConversionOps):
-    """Packs an experts' weight, or hands a linear layer's to its quantiser."""
+    """Packs an experts' weight, or hands a linear layer's to its quantizer."""
 
     def __init__(self, hf_quantizer: ExpertsQuantizer):
         self.hf_quantizer = hf_quantizer
@@ -152,7 +152,7 @@ class _TakePacked(ConversionOps):
 
 
 class ExpertsQuantizer(HfQuantizer):
-    """See the module. `linear` is the quantiser of the linear layers, or None."""
+    """See the module. `linear` is the quantizer of the linear layers, or None."""
 
     quantization_config: ExpertsQuantizationConfig
 
@@ -230,11 +230,11 @@ class ExpertsQuantizer(HfQuantizer):
             end_awaiting(module)
             if any(isinstance(weight, PackedWeight) for weight in module._parameters.values()):
                 use_stored_names(module)
-        finish(model)
+        mark_model_packed(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
 
     def _dequantize(self, model, dtype=None):
-        """What model.dequantize() calls: dense experts, trainable, and linear layers as their quantiser makes them."""
+        """What model.dequantize() calls: dense experts, trainable, and linear layers as their quantizer makes them."""
         for module in model.modules():
             for name, weight in list(module._parameters.items()):
                 if isinstance(weight, PackedWeight):
@@ -251,7 +251,7 @@ class ExpertsQuantizer(HfQuantizer):
         return True
 
 
-def finish(model: PreTrainedModel) -> None:
+def mark_model_packed(model: PreTrainedModel) -> None:
     """What a model with packed experts needs beside them."""
     guard_deepspeed()
     # saved under the names it has: nothing splits packed weights into one per expert

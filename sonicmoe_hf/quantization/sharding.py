@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.quantized import Quantized
-from ..layer.packed_weight import OPERATIONS, PackedWeight, same
+from ..layer.packed_weight import OPERATIONS, PackedWeight, alias
 from ..private.torch import collectives
 
 aten = torch.ops.aten
@@ -87,13 +87,13 @@ def _view(weight, size):
     is_flat = isinstance(weight, PackedShard) and list(size) in ([-1], [weight.numel()])
     if not is_flat and tuple(size) != tuple(weight.shape):
         return NotImplemented
-    return same(weight)
+    return alias(weight)
 
 
 def _as_strided(weight, size, stride, storage_offset=None):
     if tuple(size) != tuple(weight.shape) or tuple(stride) != weight.stride() or storage_offset:
         return NotImplemented
-    return same(weight)
+    return alias(weight)
 
 
 def _gather(weight, group_size, group_name):
@@ -112,9 +112,9 @@ OPERATIONS.update(
         aten.view.default: _view,
         aten.as_strided.default: _as_strided,
         all_gather: _gather,
-        wait_tensor: same,
+        wait_tensor: alias,
     }
 )
 WRAP = "_c10d_functional::_wrap_tensor_autograd"  # from torch 2.13 on, for collectives under autograd
 if (wrap := getattr(collectives, WRAP.rpartition(":")[2], None)) is not None:
-    OPERATIONS[wrap.default] = same
+    OPERATIONS[wrap.default] = alias

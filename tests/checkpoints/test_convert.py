@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
 from sonicmoe_hf.checkpoints import hub
-from sonicmoe_hf.checkpoints.dequantize import dequantise_fp8
+from sonicmoe_hf.checkpoints.dequantize import dequantize_fp8
 from sonicmoe_hf.checkpoints.layouts import from_upstream, to_upstream
 from sonicmoe_hf.cli.main import main
 
@@ -69,7 +69,7 @@ def test_experts_scattered_over_files_are_gathered(tmp_path, family):
 
 @pytest.mark.parametrize("family, kind", EVERY_KIND)
 def test_every_kind_of_source_gives_the_same_native_checkpoint_as_its_hub_form(tmp_path, family, kind):
-    """Quantised sources are first read by the formula; the others hold the hub's very bits."""
+    """Quantized sources are first read by the formula; the others hold the hub's very bits."""
     make(tmp_path / "source", family, kind)
     convert_checkpoint(tmp_path / "source", tmp_path / "native")
     convert_checkpoint(tmp_path / "source", tmp_path / "hub", "hub")
@@ -115,13 +115,13 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
     assert same_bits(ours, {name: tensor.to(ours[name].dtype) for name, tensor in theirs.items()})
 
 
-def test_fp8_is_read_as_transformers_quantises_it():
+def test_fp8_is_read_as_transformers_quantizes_it():
     weight = torch.randn(64, 48)
-    quantised, scale_inv = fp8_by_transformers(weight, (16, 24))
-    read = dequantise_fp8(quantised, scale_inv, {"quantization_config": {"weight_block_size": [16, 24]}})
+    quantized, scale_inv = fp8_by_transformers(weight, (16, 24))
+    read = dequantize_fp8(quantized, scale_inv, {"quantization_config": {"weight_block_size": [16, 24]}})
     assert read.dtype == torch.bfloat16
     assert relative_error(read, weight) < 0.04, "three mantissa bits: at most 1/16 of a value is lost, 1/30 on average"
-    exact = quantised.double() * scale_inv.double().repeat_interleave(16, 0).repeat_interleave(24, 1)
+    exact = quantized.double() * scale_inv.double().repeat_interleave(16, 0).repeat_interleave(24, 1)
     assert torch.equal(read, exact.float().to(torch.bfloat16))
 
 
@@ -265,7 +265,7 @@ def test_weights_of_an_upstream_moe_module_go_in_and_out():
 def test_inspect_says_what_a_checkpoint_is_and_would_become(tmp_path, capsys):
     make(tmp_path / "hub", "gpt_oss", "mxfp4")
     found = inspect_checkpoint(tmp_path / "hub")
-    assert (found.family, found.layout, found.quantisation) == ("gpt_oss", "gpt_oss", "mxfp4")
+    assert (found.family, found.layout, found.quantization) == ("gpt_oss", "gpt_oss", "mxfp4")
     assert (found.layers, found.num_experts, found.hidden_size, found.intermediate_size) == (2, 8, 32, 32)
     assert found.parameters == sum(
         t.numel() for t in make(tmp_path / "plain", "gpt_oss", intermediate_size=32).parameters()
@@ -282,7 +282,7 @@ def test_the_command_converts_verifies_and_says_what_it_did(tmp_path, capsys):
     make(tmp_path / "hub", "deepseek_v3", "fp8")
     arguments = ["convert", str(tmp_path / "hub"), str(tmp_path / "native"), "--layout", "native"]
     assert main([*arguments, "--no-dequantize"]) == 2
-    assert "can only dequantise" in capsys.readouterr().err
+    assert "can only dequantize" in capsys.readouterr().err
     assert main([*arguments, "--verify", "--max-shard-size", "20KB"]) == 0
     assert "bfloat16 now" in " ".join(capsys.readouterr().out.split())
     assert main(arguments) == 2

@@ -105,7 +105,7 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({EXPERTS: 10**9}, "no experts of"),
         ({"mlp_only_layers": [0, 1]}, "no mixture-of-experts layer"),
         ({"hidden_size": "wide"}, "does not describe a qwen3_moe model"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
         ({"quantization_config": {"quant_method": "sonicmoe_hf", "experts": [1]}}, r"experts are \[1\]"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are packed"),
@@ -117,7 +117,7 @@ def test_a_config_that_contradicts_the_files_is_refused(hub, changes, match):
     assert_refused(hub, match)
 
 
-def test_a_quantisation_beside_config_json_that_is_no_object_is_named(hub):
+def test_a_quantization_beside_config_json_that_is_no_object_is_named(hub):
     (hub / "hf_quant_config.json").write_text(json.dumps({"quantization": "eight"}))
     assert_refused(hub, "hf_quant_config.json: quantization is 'eight'; it must be an object")
 

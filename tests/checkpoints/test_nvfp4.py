@@ -57,7 +57,7 @@ def test_it_becomes_bf16_with_modelopts_values(checkpoint, declared_in_its_own_f
         quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     found = inspect_checkpoint(folder)
-    assert found.quantisation == "nvfp4" and found.parameters == sum(tensor.numel() for tensor in values.values())
+    assert found.quantization == "nvfp4" and found.parameters == sum(tensor.numel() for tensor in values.values())
     done = convert_checkpoint(folder, tmp_path / "hub", "hub", verify=True)
     assert done.notices[0] == "the weights were nvfp4 and are bfloat16 now"
     converted = tensors_in(tmp_path / "hub")
@@ -73,7 +73,7 @@ def test_its_experts_are_packed_for_training(checkpoint, tmp_path):
     c_proj = from_pretrained(tmp_path / "packed").model.layers[1].mlp.experts.c_proj.dequantize()[2].float()
     expected = values["model.layers.1.mlp.experts.2.down_proj.weight"].float()
     assert (c_proj - expected).norm() < 0.12 * expected.norm()
-    with pytest.raises(ValueError, match=r"quantised already \(nvfp4\).*sonicmoe-hf convert"):
+    with pytest.raises(ValueError, match=r"quantized already \(nvfp4\).*sonicmoe-hf convert"):
         from_pretrained(folder, experts_quantization="nf4")
 
 

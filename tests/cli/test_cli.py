@@ -168,9 +168,9 @@ def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("method", "remedy"),
     [("mxfp4", "Mxfp4Config(dequantize=True)"), ("fp8", "FineGrainedFP8Config(dequantize=True)"),
-     ("bitsandbytes", "a checkpoint that is not quantised")],
+     ("bitsandbytes", "a checkpoint that is not quantized")],
 )  # fmt: skip
-def test_doctor_never_passes_quantised_experts_as_supported(capsys, tmp_path, method, remedy):
+def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, method, remedy):
     code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config={"quant_method": method}))
     (layers,) = facts["model"]["layers"]
     assert code == 1
@@ -183,7 +183,7 @@ def test_doctor_names_the_format_of_packed_experts(capsys, tmp_path):
     code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config=declared))
     (layers,) = facts["model"]["layers"]
     assert code == 0 and layers["supported"] and layers["token_rounding"]
-    assert facts["model"]["quantisation"] == "packed as nf4" and "packed as nf4, frozen" in layers["reason"]
+    assert facts["model"]["quantization"] == "packed as nf4" and "packed as nf4, frozen" in layers["reason"]
 
 
 @pytest.mark.parametrize("place", ["inside", "outside"])
@@ -198,8 +198,8 @@ def test_doctor_finds_what_a_multimodal_config_declares_of_its_text_model(capsys
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     code, facts = doctor_json(capsys, str(tmp_path))
-    assert code == 1 and facts["model"]["quantisation"] == "fp8" and not facts["model"]["supported"]
-    assert all("the checkpoint is quantised (fp8)" in layers["reason"] for layers in facts["model"]["layers"])
+    assert code == 1 and facts["model"]["quantization"] == "fp8" and not facts["model"]["supported"]
+    assert all("the checkpoint is quantized (fp8)" in layers["reason"] for layers in facts["model"]["layers"])
 
 
 def test_doctor_says_that_a_dense_model_has_nothing_to_accelerate(capsys, tmp_path):

@@ -146,13 +146,13 @@ def _as_fp8(tensors):
 
 
 def fp8_by_transformers(weight, block):
-    """Transformers' own fp8 quantiser: (weight, scale_inv)."""
+    """Transformers' own fp8 quantizer: (weight, scale_inv)."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    quantiser = Fp8Quantize(
+    quantizer = Fp8Quantize(
         SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=None))
     )
-    made = quantiser.convert({"x.weight": weight})
+    made = quantizer.convert({"x.weight": weight})
     return made["x.weight"], made["x.weight_scale_inv"]
 
 

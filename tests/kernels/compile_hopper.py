@@ -48,7 +48,17 @@ def down(N=2048, K=768, *, contiguous=True, bias=False, dtype=BF16, chosen=None,
 def down_backward(
     H=2048, I=768, *, transposed=False, want=(True, True, True), act=SWIGLU, interleaved=False, dtype=BF16, rank=0
 ):
-    return "gemm_dgated", (dtype, H, I, transposed, *want, act, interleaved, rank, tile("gemm_dgated", I))
+    return "gemm_down_backward", (
+        dtype,
+        H,
+        I,
+        transposed,
+        *want,
+        act,
+        interleaved,
+        rank,
+        tile("gemm_down_backward", I),
+    )
 
 
 def wgrad(M=768, N=2048, *, contiguous=True, dtype=BF16):

@@ -115,7 +115,7 @@ def products(variant: Variant):
     )
     gate_up_bias, down_bias = (new(num_experts, n) if variant.bias else None for n in (wide, HIDDEN))
     x, routed, gated = new(num_pairs, HIDDEN), torch.empty(num_pairs), (act, variant.interleaved)
-    extra = {"up": None, "down": None, "down_backward": None, "input_rows": None}
+    extra = {"up": None, "down": None, "down_backward": None, "up_backward_input": None}
     if variant.rank:
         rank, u = variant.rank, new(num_pairs, variant.rank)
         a1, a2 = torch.empty(2, rank, HIDDEN), torch.empty(2, rank, INNER)  # fp32, as PEFT stores them
@@ -123,16 +123,16 @@ def products(variant: Variant):
         first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
         yield "reorder", lambda: pack(a1, b1, 1.0, gate_up, kernels)
         extra = {
-            "up": first.extra_forward(u), "down": second.extra_forward(u), "down_backward": second.extra_backward(u),
-            "input_rows": first.extra_backward(u),
+            "up": first.forward_term(u), "down": second.forward_term(u), "down_backward": second.backward_term(u),
+            "up_backward_input": first.backward_term(u),
         }  # fmt: skip
-        yield "rank_rows", lambda: kernels.rank_rows(x, first.a_EKJ, rows, 1.0, True)
-        yield "rank_backward", lambda: kernels.rank_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
-        yield "rank_backward", lambda: kernels.rank_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
-        yield "factor_gradient", lambda: kernels.factor_gradient(u, a, rows, False, a2)
+        yield "lora_shrink", lambda: kernels.lora_shrink(x, first.a_EKJ, rows, 1.0, True)
+        yield "lora_b_backward", lambda: kernels.lora_b_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
+        yield "lora_b_backward", lambda: kernels.lora_b_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)
+        yield "lora_a_gradient", lambda: kernels.lora_a_gradient(u, a, rows, False, a2)
     yield "up", lambda: kernels.up(x, gate_up, gate_up_bias, rows, *gated, True, True, extra["up"])
     yield "down", lambda: kernels.down(a, down, down_bias, rows, extra["down"])
-    yield "input_rows", lambda: kernels.input_rows(h, gate_up, rows, extra["input_rows"])
+    yield "up_backward_input", lambda: kernels.up_backward_input(h, gate_up, rows, extra["up_backward_input"])
     yield (
         "down_backward",
         lambda: kernels.down_backward(
@@ -201,7 +201,7 @@ def packed_products(name, hidden, inner, rank, order, activation="swiglu"):
         u = torch.empty(num_pairs, rank, dtype=torch.bfloat16)
         adapters = ((torch.empty(num_experts, rank, k), torch.empty(num_experts, n, rank)) for n, k in sizes)
         like = torch.empty(num_experts, 1, 1, dtype=torch.bfloat16)  # of the weight: its experts, dtype and order
-        extra = [pack(*adapter, 1.0, like).extra_forward(u) for adapter in adapters]
+        extra = [pack(*adapter, 1.0, like).forward_term(u) for adapter in adapters]
     yield "up", lambda: kernels.up(x, gate_up, None, rows, act, interleaved, False, True, extra[0])
     yield "down", lambda: kernels.down(a, down, None, rows, extra[1])
 

@@ -15,14 +15,14 @@ from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.routing import Routing, rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
 
-H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as input_rows does
+H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as up_backward_input does
 FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 rows per expert
 
 
 def keep_tensors_apart():
     """Give each tensor an allocation of its own also where moe_experts has several in one."""
     dispatching, op = import_module("sonicmoe_hf.layer.dispatch"), import_module("sonicmoe_hf.layer.experts_op")
-    dispatching._dispatch_together, pack_all = dispatching._dispatch, op.pack_all
+    dispatching._dispatch_may_alias, pack_all = dispatching._dispatch, op.pack_all
 
     def own(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(

@@ -102,7 +102,9 @@ def rounded_once(tensors, dout, ids, layout, activation):
         dout, t["down"], down_bias, h, weight_P, rows, act, interleaved, want_dh=True, want_a=True, want_dw=True
     )
     dh, a = stored(dh), stored(a)
-    found["dx"] = stored(eager.combine(stored(eager.input_rows(dh, t["gate_up"], rows)), None, rows, num_tokens))
+    found["dx"] = stored(
+        eager.combine(stored(eager.up_backward_input(dh, t["gate_up"], rows)), None, rows, num_tokens)
+    )
     found["dgate_up"] = stored(eager.gate_up_gradient(dh, t["x"], rows, t["gate_up"]))
     found["ddown"] = stored(eager.down_gradient(dout, a, rows, t["down"]))
     found["dweight"] = dweight

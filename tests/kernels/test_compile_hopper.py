@@ -45,7 +45,7 @@ def test_every_kernel_and_option_compiles_for_sm_90a(tmp_path):
     [
         ("full", "gemm_up", (128, 128, True, False, True, True, Activation(), False, 16, Tile(128, 3))),
         ("tile_full", "gemm_up", (128, 128, True, False, False, True, Activation(), True, 0, Tile(128, 3))),
-        ("tile_empty", "gemm_dgated", (128, 128, True, True, True, True, Activation(), False, 0, Tile(128, 5))),
+        ("tile_empty", "gemm_down_backward", (128, 128, True, True, True, True, Activation(), False, 0, Tile(128, 5))),
         ("empty", "gemm_down", (128, 128, True, False, 0, Tile(128, 4, 192))),
         ("order", "gemm_down", (128, 128, True, False, 0, Tile(128, 4))),
         ("scheduler.empty", "gemm_wgrad", (128, 128, True, Tile(128, 4))),

@@ -24,16 +24,16 @@ pytestmark = pytest.mark.skipif(
 SEGMENTATION_FAULT = -11
 
 
-def dispatched(T, E, K, kind, together=False):
+def dispatched(T, E, K, kind, may_alias=False):
     ids = routing_ids(T, E, K, kind)
-    rows = kernels.dispatch(*map(guard, ids), T, E, True, together)
-    return ids, rows if together else type(rows)(*map(guard, rows))
+    rows = kernels.dispatch(*map(guard, ids), T, E, True, may_alias)
+    return ids, rows if may_alias else type(rows)(*map(guard, rows))
 
 
 def every_dispatch(kind):
     for T, E, K in ((257, 3, 2), (3, 130, 2), (1, 1, 1)):
-        for together in (False, True):
-            dispatched(T, E, K, kind, together)
+        for may_alias in (False, True):
+            dispatched(T, E, K, kind, may_alias)
 
 
 def every_product(T, H, I, E, K, kind):
@@ -44,7 +44,7 @@ def every_product(T, H, I, E, K, kind):
     h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, False, True, True)
     kernels.combine(kernels.down(a, down, down_bias, rows), weight, rows, T)
     dh, a, _ = kernels.down_backward(dout, down, down_bias, h, weight, rows, act, False, True, True, True)
-    kernels.combine(kernels.input_rows(dh, gate_up, rows), None, rows, T)
+    kernels.combine(kernels.up_backward_input(dh, gate_up, rows), None, rows, T)
     kernels.gate_up_gradient(dh, x, rows, gate_up)
     kernels.down_gradient(dout, a, rows, down)
     kernels.gate_up_bias_gradient(dh, rows, gate_up_bias)
@@ -60,18 +60,18 @@ def every_product_of_adapters(T, H, I, E, K, rank, transposed):
     dout, act = guard(dout), Activation()
     (a1, b1), (a2, b2) = (map(guard, adapter(E, rank, *sizes, "cpu")) for sizes in ((H, 2 * I), (I, H)))
     first, second = pack(a1, b1, SCALE, gate_up, kernels), pack(a2, b2, SCALE, down, kernels)
-    u = kernels.rank_rows(x, first.a_EKJ, rows, SCALE, True)
-    h, a = kernels.up(x, gate_up, None, rows, act, False, True, True, extra=first.extra_forward(u))
-    v = kernels.rank_rows(a, second.a_EKJ, rows, SCALE, False)
-    kernels.down(a, down, None, rows, extra=second.extra_forward(v))
-    dv, _ = kernels.rank_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
+    u = kernels.lora_shrink(x, first.a_EKJ, rows, SCALE, True)
+    h, a = kernels.up(x, gate_up, None, rows, act, False, True, True, extra=first.forward_term(u))
+    v = kernels.lora_shrink(a, second.a_EKJ, rows, SCALE, False)
+    kernels.down(a, down, None, rows, extra=second.forward_term(v))
+    dv, _ = kernels.lora_b_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
     dh, a, _ = kernels.down_backward(
-        dout, down, None, h, weight, rows, act, False, True, True, True, extra=second.extra_backward(dv)
+        dout, down, None, h, weight, rows, act, False, True, True, True, extra=second.backward_term(dv)
     )
-    kernels.factor_gradient(dv, a, rows, False, a2)
-    du, _ = kernels.rank_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
-    kernels.factor_gradient(du, x, rows, True, a1)
-    kernels.input_rows(dh, gate_up, rows, extra=first.extra_backward(du))
+    kernels.lora_a_gradient(dv, a, rows, False, a2)
+    du, _ = kernels.lora_b_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
+    kernels.lora_a_gradient(du, x, rows, True, a1)
+    kernels.up_backward_input(dh, gate_up, rows, extra=first.backward_term(du))
 
 
 def every_product_of_packed_experts(name):

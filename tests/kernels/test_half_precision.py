@@ -66,15 +66,15 @@ def test_adapters_in_fp32_lose_what_one_rounding_does(device, rank, dtype):
 
     def products(kernels, packed, x, dh, u=None):
         rows = kernels.dispatch(*ids, T, E, True)
-        found = {"u": kernels.rank_rows(x, packed.a_EKJ, rows, SCALE, True)}
+        found = {"u": kernels.lora_shrink(x, packed.a_EKJ, rows, SCALE, True)}
         u = found["u"] if u is None else u.float()
-        found["du"], found["db"] = kernels.rank_backward(dh, packed.b_ENJ, u, None, rows, SCALE, False, True, b)
-        found["da"] = kernels.factor_gradient(u, x, rows, True, a)
+        found["du"], found["db"] = kernels.lora_b_backward(dh, packed.b_ENJ, u, None, rows, SCALE, False, True, b)
+        found["da"] = kernels.lora_a_gradient(u, x, rows, True, a)
         num_rows = rows.offsets[-1].item()
         return {name: t[:num_rows] if name in ("u", "du") else t for name, t in found.items()}
 
     found = products(kernels, packed, x, dh)
-    u = kernels.rank_rows(x, packed.a_EKJ, kernels.dispatch(*ids, T, E, True), SCALE, True)
+    u = kernels.lora_shrink(x, packed.a_EKJ, kernels.dispatch(*ids, T, E, True), SCALE, True)
     wide = packed._replace(a_EKJ=packed.a_EKJ.float(), b_ENJ=packed.b_ENJ.float())
     exact = products(eager, wide, x.float(), dh.float(), u)
     assert over_the_bar(found, exact, {name: exact[name].to(dtype) for name in ("u", "du")}) == {}

@@ -12,10 +12,9 @@ from moe_problems import layer, poisoned, routing_ids, stored
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
 from sonicmoe_hf.checkpoints.comparing import relative_error
-from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.kernels import triton as portable
+from sonicmoe_hf.kernels import eager, triton
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_bucket
-from sonicmoe_hf.kernels.interface import Activation, Extra
+from sonicmoe_hf.kernels.interface import Activation, LoraTerm
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.lora_operands import pack
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
@@ -27,7 +26,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-GEMMS = ("up", "down", "down_backward", "input_rows")
+GEMMS = ("up", "down", "down_backward", "up_backward_input")
 RANKS = (8, 16, 24, 64, 100, 256)
 MAX_DW_ERROR = 1e-3  # a sum of I products of da', which the epilogue sees to 2^-11
 
@@ -40,7 +39,7 @@ def hopper():
     def fell_back(*args, **kwargs):
         raise AssertionError("fell back to Triton")
 
-    with mock.patch.multiple(portable, **dict.fromkeys(GEMMS, fell_back)):
+    with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, fell_back)):
         yield hopper
 
 
@@ -78,14 +77,14 @@ class Problem:
         first, second = adapter(self.gate_up), adapter(self.down)
         padded = first.a_EKJ.shape[2]
         self.extras = {
-            "up": first.extra_forward(of_rows(padded)), "down": second.extra_forward(of_rows(padded)),
-            "down_backward": second.extra_backward(of_rows(padded)), "input_rows": first.extra_backward(of_rows(padded)),
+            "up": first.forward_term(of_rows(padded)), "down": second.forward_term(of_rows(padded)),
+            "down_backward": second.backward_term(of_rows(padded)), "up_backward_input": first.backward_term(of_rows(padded)),
         }  # fmt: skip
 
     def products(self, kernels, extras, convert=lambda tensor: tensor):
         """Every product by name, up to the last row; `convert` is applied to all operands."""
         t = {name: convert(tensor) for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
-        extra = {name: Extra(*map(convert, value)) if value else None for name, value in extras.items()}
+        extra = {name: LoraTerm(*map(convert, value)) if value else None for name, value in extras.items()}
         act, rows = Activation("swiglu"), self.rows
         weight = self.weight.float()
         h, a = kernels.up(t["x"], t["gate_up"], t["bias"], rows, act, self.interleaved, True, True, extra=extra["up"])
@@ -94,7 +93,7 @@ class Problem:
             t["dout"], t["down"], t["down_bias"], t["h"], weight, rows, act, self.interleaved, True, True, True,
             extra=extra["down_backward"],
         )  # fmt: skip
-        dx = kernels.input_rows(t["dh"], t["gate_up"], rows, extra=extra["input_rows"])
+        dx = kernels.up_backward_input(t["dh"], t["gate_up"], rows, extra=extra["up_backward_input"])
         by_row = {"h": h, "a": a, "y": y, "dh": dh, "weighted_a": weighted_a, "dx": dx}
         return {"dw": dw, **{name: tensor[: self.num_rows] for name, tensor in by_row.items()}}
 
@@ -129,7 +128,7 @@ def test_fp16(hopper, rank, layout):
 @pytest.mark.parametrize("rank", (16, 104))
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
 def test_about_128_rows_per_expert(hopper, rank, layout):
-    """down and input_rows take an expert's last tile of up to 64 rows with the one before."""
+    """down and up_backward_input take an expert's last tile of up to 64 rows with the one before."""
     T, H, I, E, K = 1101, 576, 328, 32, 4
     assert gemm_down_tiles(H, I)[row_bucket(T * K, E)] == TALL
     check(Problem(hopper, rank, layout, T, H, I, E, K, kind="top_k"), hopper)
@@ -138,7 +137,7 @@ def test_about_128_rows_per_expert(hopper, rank, layout):
 @pytest.mark.parametrize("rank", (16, 104))
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
 def test_many_rows_of_deep_products(hopper, rank, layout):
-    """down and input_rows have cooperative consumers and epilogue warps."""
+    """down and up_backward_input have cooperative consumers and epilogue warps."""
     T, H, I, E, K = 3001, 512, 1544, 8, 4
     assert all(gemm_down_tiles(H, depth)[row_bucket(T * K, E)] == WIDE for depth in (I, 2 * I))
     check(Problem(hopper, rank, layout, T, H, I, E, K, kind="top_k"), hopper)
@@ -148,7 +147,7 @@ def test_many_rows_of_deep_products(hopper, rank, layout):
 def test_an_adapter_of_zeros_leaves_every_bit(hopper, rank):
     """So nothing of other stages, rows or experts gets into the extra depth's k blocks."""
     problem = Problem(hopper, rank, "interleaved")
-    zeros = {name: Extra(rows, torch.zeros_like(factor)) for name, (rows, factor) in problem.extras.items()}
+    zeros = {name: LoraTerm(rows, torch.zeros_like(factor)) for name, (rows, factor) in problem.extras.items()}
     without = problem.products(hopper, dict.fromkeys(zeros))
     assert same_bits(problem.products(hopper, zeros), without)
 
@@ -163,9 +162,9 @@ def test_few_rows_per_expert_and_other_orders_fall_back():
     problem = Problem(hopper, 16, "concatenated")
     exact = problem.products(eager, problem.extras, torch.Tensor.float)
     other = {
-        name: Extra(rows, factor.transpose(1, 2).contiguous().transpose(1, 2))
+        name: LoraTerm(rows, factor.transpose(1, 2).contiguous().transpose(1, 2))
         if factor.is_contiguous()
-        else Extra(rows, factor.contiguous())
+        else LoraTerm(rows, factor.contiguous())
         for name, (rows, factor) in problem.extras.items()
     }
     assert all(error < 1e-2 for error in errors(problem.products(hopper, other), exact).values())

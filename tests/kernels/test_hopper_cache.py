@@ -114,11 +114,11 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     def note(name):
         return lambda *parameters: found.append((name, parameters))
 
-    for name in ("gemm_up", "gemm_down", "gemm_dgated", "gemm_wgrad"):
+    for name in ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad"):
         monkeypatch.setattr(compiled, name, note(name))
     monkeypatch.setattr(cache, "compile_ahead", ahead := mock.Mock())
     monkeypatch.setattr(hopper, "_run_on_its_device", lambda *_: None)
-    monkeypatch.setattr(hopper, "portable", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
+    monkeypatch.setattr(hopper, "triton", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
     T, E, K = 64, 2, 2  # not few rows per expert
     transposed, interleaved = LAYOUTS[layout]
 
@@ -134,19 +134,19 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     on_gate_up, on_down = (
         pack(of(E, rank, w.shape[2]), of(E, w.shape[1], rank), 1.0, w) if rank else None for w in (gate_up, down)
     )
-    extra, rank_rows = dict.fromkeys(("up", "down", "down_backward", "input_rows")), of(T * K, rank)
+    extra, lora_shrink = dict.fromkeys(("up", "down", "down_backward", "up_backward_input")), of(T * K, rank)
     if rank:
-        extra |= {"up": on_gate_up.extra_forward(rank_rows), "down": on_down.extra_forward(rank_rows)}
+        extra |= {"up": on_gate_up.forward_term(lora_shrink), "down": on_down.forward_term(lora_shrink)}
         extra |= {
-            "input_rows": on_gate_up.extra_backward(rank_rows),
-            "down_backward": on_down.extra_backward(rank_rows),
+            "up_backward_input": on_gate_up.backward_term(lora_shrink),
+            "down_backward": on_down.backward_term(lora_shrink),
         }
     index = torch.zeros(T * K, dtype=torch.int32)
     rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
     for want in ((True, True), (False, True), (True, False)):
         hopper.up(x, gate_up, gate_up_bias, rows, activation, interleaved, *want, extra["up"])
     hopper.down(a, down, down_bias, rows, extra["down"])
-    hopper.input_rows(h, gate_up, rows, extra["input_rows"])
+    hopper.up_backward_input(h, gate_up, rows, extra["up_backward_input"])
     for want in ((True, True, True), (True, False, True), (True, True, False), (True, False, False)):
         hopper.down_backward(
             x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want, extra["down_backward"]
@@ -157,7 +157,9 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("bias", "I"), [(False, 192), (True, 192), (False, 768)])  # the last's input_rows is deep
+@pytest.mark.parametrize(
+    ("bias", "I"), [(False, 192), (True, 192), (False, 768)]
+)  # the last's up_backward_input is deep
 @pytest.mark.parametrize("name", ["clamped_swiglu", "relu2"])
 def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layout, bias, I, name):
     """A layer asks for the tiles of any number of rows at once, so that another compiles nothing."""
@@ -168,7 +170,7 @@ def test_warming_up_compiles_what_a_layer_asks_for_and_no_more(monkeypatch, layo
     of_training, of_inference, of_repeating = ahead
     assert of_inference == [] and of_training == of_repeating
     seldom = [kernel for kernel in found if kernel[0] == "gemm_up"]
-    seldom += [kernel for kernel in found if kernel[0] == "gemm_dgated" and not all(kernel[1][4:7])]
+    seldom += [kernel for kernel in found if kernel[0] == "gemm_down_backward" and not all(kernel[1][4:7])]
     assert {repr(kernel) for kernel in of_training} == {repr(kernel) for kernel in found if kernel not in seldom}
 
 
@@ -182,7 +184,7 @@ def test_a_layer_with_adapters_asks_for_kernels_of_their_rank(monkeypatch, layou
     expected = variants(256, 192, torch.bfloat16, act, *LAYOUTS[layout], True, rank=16)
     assert {repr(kernel) for kernel in found} == {repr(kernel) for kernel in expected}
     assert all(parameters[-2] == 16 for name, parameters in found if name != "gemm_wgrad")
-    assert of_inference == [] and {name for name, _ in of_training} == {"gemm_down", "gemm_dgated"}
+    assert of_inference == [] and {name for name, _ in of_training} == {"gemm_down", "gemm_down_backward"}
     assert {repr(kernel) for kernel in of_training} <= {repr(kernel) for kernel in found}
 
 

@@ -9,7 +9,7 @@ from kernel_helpers import captured, errors, same_bits
 from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
-from sonicmoe_hf.kernels import triton as portable
+from sonicmoe_hf.kernels import triton
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Activation
 from sonicmoe_hf.layer import backends
@@ -22,7 +22,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-GEMMS = ("up", "down", "down_backward", "input_rows", "gate_up_gradient", "down_gradient")
+GEMMS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient", "down_gradient")
 ORDERS = ("concatenated", "interleaved")
 
 
@@ -33,7 +33,7 @@ def on_hopper_alone():
     def fell_back(*args, **kwargs):
         raise AssertionError("fell back to Triton")
 
-    with mock.patch.multiple(portable, **dict.fromkeys(GEMMS, fell_back)):
+    with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, fell_back)):
         yield
 
 
@@ -52,7 +52,7 @@ def test_sizes_and_layouts(on_hopper_alone, T, layout, bias):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_rows_of_deep_products(on_hopper_alone, dtype, layout):
-    """down, with bias, and input_rows take wide tiles."""
+    """down, with bias, and up_backward_input take wide tiles."""
     H, I, E, K = 512, 1544, 8, 4
     tensors, dout, ids = problem(3001, H=H, I=I, E=E, K=K, empty=(0, 7), dtype=dtype, bias=True)
     assert all(gemm_down_tiles(H, depth)[row_bucket(3001 * K, E)] == WIDE for depth in (I, 2 * I))
@@ -72,7 +72,7 @@ def test_weight_gradients_over_few_rows(on_hopper_alone, dtype, layout):
 @pytest.mark.parametrize("T, dtype", ((801, torch.bfloat16), (1101, torch.bfloat16), (1101, torch.float16)))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
-    """down, with bias, and input_rows take an expert's last tile of up to 64 rows with the one before."""
+    """down, with bias, and up_backward_input take an expert's last tile of up to 64 rows with the one before."""
     H, I, E, K = 576, 328, 32, 4
     tensors, dout, ids = problem(T, H=H, I=I, E=E, K=K, empty=(*range(7), 31), dtype=dtype, bias=True)
     assert gemm_down_tiles(H, I)[row_bucket(T * K, E)] == TALL
@@ -83,7 +83,7 @@ def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
 
 @pytest.mark.parametrize("K", (2, 4))
 def test_many_short_products(on_hopper_alone, K):
-    """down and input_rows are scheduled statically, in many rounds; experts have about 320 or 640 rows, the last half a tile."""
+    """down and up_backward_input are scheduled statically, in many rounds; experts have about 320 or 640 rows, the last half a tile."""
     H, I, E = 520, 200, 192
     assert all(gemm_down_tiles(H, depth)[row_bucket(30720 * K, E)].static for depth in (I, 2 * I))
     check(*problem(30720, H=H, I=I, E=E, K=K, empty=(0, 7), bias=True), backend="hopper")
@@ -223,7 +223,7 @@ def test_the_same_rows_serve_again(on_hopper_alone, T, E, K):
         h, a = kernels.up(x, gate_up, None, rows, act, False, True, True)
         yield from (h, a, kernels.down(a, down, None, rows))
         yield from kernels.down_backward(dout, down, None, h, weight, rows, act, False, True, True, True)
-        yield from (kernels.input_rows(h, gate_up, rows), kernels.gate_up_gradient(h, x, rows, gate_up))
+        yield from (kernels.up_backward_input(h, gate_up, rows), kernels.gate_up_gradient(h, x, rows, gate_up))
         yield kernels.down_gradient(dout, a, rows, down)
 
     first = list(everything())

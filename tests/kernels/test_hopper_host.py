@@ -13,14 +13,14 @@ pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels import hopper
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles
-from sonicmoe_hf.kernels.interface import Activation, Extra, PackedOperand, Rows
+from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Rows
 
 pytestmark = pytest.mark.pinned
 
 E, T, H, I, P, RANK, SMS = 2, 40, 256, 192, 130, 16, 3
-FUNCTIONS = ("up", "down", "input_rows", "down_backward", "gate_up_gradient", "down_gradient")
+FUNCTIONS = ("up", "down", "up_backward_input", "down_backward", "gate_up_gradient", "down_gradient")
 SWIGLU = Activation()
-COMPILED = ("gemm_up", "gemm_down", "gemm_dgated", "gemm_wgrad")
+COMPILED = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
 
 
 def of(*size, dtype=torch.bfloat16):
@@ -49,7 +49,7 @@ def arguments_of(function, t):
     return {
         "up": (t.x, t.gate_up, t.gate_up_bias, t.rows, SWIGLU, False, True, True, t.extra),
         "down": (t.a, t.down, t.down_bias, t.rows, t.extra),
-        "input_rows": (t.h, t.gate_up, t.rows, t.extra),
+        "up_backward_input": (t.h, t.gate_up, t.rows, t.extra),
         "down_backward": (
             t.dout, t.down, t.down_bias, t.h, t.weight, t.rows, SWIGLU, False, True, True, True, t.extra
         ),
@@ -81,10 +81,10 @@ def launched(monkeypatch):
 @pytest.fixture
 def triton(monkeypatch):
     """The Triton backend, whose functions note that they were called."""
-    portable = mock.Mock()
-    portable.routing_gradient.side_effect = lambda parts, *_: parts
-    monkeypatch.setattr(hopper, "portable", portable)
-    return portable
+    functions = mock.Mock()
+    functions.routing_gradient.side_effect = lambda parts, *_: parts
+    monkeypatch.setattr(hopper, "triton", functions)
+    return functions
 
 
 def same(found, expected):
@@ -123,7 +123,7 @@ def test_supported_calls_go_to_the_hopper_kernels(launched, triton, function, dt
 
 
 OPERANDS = {  # of each function, those that kernels read or write 16 bytes at a time
-    "up": ("x", "gate_up"), "down": ("a", "down"), "input_rows": ("h", "gate_up"),
+    "up": ("x", "gate_up"), "down": ("a", "down"), "up_backward_input": ("h", "gate_up"),
     "down_backward": ("dout", "down", "h"), "gate_up_gradient": ("h", "x"), "down_gradient": ("dout", "a"),
 }  # fmt: skip
 EVERY_OPERAND = [(function, name) for function, names in OPERANDS.items() for name in names]
@@ -154,7 +154,7 @@ def test_operands_in_fp32_fall_back(launched, triton, function, name):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_weights_with_gaps_fall_back(launched, triton, function):
     """Of a weight gradient, what it shall look like; transposed weights have none."""
-    name = "gate_up" if function in ("up", "input_rows", "gate_up_gradient") else "down"
+    name = "gate_up" if function in ("up", "up_backward_input", "gate_up_gradient") else "down"
     weight = getattr(operands(), name)
     assert falls_back(function, operands(**{name: with_gaps(weight)}), launched, triton)
     assert falls_back(function, operands(**{name: with_gaps(weight.mT.contiguous()).mT}), launched, triton)
@@ -170,7 +170,7 @@ def sized(hidden, inner):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_sizes_that_are_small_or_no_multiple_of_eight_fall_back(launched, triton, function):
-    reads_width = function in ("input_rows", "gate_up_gradient")  # and 2I there, where the others read I
+    reads_width = function in ("up_backward_input", "gate_up_gradient")  # and 2I there, where the others read I
     for hidden, inner in ((64, I), (260, I), (H, 32), (H, 202)):
         assert falls_back(function, sized(hidden, inner), launched, triton)
     assert falls_back(function, sized(H, 64), launched, triton) != reads_width
@@ -219,7 +219,7 @@ def test_packed_weights_fall_back(launched, triton, function):
     assert falls_back(function, operands(gate_up=packed, down=packed), launched, triton)
 
 
-WITH_EXTRA = {"up": (2 * I, H), "down": (H, I), "input_rows": (H, 2 * I), "down_backward": (I, H)}  # [E, N, K]
+WITH_EXTRA = {"up": (2 * I, H), "down": (H, I), "up_backward_input": (H, 2 * I), "down_backward": (I, H)}  # [E, N, K]
 
 
 @pytest.fixture(params=WITH_EXTRA)
@@ -228,11 +228,11 @@ def function_with_extra(request):
 
 
 def adapter(function, rank=RANK):
-    """Rows and a factor in the order of the weight, which `down_backward` and `input_rows` read transposed."""
+    """Rows and a factor in the order of the weight, which `down_backward` and `up_backward_input` read transposed."""
     columns = WITH_EXTRA[function][0]
-    if function in ("input_rows", "down_backward"):
-        return Extra(of(P, rank), of(E, rank, columns).mT)
-    return Extra(of(P, rank), of(E, columns, rank))
+    if function in ("up_backward_input", "down_backward"):
+        return LoraTerm(of(P, rank), of(E, rank, columns).mT)
+    return LoraTerm(of(P, rank), of(E, columns, rank))
 
 
 def test_adapters_go_to_the_hopper_kernels(launched, triton, function_with_extra):
@@ -266,7 +266,7 @@ def factor_with_gaps(extra):
     ids=("other order", "gaps", "rows off alignment", "rows with gaps", "rows of fp16", "factor of fp16"),
 )  # fmt: skip
 def test_other_adapters_fall_back(launched, triton, function_with_extra, changed):
-    if changed is in_the_other_order and function_with_extra in ("input_rows", "down_backward"):
+    if changed is in_the_other_order and function_with_extra in ("up_backward_input", "down_backward"):
         changed = lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.contiguous())  # noqa: E731
     extra = changed(adapter(function_with_extra))
     assert falls_back(function_with_extra, operands(extra=extra), launched, triton)
@@ -298,14 +298,14 @@ def test_what_the_kernels_are_called_with(launched, triton):
     assert name == "gemm_down" and parameters[:-1] == (dtype, H, I, True, True, 0)
     assert same(arguments, (t.a, t.down, t.down_bias, None, None, out, t.rows.token, *schedule))
 
-    dx = call("input_rows", t)
+    dx = call("up_backward_input", t)
     name, parameters, arguments = launched.pop()
     assert name == "gemm_down" and parameters[:-1] == (dtype, H, 2 * I, False, False, 0)
     assert same(arguments, (t.h, t.gate_up.mT, None, None, None, dx, t.rows.token, *schedule))
 
     dh, a, parts = call("down_backward", t)
     name, parameters, arguments = launched.pop()
-    assert name == "gemm_dgated" and parameters[:-1] == (dtype, H, I, False, True, True, True, SWIGLU, False, 0)
+    assert name == "gemm_down_backward" and parameters[:-1] == (dtype, H, I, False, True, True, True, SWIGLU, False, 0)
     expected = t.dout, t.down.mT, None, None, t.h, t.weight, dh, a, parts, t.rows.pair, t.rows.token, *schedule
     assert same(arguments, expected)
     assert parts.shape == (-(-I // parameters[-1].columns), P) and parts.dtype == torch.float32

@@ -15,7 +15,7 @@ from moe_problems import poisoned
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper.config import Tile
-from sonicmoe_hf.kernels.interface import UNGATED, Activation, Extra
+from sonicmoe_hf.kernels.interface import UNGATED, Activation, LoraTerm
 
 pytestmark = pytest.mark.pinned
 
@@ -45,20 +45,20 @@ def weight(num_experts, columns, depth, dtype, transposed):
 def extra(rank, num_pairs, num_experts, columns, dtype, transposed):
     if not rank:
         return None
-    return Extra(normal(num_pairs, rank, dtype=dtype), weight(num_experts, columns, rank, dtype, transposed))
+    return LoraTerm(normal(num_pairs, rank, dtype=dtype), weight(num_experts, columns, rank, dtype, transposed))
 
 
 def wide(value):
     """In fp32."""
-    if isinstance(value, Extra):
-        return Extra(*(tensor.float() for tensor in value))
+    if isinstance(value, LoraTerm):
+        return LoraTerm(*(tensor.float() for tensor in value))
     return value.float() if isinstance(value, torch.Tensor) else value
 
 
 def check_rows(found, expected, rows, roundings=1):
     """As near to fp32 as that many roundings are, but for the order of sums; nothing is written past the rows there are.
 
-    In fp16 what is computed with the product has two: residual.py spares bf16 alone the product's own.
+    In fp16 what is computed with the product has two: rounding_error.py spares bf16 alone the product's own.
     """
     num_rows = int(rows.offsets[-1])
     assert found[num_rows:].isnan().all()
@@ -122,7 +122,7 @@ def test_down_backward(monkeypatch, I, dtype, interleaved, transposed, rank, nam
     dout, down = normal(T, H, dtype=dtype), weight(E, H, I, dtype, transposed)
     h, routing = normal(num_pairs, act.width(I), dtype=dtype), torch.rand(num_pairs)
     adapter = extra(rank, num_pairs, E, I, dtype, not transposed)
-    monkeypatch.setattr(hopper.portable, "routing_gradient", lambda parts, *_: parts)
+    monkeypatch.setattr(hopper.triton, "routing_gradient", lambda parts, *_: parts)
     with poisoned():
         dh, a, parts = hopper.down_backward(
             dout, down, None, h, routing, rows, act, interleaved, True, True, True, adapter

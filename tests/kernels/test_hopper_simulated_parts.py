@@ -127,7 +127,7 @@ def test_an_activation_without_a_gate_and_its_slope_are_eager_s(name):
 def test_a_rounded_product_and_its_residual_are_the_product(truncated, bound):
     """Four bits below the 16, and half of what is left out on average: at most 1.28 * 2^-11 of the value, or half of it."""
     draw = random.Random(0)
-    residual = source.module("residual").Residual(0, truncated)
+    residual = source.module("rounding_error").Residual(0, truncated)
     for _ in range(300):
         scale = 10.0 ** draw.uniform(-3, 3)
         values = [[float_of(bits_of(draw.gauss(0, scale))) for _ in range(2)] for _ in range(4)]
@@ -142,7 +142,7 @@ def test_a_rounded_product_and_its_residual_are_the_product(truncated, bound):
 @pytest.mark.parametrize("value", (math.inf, -math.inf, 0.0, 3.3895e38))
 def test_a_residual_keeps_what_is_not_finite(value):
     """And what rounds to infinity or zero."""
-    residual = source.module("residual").Residual(0, False)
+    residual = source.module("rounding_error").Residual(0, False)
     word = residual.word([[Bits(bits_of(value))] * 2] * 4)
     found = residual.value(Registers(BFloat16, (2,), [value] * 2), [word], 0, 0)
     assert found == pytest.approx(value, rel=2.0**-10)

@@ -1,5 +1,5 @@
 """up and down that read packed weights: interpreted on a CPU (or run, where there is a GPU) against the eager backend on the
-dequantised weights, and their PTX, which the interpreter does not run, by a small interpreter of its own.
+dequantized weights, and their PTX, which the interpreter does not run, by a small interpreter of its own.
 
 Tolerances: fp32 sums in another order as in test_triton.py; in bf16 on a GPU, one rounding of the result.
 """
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
 def problem(name, T, H, I, E, K, kind, device, dtype, interleaved=False):
-    """Rows by both backends, x, and gate_up and down: packed, and as they are dequantised."""
+    """Rows by both backends, x, and gate_up and down: packed, and as they are dequantized."""
     ids = routing_ids(T, E, K, kind, device, empty=(1,))
     tensors, _ = layer(T, H, I, E, ids[0].numel(), dtype, device)
     orders = {"gate_up": "interleaved" if interleaved else "concatenated", "down": "whole"}
@@ -60,7 +60,7 @@ def test_up_and_down_agree_with_the_eager_backend(device, name, T, H, I, kind, i
     if rank:
         for product, weight in (("up", dense_gate_up), ("down", dense_down)):
             adapted = pack(*adapter(E, rank, weight.shape[2], weight.shape[1], device), 0.7, weight)
-            extra[product] = adapted.extra_forward(torch.randn(rows[0].token.numel(), rank + -rank % 8).to(x))
+            extra[product] = adapted.forward_term(torch.randn(rows[0].token.numel(), rank + -rank % 8).to(x))
 
     def results(backend, rows, gate_up, down, a=None):
         h, own = backend.up(x, gate_up, tensors["gate_up_bias"], rows, act, interleaved, True, True, extra["up"])

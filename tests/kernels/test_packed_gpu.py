@@ -1,5 +1,5 @@
-"""Packed experts on a GPU: the dequantising kernel's bits, layers whose products read packed weights beside layers of the
-dequantised ones, and CUDA graphs."""
+"""Packed experts on a GPU: the dequantizing kernel's bits, layers whose products read packed weights beside layers of the
+dequantized ones, and CUDA graphs."""
 
 import pytest
 import torch

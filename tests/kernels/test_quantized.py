@@ -28,7 +28,7 @@ def same_bits(actual, expected):
 
 
 def bitsandbytes_nf4(weight):
-    """bitsandbytes' codes and quantisation state, and the same as ours stores them."""
+    """bitsandbytes' codes and quantization state, and the same as ours stores them."""
     from bitsandbytes.functional import quantize_4bit
 
     codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
@@ -37,7 +37,7 @@ def bitsandbytes_nf4(weight):
     return codes, state, Quantized(codes.view(shapes.codes), state.absmax.view(shapes.scales), nested)
 
 
-def test_nf4_gives_the_values_of_bitsandbytes_from_its_quantisation_state():
+def test_nf4_gives_the_values_of_bitsandbytes_from_its_quantization_state():
     from bitsandbytes.functional import dequantize_4bit
 
     weight = torch.randn(SHAPE)
@@ -49,7 +49,7 @@ def test_nf4_gives_the_values_of_bitsandbytes_from_its_quantisation_state():
         assert same_bits(dequantize(packed, "nf4", dtype), dequantize_4bit(codes, state)), dtype
 
 
-def test_nf4_quantises_as_bitsandbytes_does():
+def test_nf4_quantizes_as_bitsandbytes_does():
     weight = torch.randn(SHAPE).bfloat16()
     _, _, theirs = bitsandbytes_nf4(weight)
     for part, ours, wanted in zip(Quantized._fields, quantize(weight, "nf4"), theirs):
@@ -85,7 +85,7 @@ def fp8_of_transformers(weight):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_quantises_and_gives_the_values_of_transformers(dtype):
+def test_fp8_quantizes_and_gives_the_values_of_transformers(dtype):
     weight = torch.randn(3, 256, 384).to(dtype)
     weight[1, 128:, 128:256] = 0
     packed = quantize(weight, "fp8")

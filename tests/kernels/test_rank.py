@@ -54,22 +54,22 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
             found[name] = tensor
             return tensor if at is None else at[name]
 
-        u = result("u", kernels.rank_rows(x, first.a_EKJ, rows, SCALE, True))
-        h, a = kernels.up(x, gate_up, bias, rows, act, interleaved, True, True, extra=first.extra_forward(u))
+        u = result("u", kernels.lora_shrink(x, first.a_EKJ, rows, SCALE, True))
+        h, a = kernels.up(x, gate_up, bias, rows, act, interleaved, True, True, extra=first.forward_term(u))
         h, a = result("h", h), result("a", a)
-        v = result("v", kernels.rank_rows(a, second.a_EKJ, rows, SCALE, False))
-        result("y", kernels.down(a, down, down_bias, rows, extra=second.extra_forward(v)))
-        dv, db2 = kernels.rank_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
+        v = result("v", kernels.lora_shrink(a, second.a_EKJ, rows, SCALE, False))
+        result("y", kernels.down(a, down, down_bias, rows, extra=second.forward_term(v)))
+        dv, db2 = kernels.lora_b_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
         dv, _ = result("dv", dv), result("db2", db2)
         dh, weighted_a, dw = kernels.down_backward(
-            dout, down, down_bias, h, weight, rows, act, interleaved, True, True, True, extra=second.extra_backward(dv)
+            dout, down, down_bias, h, weight, rows, act, interleaved, True, True, True, extra=second.backward_term(dv)
         )
         dh, weighted_a, _ = result("dh", dh), result("weighted_a", weighted_a), result("dw", dw)
-        result("da2", kernels.factor_gradient(dv, weighted_a, rows, False, a2))
-        du, db1 = kernels.rank_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
+        result("da2", kernels.lora_a_gradient(dv, weighted_a, rows, False, a2))
+        du, db1 = kernels.lora_b_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
         du, _ = result("du", du), result("db1", db1)
-        result("da1", kernels.factor_gradient(du, x, rows, True, a1))
-        result("dx", kernels.input_rows(dh, gate_up, rows, extra=first.extra_backward(du)))
+        result("da1", kernels.lora_a_gradient(du, x, rows, True, a1))
+        result("dx", kernels.up_backward_input(dh, gate_up, rows, extra=first.backward_term(du)))
         return found
 
     rows = eager.dispatch(*ids, T, E, True)
@@ -93,8 +93,8 @@ def test_no_rows_give_zero_gradients_of_factors(device):
     a, b = adapter(3, 5, 16, 24, device)
     packed = pack(a, b, SCALE, torch.empty(3, 24, 16, device=device))
     empty = torch.empty(0, 16, device=device)
-    u = kernels.rank_rows(empty, packed.a_EKJ, rows, SCALE, True)
+    u = kernels.lora_shrink(empty, packed.a_EKJ, rows, SCALE, True)
     with poisoned():
-        da = kernels.factor_gradient(u, empty, rows, True, a)
-        du, db = kernels.rank_backward(empty.new_empty(0, 24), packed.b_ENJ, u, None, rows, SCALE, False, True, b)
+        da = kernels.lora_a_gradient(u, empty, rows, True, a)
+        du, db = kernels.lora_b_backward(empty.new_empty(0, 24), packed.b_ENJ, u, None, rows, SCALE, False, True, b)
     assert u.shape == du.shape == (0, 8) and (da == 0).all() and (db == 0).all()

@@ -129,7 +129,7 @@ def test_every_kernel_agrees_with_the_eager_backend(device, layout, shape, kind)
         )
         at.setdefault("dh", dh)
         at.setdefault("weighted_a", weighted_a)
-        dx = kernels.input_rows(at["dh"], gate_up, rows)
+        dx = kernels.up_backward_input(at["dh"], gate_up, rows)
         at.setdefault("dx", dx)
         found = {
             "h": h, "a": a, "y": kernels.down(at["a"], down, down_bias, rows),

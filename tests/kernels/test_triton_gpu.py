@@ -14,7 +14,7 @@ from triton import JITFunction
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import GATED, UNGATED
-from sonicmoe_hf.kernels.triton import bias_gradient, gemm_dgated, gemm_down, gemm_up, gemm_wgrad
+from sonicmoe_hf.kernels.triton import bias_gradient, gemm_down, gemm_down_backward, gemm_up, gemm_wgrad
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import LAYOUTS
 
@@ -169,7 +169,7 @@ def test_nothing_synchronises():
 def compiled_variants():
     names = ("combine", "dispatch")  # the package's attributes of these names are functions
     others = (sys.modules[f"sonicmoe_hf.kernels.triton.{name}"] for name in names)
-    modules = (bias_gradient, gemm_dgated, gemm_down, gemm_up, gemm_wgrad, *others)
+    modules = (bias_gradient, gemm_down_backward, gemm_down, gemm_up, gemm_wgrad, *others)
     found = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
     return sum(len(caches[0]) for kernel in found for caches in kernel.device_caches.values())
 

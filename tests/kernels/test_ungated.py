@@ -156,7 +156,7 @@ def test_packed_weights_are_read_as_their_values(device, name, T, rank):
     dense, extra = packed.dequantize().to(dtype), None
     if rank:
         a, b = torch.randn(E, rank, H, device=device) / 16, torch.randn(E, I, rank, device=device)
-        extra = pack(a, b, 0.7, dense).extra_forward(torch.randn(T * K, rank + -rank % 8, device=device).to(dtype))
+        extra = pack(a, b, 0.7, dense).forward_term(torch.randn(T * K, rank + -rank % 8, device=device).to(dtype))
     rows, act = kernels.dispatch(*ids, T, E, False), Activation("relu2")
     operand = PackedOperand(packed.codes, packed.scales, packed.state, packed.format)
     bias = tensors["gate_up_bias"]

@@ -12,7 +12,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.patching.support import find_layers
 
 COMPUTED_BY = {  # gradient: the kernels' functions that only it needs
-    "x": {"input_rows"},
+    "x": {"up_backward_input"},
     "gate_up": {"gate_up_gradient"},
     "down": {"down_gradient"},
     "weights": set(),

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.layer import torch_op as custom_op
+from sonicmoe_hf.layer import torch_op
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.lora_operands import side_by_side
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
@@ -167,13 +167,13 @@ def test_gradients_of_fp32_factors_are_fp32_sums_whatever_the_experts_dtype(rank
 
 
 COMPUTED_BY = {  # what is asked for: the kernels' functions that are called for it
-    ("x",): {"rank_backward", "input_rows"},
-    ("gate_up_a",): {"rank_backward", "factor_gradient"},
-    ("gate_up_b",): {"rank_backward"},
-    ("down_a",): {"rank_backward", "factor_gradient"},
-    ("down_b",): {"rank_backward"},
-    ("weights",): {"rank_backward"},
-    FACTORS: {"rank_backward", "factor_gradient"},
+    ("x",): {"lora_b_backward", "up_backward_input"},
+    ("gate_up_a",): {"lora_b_backward", "lora_a_gradient"},
+    ("gate_up_b",): {"lora_b_backward"},
+    ("down_a",): {"lora_b_backward", "lora_a_gradient"},
+    ("down_b",): {"lora_b_backward"},
+    ("weights",): {"lora_b_backward"},
+    FACTORS: {"lora_b_backward", "lora_a_gradient"},
 }
 
 
@@ -185,7 +185,7 @@ def test_a_backward_computes_the_gradients_asked_for_and_no_others(monkeypatch, 
     inputs = with_factors(inputs)
     every = output_and_gradients(run, inputs, index, save=save)
     called = []
-    for name in ("rank_backward", "factor_gradient", "input_rows", "gate_up_gradient", "down_gradient"):
+    for name in ("lora_b_backward", "lora_a_gradient", "up_backward_input", "gate_up_gradient", "down_gradient"):
         function = getattr(eager, name)
         monkeypatch.setattr(eager, name, lambda *a, _f=function, _n=name, **k: called.append(_n) or _f(*a, **k))
     with Watching() if as_op else torch.enable_grad():
@@ -235,7 +235,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
 def test_nothing_of_a_weights_size_is_formed(monkeypatch, layout, dtype, save):
-    monkeypatch.setattr(custom_op, "traced", lambda *tensors: False)  # the mode is to look into the ops
+    monkeypatch.setattr(torch_op, "traced", lambda *tensors: False)  # the mode is to look into the ops
     inputs, index = problem(4, 192, 160, 8, 2, layout=layout, dtype=dtype)
     inputs = with_factors(inputs, (2, 2), dtype=torch.float32)
     for name in ("gate_up", "down"):

@@ -212,18 +212,18 @@ def test_backward_frees_what_it_has_used(monkeypatch, save):
             found = function(*args, **options)
             if name == "down_backward":
                 alive["dh"] = found[0]
-            elif name == "input_rows":
+            elif name == "up_backward_input":
                 alive["dx_R"] = found
             return found
 
         return called
 
-    for name in ("down_backward", "input_rows", "gate_up_gradient", "down_gradient"):
+    for name in ("down_backward", "up_backward_input", "gate_up_gradient", "down_gradient"):
         monkeypatch.setattr(eager, name, spy(name, getattr(eager, name)))
     first = torch.autograd.grad(out.sum(), [*inputs.values()], retain_graph=True)
     kept = {"h"} if save == "preactivation" else set()  # by the graph
     assert order == [
-        ("down_backward", set()), ("input_rows", kept | {"dh"}), ("gate_up_gradient", kept | {"dh"}),
+        ("down_backward", set()), ("up_backward_input", kept | {"dh"}), ("gate_up_gradient", kept | {"dh"}),
         ("down_gradient", kept),
     ]  # fmt: skip
     order.clear()

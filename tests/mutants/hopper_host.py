@@ -45,7 +45,7 @@ MUTATIONS = [
         BACKEND,
         "a_RI, parts, rows.pair, rows.token,",
         "a_RI, parts, rows.token, rows.pair,",
-        "gemm_dgated gets tokens for pairs",
+        "gemm_down_backward gets tokens for pairs",
         f"{TESTS}::test_what_the_kernels_are_called_with",
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = [
     ),
     Mutation(
         BACKEND,
-        "lambda: portable.down_gradient(dout_TH, a_RI, rows, like_EHI).transpose(1, 2),",
-        "lambda: portable.down_gradient(dout_TH, a_RI, rows, like_EHI),",
+        "lambda: triton.down_gradient(dout_TH, a_RI, rows, like_EHI).transpose(1, 2),",
+        "lambda: triton.down_gradient(dout_TH, a_RI, rows, like_EHI),",
         "down's gradient comes back from Triton transposed",
         f"{TESTS}::test_operands_off_alignment_fall_back",
     ),

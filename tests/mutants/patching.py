@@ -1,4 +1,4 @@
-"""Of what patching does in a model call: balance, calls and their threads, adapters, conversion, the 4-bit quantiser."""
+"""Of what patching does in a model call: balance, calls and their threads, adapters, conversion, the 4-bit quantizer."""
 
 from . import Mutation
 
@@ -108,7 +108,7 @@ MUTATIONS = [
         "sonicmoe_hf/cli/doctor.py",
         "for part in (config, config.get_text_config()):",
         "for part in (config,):",
-        "doctor does not see that a multimodal model's text model is quantised",
+        "doctor does not see that a multimodal model's text model is quantized",
         "tests/cli/test_cli.py::test_doctor_finds_what_a_multimodal_config_declares_of_its_text_model",
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""PEFT, TRL, autocast, accelerate's device maps, copies and files, quantisers and hub kernels."""
+"""PEFT, TRL, autocast, accelerate's device maps, copies and files, quantizers and hub kernels."""
 
 import copy
 import io
@@ -263,19 +263,19 @@ def test_a_model_trained_with_rounding_reloads_plain(family, tmp_path):
 # what cannot be accelerated
 
 
-def with_quantised_experts(model):
-    """The experts that Transformers' quantisers put in, on the meta device: their kernels need a GPU."""
+def with_quantized_experts(model):
+    """The experts that Transformers' quantizers put in, on the meta device: their kernels need a GPU."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
     from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
-    def quantised():
+    def quantized():
         if model.config.model_type == "gpt_oss":
             return Mxfp4GptOssExperts(model.config)
         return FP8Experts(model.config, block_size=(128, 128))
 
     for layer in model.model.layers:
         with torch.device("meta"):
-            layer.mlp.experts = quantised()
+            layer.mlp.experts = quantized()
     return model
 
 
@@ -283,18 +283,18 @@ REMEDIES = {"gpt_oss": r"Mxfp4Config\(dequantize=True\)", "qwen3_moe": r"FineGra
 
 
 @pytest.mark.parametrize("family", REMEDIES)
-def test_quantised_experts_are_refused_with_the_remedy(family):
-    model = with_quantised_experts(build(family))
+def test_quantized_experts_are_refused_with_the_remedy(family):
+    model = with_quantized_experts(build(family))
     assert not any(layer.accelerated for layer in sonicmoe_hf.supports(model))
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=REMEDIES[family]):
         sonicmoe_hf.patch_model(model)
 
 
 @pytest.mark.parametrize("family", REMEDIES)
-def test_experts_quantised_after_patching_are_refused_before_the_first_forward(family):
+def test_experts_quantized_after_patching_are_refused_before_the_first_forward(family):
     sonicmoe_hf.patch()
     try:
-        model = with_quantised_experts(build(family))
+        model = with_quantized_experts(build(family))
     finally:
         sonicmoe_hf.unpatch()
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=REMEDIES[family]):

@@ -239,11 +239,11 @@ def test_a_refused_model_is_left_as_it_was():
     assert fingerprint(model) == before
 
 
-def test_quantised_weights_are_refused_with_the_remedy():
+def test_quantized_weights_are_refused_with_the_remedy():
     model = build("qwen3_moe")
     experts = model.model.layers[0].mlp.experts
     experts.gate_up_proj = nn.Parameter(torch.zeros(8, 32, 32, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj is stored as torch.uint8, quantised; load"):
+    with pytest.raises(UnsupportedModelError, match=r"gate_up_proj is stored as torch.uint8, quantized; load"):
         sonicmoe_hf.patch_model(model)
     experts.gate_up_proj = nn.Parameter(torch.zeros(8, 32, 32).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UnsupportedModelError, match=r"float8_e4m3fn"):

@@ -113,7 +113,7 @@ def test_packed_experts_take_the_bits_of_their_format(format, bits):
     assert 8 * stored_bytes(sizes, format) / sizes.experts == pytest.approx(bits, abs=1e-3)
 
 
-def test_a_quantised_checkpoint_is_planned_in_its_own_format_and_dequantised():
+def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     for config, own in ((GPT_OSS, "mxfp4"), (Qwen3MoeConfig(**QWEN3_30B_A3B), "fp8")):
         config.quantization_config = {**FP8, "quant_method": own}
         ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
@@ -166,8 +166,8 @@ def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch
     monkeypatch.syspath_prepend(EXAMPLES)
     pytest.importorskip("torchao")  # which one of the examples imports
     examples, commands, accelerate = {}, build_parser(), launch_command_parser()
-    quantised = DeepseekV3Config(quantization_config=FP8)
-    for config in (Qwen3MoeConfig(**QWEN3_30B_A3B), GPT_OSS, quantised, CONFIGS["olmoe"]()):
+    quantized = DeepseekV3Config(quantization_config=FP8)
+    for config in (Qwen3MoeConfig(**QWEN3_30B_A3B), GPT_OSS, quantized, CONFIGS["olmoe"]()):
         for gpus in (1, 8):
             for way in ways_of(sizes_of(config, "a folder/a model"), gpus=gpus, gpu_memory=80, tokens=16384):
                 launcher, path, options, before = parts_of(way.command)

@@ -23,7 +23,7 @@ OTHERS = {
         "_scale_inv",
         "_scales",
         "_values",
-    ),  # ends of tensors' names in quantised checkpoints
+    ),  # ends of tensors' names in quantized checkpoints
     "_bias",  # the end of a bias's name
 }
 

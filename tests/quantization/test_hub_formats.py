@@ -74,7 +74,7 @@ def test_an_fp8_checkpoints_experts_are_taken_bit_for_bit(family, kind, tmp_path
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_logits_and_adapters_gradients_are_those_of_the_dequantised_model(family, tmp_path):
+def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family, tmp_path):
     make_fp8(tmp_path / "fp8", family)
     packed = from_pretrained(tmp_path / "fp8", experts_quantization="fp8", dtype=torch.float32)
     dense = from_pretrained(tmp_path / "dense", dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys):
     for name, nbytes in (("fp8", 1 + 4 / 128**2), ("nvfp4", (8 + 1) / 16 + 4 / 128**2), ("mxfp4", 17 / 32)):
         convert_checkpoint(tmp_path / "bf16", tmp_path / name, quantize=name)
         found = inspect_checkpoint(tmp_path / name)
-        assert found.quantisation == name and found.bytes_per_expert_weight == pytest.approx(nbytes, rel=1e-6)
+        assert found.quantization == name and found.bytes_per_expert_weight == pytest.approx(nbytes, rel=1e-6)
     assert inspect_checkpoint(tmp_path / "bf16").bytes_per_expert_weight == 2
     assert main(["inspect", str(tmp_path / "fp8")]) == 0
     assert "1.0002 bytes a weight" in " ".join(capsys.readouterr().out.split())
@@ -208,7 +208,7 @@ def deepseek_v4(tmp_path):
 
 def test_the_fp4_experts_of_deepseek_v4_are_mxfp4_bit_for_bit(deepseek_v4):
     folder, plain = deepseek_v4
-    with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantised already \(mxfp4\)"):
+    with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantized already \(mxfp4\)"):
         from_pretrained(folder, experts_quantization="fp8")
     packed = from_pretrained(folder, experts_quantization="mxfp4", dtype=torch.float32)
     dense = from_pretrained(plain, dtype=torch.float32)

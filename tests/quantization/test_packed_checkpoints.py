@@ -81,12 +81,12 @@ def test_inspection_names_the_format_and_counts_what_packed_weights_stand_for(tm
     make(tmp_path / "hub", "qwen3_moe", **SIZES["qwen3_moe"])
     convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize="nf4")
     dense, packed = inspect_checkpoint(tmp_path / "hub"), inspect_checkpoint(tmp_path / "packed")
-    assert (packed.quantisation, packed.layout, packed.parameters) == ("nf4", "native", dense.parameters)
+    assert (packed.quantization, packed.layout, packed.parameters) == ("nf4", "native", dense.parameters)
     assert "nf4 weights become bfloat16" in packed.conversions["hub"]
     assert main(["inspect", str(tmp_path / "packed")]) == 0
     assert "nf4: " in capsys.readouterr().out
     assert main(["doctor", str(tmp_path / "packed"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"]["quantisation"] == "packed as nf4"
+    assert json.loads(capsys.readouterr().out)["model"]["quantization"] == "packed as nf4"
 
 
 def test_mxfp4_blocks_are_moved_and_never_rounded_again(tmp_path):
@@ -157,7 +157,7 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
     refused(packed / "nf4", out, "packed as mxfp4, but is nf4 already", quantize="mxfp4")
     refused(packed / "nf4", out, "packed as nf4 already; from_pretrained loads it", quantize="nf4")
     refused(
-        packed / "nf4", out, r"is quantised \(nf4\): conversion can only dequantise", layout="hub", dequantize=False
+        packed / "nf4", out, r"is quantized \(nf4\): conversion can only dequantize", layout="hub", dequantize=False
     )
     make(tmp_path / "odd", "qwen3_moe")
     refused(tmp_path / "odd", out, r"layers\.0\.mlp\.experts\.c_fc: nf4 stores 64 values .* or mxfp4", quantize="nf4")

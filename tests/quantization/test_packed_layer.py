@@ -1,4 +1,4 @@
-"""moe_experts over packed weights: what it computes from the dequantised ones, to the bit, and what it keeps."""
+"""moe_experts over packed weights: what it computes from the dequantized ones, to the bit, and what it keeps."""
 
 import weakref
 
@@ -51,7 +51,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("save", ["preactivation", "input"])
-def test_it_computes_what_dequantised_weights_give(name, layout, save):
+def test_it_computes_what_dequantized_weights_give(name, layout, save):
     gate_up, down = packed_weights(name, layout)
     leaves, index = inputs()
     dense = [weight.dequantize() for weight in (gate_up, down)]

@@ -54,7 +54,7 @@ def packed_in(model):
     return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
-def dequantised(model):
+def dequantized(model):
     """A copy that holds the dense weights that the packed ones stand for, in the order they are expanded to."""
     model = copy.deepcopy(model)
     for module in model.modules():
@@ -79,7 +79,7 @@ def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, 
         assert torch.equal(logits(streamed), expected)
         # gpt-oss's dense weights are stored transposed, which changes the order of bf16 sums
         tolerance = 0.05 if family == "gpt_oss" and folder.name == "hub" else 0.0
-        torch.testing.assert_close(logits(dequantised(streamed)), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(logits(dequantized(streamed)), expected, rtol=tolerance, atol=tolerance)
         streamed.save_pretrained(tmp_path / f"{folder.name} {name}")
         again = from_pretrained(tmp_path / f"{folder.name} {name}")
         assert torch.equal(logits(again), expected)
@@ -105,12 +105,12 @@ def test_the_memory_footprint_counts_the_bytes_that_are_stored(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_pefts_adapters_train_on_packed_experts_as_on_the_dequantised(family, name):
+def test_pefts_adapters_train_on_packed_experts_as_on_the_dequantized(family, name):
     model = quantize_experts(small(family), name)
     patch_model(model)
     config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
     found = []
-    for base in (model, dequantised(model)):
+    for base in (model, dequantized(model)):
         torch.manual_seed(1)
         peft = get_peft_model(base, config)
         for parameter_name, parameter in peft.named_parameters():
@@ -167,7 +167,7 @@ def test_offloading_is_refused(tmp_path):
     assert packed_in(from_pretrained(tmp_path, experts_quantization="nf4", device_map={"": "cpu"}))
 
 
-def test_bitsandbytes_quantises_the_linear_layers_beside_packed_experts(tmp_path):
+def test_bitsandbytes_quantizes_the_linear_layers_beside_packed_experts(tmp_path):
     from bitsandbytes.nn import Params4bit
 
     small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
@@ -258,8 +258,8 @@ def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
 
 
 @pytest.mark.parametrize("source, asked, match", [
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {}, r"'nf4', but the checkpoint is quantised already \(fp8\)"),
-    ({"quant_method": "sonicmoe_hf", "experts": "mxfp4"}, {}, r"quantised already \(mxfp4\)"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {}, r"'nf4', but the checkpoint is quantized already \(fp8\)"),
+    ({"quant_method": "sonicmoe_hf", "experts": "mxfp4"}, {}, r"quantized already \(mxfp4\)"),
     ({"quant_method": "sonicmoe_hf", "experts": "nf4"}, {"quantization_config": BitsAndBytesConfig()}, "cannot be given"),
     (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
     (None, {"experts_quantization": "int4"}, "experts_quantization is 'int4'; choose one of 'nf4', 'mxfp4'"),
@@ -285,7 +285,7 @@ def test_sizes_that_a_format_does_not_take_are_refused_before_anything_changes(t
 
 def test_what_cannot_be_packed_is_refused():
     model = quantize_experts(small("qwen3_moe"), "mxfp4")
-    with pytest.raises(ValueError, match="quantised already"):
+    with pytest.raises(ValueError, match="quantized already"):
         quantize_experts(model, "nf4")
     with torch.device("meta"), pytest.raises(UnsupportedExpertsError, match="meta device"):
         quantize_experts(AutoModelForCausalLM.from_config(small("qwen3_moe").config))

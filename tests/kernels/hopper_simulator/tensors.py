@@ -57,7 +57,7 @@ def _signed(value):
 
 
 class Bits(int):
-    """32 bits as int32: what residual.py computes with."""
+    """32 bits as int32: what rounding_error.py computes with."""
 
     def __new__(cls, value):
         return int.__new__(cls, (value + 0x80000000 & 0xFFFFFFFF) - 0x80000000)

@@ -91,7 +91,7 @@ def _backward_pieces(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def gemm_dgated_kernel(
+def gemm_down_backward_kernel(
     dout, weight, rank, factor, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
@@ -185,7 +185,7 @@ def down_backward(
         described = weight is not None
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
-            gemm_dgated_kernel, plan.grid(persistent=False),
+            gemm_down_backward_kernel, plan.grid(persistent=False),
             (dout_TH, weight if described else down_EHI, *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
              rows.token, rows.pair, rows.tiles),
             (plan.row_tiles, num_rows),

@@ -15,7 +15,7 @@ from .gemm_common import global_vector
 from .varlen_m import extra_depth
 
 
-class GemmDgatedKernel(EpilogueWarpsKernel):
+class GemmDownBackwardKernel(EpilogueWarpsKernel):
     """dout [T, H] gathered, weight [E, I, H] (a view of down), h [R, 2I] in the order of gate_up; [R, I] where the
     activation has no gate.
 
