@@ -25,7 +25,7 @@ WHOLE, FROZEN = "forward+backward", "frozen"
 
 def declared(results: Results) -> Iterator[Table | Sentence]:
     """All tables and sentences of this file."""
-    for part in (readme, layer, kernels, limits, errors, starting, checkpoints, token_rounding):
+    for part in (readme, layer, kernels, limits, errors, starting, checkpoints, loading_ranks, token_rounding):
         yield from part(results)
 
 
@@ -237,6 +237,16 @@ def checkpoints(results: Results) -> Iterator[Table | Sentence]:
         seconds, peaks = (results.all("checkpoints", column, what=what) for column in ("seconds", "peak_gb"))
         rows.append([label, mean(seconds), max(peaks)])
     yield Table("docs/layout.md", "| | seconds | peak memory, GB |", rows)
+
+
+def loading_ranks(results: Results) -> Iterator[Table | Sentence]:
+    """The host's memory in docs/expert-parallelism.md."""
+    columns = ("held_gb", "peak_own_gb")
+    rows: list[list] = [
+        [str(ranks), *(max(results.all("loading_ranks", column, stored="fp8", ranks=ranks)) for column in columns)]
+        for ranks in (1, 2)
+    ]
+    yield Table("docs/expert-parallelism.md", "| ranks | GB that a rank keeps | peak, GB |", rows)
 
 
 def token_rounding(results: Results) -> Iterator[Table | Sentence]:
