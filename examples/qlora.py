@@ -8,15 +8,16 @@ on any machine.
     python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --trl ...
-    torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization nf4 \
+    torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization fp8 \
         --dataset my_texts.jsonl
-    torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --random --layers 8 --steps 10
+    torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization fp8 --random \
+        --layers 8 --steps 10
     torchrun --nproc-per-node 2 examples/qlora.py --replicate ...    # each GPU holds all packed experts
 
 Qwen3-30B-A3B takes 21.4 GiB at 2,048 tokens a step with r = 8 on experts and attention, gpt-oss-20b 15.5 GiB. Experts are
-packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 stays as it is), and on GPUs the linear layers beside them
-become bitsandbytes' NF4 where that is installed. Under torchrun each GPU holds its own experts and their adapters, FSDP2
-shards everything else in bf16, and the first rank merges; it takes Transformers 5.23. A folder that
+packed while the checkpoint streams in (NF4; gpt-oss's MXFP4 and DeepSeek's FP8 stay as they are), and on GPUs the linear
+layers beside them become bitsandbytes' NF4 where that is installed. Under torchrun each GPU holds its own experts and
+their adapters, FSDP2 shards everything else in bf16, and the first rank merges; it takes Transformers 5.23. A folder that
 `sonicmoe-hf convert MODEL FOLDER --layout native --quantize nf4` wrote loads in seconds: give it as --model. --trl trains
 with TRL's SFTTrainer in place of Transformers' Trainer.
 """

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import math
+import subprocess
 import sys
 
 import pytest
@@ -20,10 +22,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, load
 from test_expert_parallel import pytestmark as pytestmark
+from test_expert_parallel_packed import module_of
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sonicmoe_hf
-from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.demo.corpus import train_tokenizer
 from sonicmoe_hf.errors import UnsupportedModelError
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
@@ -146,28 +149,91 @@ def test_the_trainer_trains_saves_and_resumes_as_on_one_rank(ranks, tmp_path):
         )
 
 
-def trained_by_qlora(rank, folder):
-    """The held-out losses of examples/qlora.py, and the shapes of what a rank holds in a run with random weights."""
+PLAIN_PEFT = """
+import sys, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("base", experts_implementation="eager")
+model = PeftModel.from_pretrained(model, "adapter")
+with torch.no_grad():
+    torch.save(model(**torch.load("inputs.pt")).logits, "logits.pt")
+assert "sonicmoe_hf" not in sys.modules
+"""
+
+
+def saved_adapter(rank, folder):
+    model = adapted(load(f"{folder}/base", APART), APART)
+    model.save_pretrained(f"{folder}/adapter", is_main_process=rank == 0)
+    with torch.no_grad():
+        return model(**batch(**OWN_BATCH[rank])).logits
+
+
+def test_peft_loads_the_adapter_without_this_package(ranks, tmp_path):
+    build("qwen3_moe", **SIZES).save_pretrained(tmp_path / "base")
+    logits, _ = ranks.run(saved_adapter, str(tmp_path))
+    torch.save(batch(**OWN_BATCH[0]), tmp_path / "inputs.pt")
+    subprocess.run([sys.executable, "-c", PLAIN_PEFT], cwd=tmp_path, check=True)
+    plain = torch.load(tmp_path / "logits.pt")
+    assert_all_close({"logits": plain}, {"logits": logits}, 1e-5, PARTIAL_SUMS)
+
+
+TINY = ["--steps", "4", "--batch-size", "2", "--sequence-length", "32", "--rank", "2"]
+
+
+def qlora_example():
+    """examples/qlora.py, with texts of its own."""
     AcceleratorState._reset_state(True)
-    sys.path.insert(0, str(EXAMPLES))  # it imports another example
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))  # it imports another example
     qlora = load_example("qlora")
     qlora.load_texts, qlora.VOCAB_SIZE = lambda arguments: [TEXT] * 40, 300
-    tiny = ["--steps", "4", "--batch-size", "2", "--sequence-length", "32", "--rank", "2"]
+    return qlora
+
+
+def trained_by_qlora(rank, folder, *options):
+    """The held-out losses of examples/qlora.py."""
     with contextlib.redirect_stdout(io.StringIO()):
-        losses = qlora.main([*tiny, "--experts-quantization", "mxfp4", "--output", folder])
-        dist.barrier()
-        make, models = qlora.random_packed_model, []
-        qlora.random_packed_model = lambda *given, **options: models.append(make(*given, **options)) or models[-1]
-        merged = f"{folder}/merged"
-        qlora.main([*tiny, "--model", merged, "--random", "--layers", "1", "--output", f"{folder}/random"])
+        losses = qlora_example().main([*TINY, *options, "--output", folder])
+    dist.barrier()
+    return losses
+
+
+def trained_at_random(rank, folder, model, *options):
+    """What of the experts a rank holds in a run of examples/qlora.py with random weights, and whether it has a loss."""
+    qlora = qlora_example()
+    make, models = qlora.random_packed_model, []
+    qlora.random_packed_model = lambda *given, **named: models.append(make(*given, **named)) or models[-1]
+    with contextlib.redirect_stdout(io.StringIO()):
+        metrics = qlora.main([*TINY, "--model", model, "--random", *options, "--output", f"{folder}/random"])
     (model,) = models
-    held = {type(p): tuple(p.shape) for name, p in model.named_parameters() if name.endswith("down_proj")}
-    return losses, held
+    held = {(p.format, tuple(p.shape)) for name, p in model.named_parameters() if name.endswith("down_proj")}
+    return held, metrics["train_loss"]
 
 
 def test_the_example_of_qlora_trains_on_ranks_that_share_experts(ranks, tmp_path):
-    for losses, held in ranks.run(trained_by_qlora, str(tmp_path)):
+    for losses in ranks.run(trained_by_qlora, str(tmp_path), "--experts-quantization", "mxfp4"):
         assert losses["eval_loss"] < losses["loss_before"]
-        assert held == {PackedWeight: (16, 128, 64)}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert model.model.layers[0].mlp.experts.down_proj.shape == (32, 128, 64)
+
+
+def test_the_example_of_qlora_trains_deepseek_v3_from_its_fp8_checkpoint(ranks, tmp_path):
+    made_of, hub = module_of("quantization/test_hub_formats"), tmp_path / "hub"
+    made_of.SIZES["deepseek_v3"] |= {"vocab_size": 300}
+    made_of.make_fp8(hub, "deepseek_v3")
+    train_tokenizer([TEXT] * 40, 300).save_pretrained(hub)
+    options = ("--experts-quantization", "fp8")
+    for losses in ranks.run(trained_by_qlora, str(tmp_path), *options, "--model", str(hub), "--learning-rate", "3e-3"):
+        assert losses["eval_loss"] < losses["loss_before"]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    inputs, logits = batch(), []
+    with torch.no_grad():
+        before = dense(**inputs).logits
+        for model in (merged, PeftModel.from_pretrained(dense, tmp_path / "adapter")):
+            logits.append(model(**inputs).logits - before)
+    assert_all_close({"logits": logits[0]}, {"logits": logits[1]}, 0.2, "a merged weight is rounded to bf16")
+
+    random = ranks.run(trained_at_random, str(tmp_path), str(hub), "--layers", "3", *options)
+    for held, loss in random:
+        assert held == {("fp8", (4, 144, 192))} and math.isfinite(loss)

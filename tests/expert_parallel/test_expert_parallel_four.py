@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.adapters import fused, with_lora
+from helpers.checkpoints import same_bits
 from helpers.models import assert_all_close, build
 from helpers.parallel import OWN_BATCH, mean_of_ranks
 from helpers.ranks import Ranks
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sonicmoe_hf
 from sonicmoe_hf.expert_parallel.gradients import by_mesh, clip_grad_norm_
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.patching.support import find_layers
 
 APART = {"fsdp_size": 4, "ep_size": 4}
@@ -63,6 +65,32 @@ def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
         sonicmoe_hf.set_routing(model, routing)
         assert_mean(results, number, model, batches)
     assert_mean(results, 4, with_lora(model), BATCHES_OF_PAIRS)
+
+
+def packed_logits(rank, folder, format):
+    """Of a model whose experts four ranks pack, and of what they saved of it."""
+    model = load(f"{folder}/hub", APART, experts_quantization=format)
+    model.save_pretrained(f"{folder}/{format}")
+    torch.distributed.barrier()
+    found = []
+    for one, routing in itertools.product((model, load(f"{folder}/{format}", APART)), ROUTINGS):
+        sonicmoe_hf.set_routing(one, routing)
+        found.append(one(**batch(**BATCHES[rank])).logits.detach())
+    return found
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_four_ranks_pack_save_and_reload_every_format(ranks, format, tmp_path):
+    build("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(tmp_path / "hub")
+    results = ranks.run(packed_logits, str(tmp_path), format)
+    model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format).train()
+    for number, routing in enumerate((*ROUTINGS, *ROUTINGS)):
+        sonicmoe_hf.set_routing(model, routing)
+        for rank, found in enumerate(results):
+            expected = model(**batch(**BATCHES[rank])).logits.detach()
+            assert_all_close({"logits": found[number]}, {"logits": expected}, 1e-5, PARTIAL_SUMS)
+    saved = sonicmoe_hf.from_pretrained(tmp_path / format)
+    assert same_bits(saved.state_dict(), model.state_dict())
 
 
 def packed_steps(rank, folder):
