@@ -138,6 +138,37 @@ def test_under_fsdp2_top_k_gives_the_unsharded_models_gradients(ranks):
         assert_all_close(actual, expected, 1e-5, SUMMATION)
 
 
+ODD = {  # experts, their size and adapters' rank: none of them divides over two ranks
+    "qwen3_moe": {"num_experts": 7, "moe_intermediate_size": 15},
+    "gpt_oss": {"num_local_experts": 7, "intermediate_size": 15},
+}
+
+
+def odd(family, adapted):
+    model = build(family, **ODD[family])
+    sonicmoe_hf.patch_model(model, POLICY)
+    return with_lora(model, target_modules=["q_proj"], r=3) if adapted else model
+
+
+def odd_step(rank, family, adapted):
+    model = odd(family, adapted)
+    base = model.get_base_model() if adapted else model
+    for layer in base.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    loss = model(**batch(**OWN_BATCH[rank])).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", list(ODD))
+def test_under_fsdp2_sizes_that_do_not_divide_over_the_ranks_give_the_unsharded_models_gradients(ranks, family, adapted):
+    losses, expected = mean_of_ranks(odd(family, adapted))
+    for own_loss, (loss, actual) in zip(losses, ranks.run(odd_step, family, adapted)):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_gradients(ranks, family, tmp_path):
     model = build(family)
