@@ -37,6 +37,7 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/lora.md", "| fused | computed by PEFT, which forms W + B A at each call |"): "bits",
     ("docs/lora.md", "| refused | take |"): "values of options",
     ("docs/lora.md", "| to adapt | say |"): "numbers of layers",
+    ("docs/lora.md", "| checkpoint | say |"): "sizes of blocks",
     ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
     ("docs/plan.md", "| exit code | meaning |"): "numbers of the command line",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",

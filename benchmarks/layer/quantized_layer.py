@@ -1,4 +1,5 @@
-"""One MoE layer with experts in 4 bits beside one in bf16: codecs, errors, the dequantizing kernel's bandwidth, times.
+"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4) beside one in bf16: codecs, errors, the bandwidth of the
+dequantizing kernel, times.
 
     python -m benchmarks.layer.quantized_layer [--part check|dequantize|generate|train ...] [--shape T,H,I,E,K ...]
 
@@ -76,7 +77,12 @@ def formats_of(shape):
 
 def packed_of(inputs, name):
     """gate_up and down of a problem as packed weights."""
-    return [PackedWeight.quantize(weight.detach(), name) for weight in inputs[1:3]]
+    return packed_pair(inputs[1:3], name)
+
+
+def packed_pair(weights, name):
+    orders = ("concatenated", "whole")
+    return [PackedWeight.quantize(weight.detach(), name, order=order) for weight, order in zip(weights, orders)]
 
 
 def random_tokens(shape: Shape, device):
@@ -87,28 +93,35 @@ def random_tokens(shape: Shape, device):
     return x, expert, (weight / weight.sum(-1, keepdim=True)).bfloat16()
 
 
-def check_codec(add, device):
-    """Every code and scale, and what a real weight has: the kernel's bits beside the CPU codec's."""
-    kernels = backends.load("eager" if device == "cpu" else "triton")
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, 13, 64 * 64)
+def codec_cases(generator):
+    """(name, which, packed): a real weight, and every code and scale but those that stand for NaN."""
     for name in FORMATS:
-        packed = quantize(torch.randn(shape, generator=generator) * 0.02, name)
-        for whole in (False, True):
-            if whole:
-                packed.codes.copy_(torch.randint(256, packed.codes.shape, generator=generator))
-                packed.scales.copy_(torch.arange(packed.scales.numel()).view(packed.scales.shape) % 256)
-            expert = torch.arange(3, device=device).view(1, 3)
-            rows = kernels.dispatch(expert, None, 1, 3, False)
-            there = [None if part is None else part.to(device) for part in packed]
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                found = kernels.dequantize(*there, name, dtype, rows).cpu()
-                expected = dequantize(packed, name, dtype)
-                differ = (found.view(torch.uint8) != expected.view(torch.uint8)).sum().item()
-                add(f"codec {name}", "check", "eager", f"different_bytes_{dtype}".replace("torch.", ""), [differ])
-                print(f"  codec {name} {dtype} {'all codes and scales' if whole else 'real weight'}: "
-                      f"{differ} bytes differ", flush=True)  # fmt: skip
-                assert not differ, "the kernel does not give the codec's values"
+        packed = quantize(torch.randn(3, 14, 64 * 64, generator=generator) * 0.02, name, "concatenated")
+        yield name, "a real weight", packed
+        packed.codes.copy_(torch.randint(256, packed.codes.shape, generator=generator))
+        scales = torch.arange(packed.scales.numel()).view(packed.scales.shape) % 256
+        if name == "fp8":
+            packed.codes[packed.codes & 127 == 127] = 0
+            yield name, "every code, scales of a byte", packed._replace(scales=(96 + scales % 64).to(torch.uint8))
+        elif name == "nvfp4":
+            scales[scales & 127 == 127] = 0
+        packed.scales.copy_(scales)
+        yield name, "every code and scale", packed
+
+
+def check_codec(add, device):
+    """The kernel's bits beside the CPU codec's."""
+    kernels = backends.load("eager" if device == "cpu" else "triton")
+    for name, which, packed in codec_cases(torch.Generator().manual_seed(0)):
+        rows = kernels.dispatch(torch.arange(3, device=device).view(1, 3), None, 1, 3, False)
+        there = [None if part is None else part.to(device) for part in packed]
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found = kernels.dequantize(*there, name, dtype, rows).cpu()
+            expected = dequantize(packed, name, dtype)
+            differ = (found.view(torch.uint8) != expected.view(torch.uint8)).sum().item()
+            add(f"codec {name}", "check", "eager", f"different_bytes_{dtype}".replace("torch.", ""), [differ])
+            print(f"  codec {name} {dtype} {which}: {differ} bytes differ", flush=True)
+            assert not differ, "the kernel does not give the codec's values"
 
 
 def forward_error(out, x, expert, weight, dense):
@@ -127,7 +140,7 @@ def check(config, shape, options, add):
     check_codec(add, options.device)
     weights = problem(shape._replace(T=1), torch.bfloat16, options.device)[1:3]
     for name in formats_of(shape):
-        packed = [PackedWeight.quantize(weight, name) for weight in weights]
+        packed = packed_pair(weights, name)
         dense, exact = ([weight.dequantize(dtype) for weight in packed] for dtype in (torch.bfloat16, torch.float32))
         for tokens in options.tokens:
             x, expert, weight = random_tokens(shape._replace(T=tokens), options.device)

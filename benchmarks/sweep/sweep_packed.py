@@ -63,7 +63,8 @@ def packed_weights(shape: Shape, layers):
     _, H, I, E, _ = shape
     found = {}
     for name in FORMATS:
-        pair = [quantize(torch.randn(E, *size, device="cuda"), name) for size in ((2 * I, H), (H, I))]
+        sizes = ((2 * I, H), "concatenated"), ((H, I), "whole")
+        pair = [quantize(torch.randn(E, *size, device="cuda"), name, order) for size, order in sizes]
         found[name] = [
             [PackedOperand(*(None if p is None else p.clone() for p in packed), name) for packed in pair]
             for _ in range(layers)
@@ -81,9 +82,9 @@ def others(shape: Shape):
     yield lambda: kernels.down(a, down, None, rows)
     yield lambda: kernels.combine(y, torch.empty(T * K, device="cuda"), rows, T)
     for name in FORMATS:
-        for size in ((2 * I, H), (H, I)):
-            yield lambda name=name, size=size: kernels.dequantize(
-                *quantize(torch.zeros(1, *size, device="cuda"), name), name, torch.bfloat16, rows
+        for size, order in (((2 * I, H), "concatenated"), ((H, I), "whole")):
+            yield lambda name=name, size=size, order=order: kernels.dequantize(
+                *quantize(torch.zeros(1, *size, device="cuda"), name, order), name, torch.bfloat16, rows
             )
 
 

@@ -20,6 +20,7 @@ from ..layer.config import TokenRounding
 from ..layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
 from ..patching.experts import experts_facts, sizes_of
 from ..patching.layer_ranges import LayerRange, collapse
+from ..patching.quantize import declared_quantization, format_in_checkpoint
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from ..private.versions import versions
 from ..quantization.quantizer import QUANT_METHOD
@@ -193,7 +194,7 @@ def examine(
     elif quantization is not None:
         reason = (
             f"the checkpoint is quantized ({quantization}): its experts would never reach sonicmoe_hf; "
-            f"{REMEDIES.get(quantization, NO_REMEDY)}"
+            f"{_remedy(model.config, quantization)}"
         )
         support = [layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in support]
     rounding = []
@@ -203,6 +204,17 @@ def examine(
     adapters = _adapter_forecast(model, support)
     here, attention = _here(model.dtype), describe_attention(model)
     return ModelReport(name, type(model).__name__, quantization, layers, here, rounding, adapters, attention)
+
+
+def _remedy(config, method: str) -> str:
+    """How to load a quantized checkpoint, or what of its scheme no format takes."""
+    declared = declared_quantization(config)
+    try:
+        if declared is not None:
+            format_in_checkpoint(declared)
+    except ValueError as error:
+        return str(error)
+    return REMEDIES.get(method, NO_REMEDY)
 
 
 def _quantization(config) -> str | None:

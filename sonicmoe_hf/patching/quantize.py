@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
@@ -9,7 +14,7 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.packed_weight import PackedWeight
-from ..quantization.hub_formats import METHODS, check_fp8, check_nvfp4
+from ..quantization.hub_formats import METHODS, TO_BF16, check_fp8, check_nvfp4
 from ..quantization.quantizer import (
     QUANT_METHOD,
     ExpertsQuantizationConfig,
@@ -22,7 +27,9 @@ from ..quantization.quantizer import (
 from ..quantization.state import hold_packed
 from .own_configs import use_own_configs
 
-FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder", "trust_remote_code")
+MODELOPTS_FILE = "hf_quant_config.json"
+FOR_FILE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
 
 
 def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedModel:
@@ -87,15 +94,16 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     config = kwargs.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
-    declared = declared_quantization(config)
+    declared = declared_quantization(config) or _modelopts(name, kwargs)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
     stored = format_in_checkpoint(declared)
+    if stored not in FORMATS:
+        raise ValueError(f"the checkpoint is quantized already ({stored}), which is none of our formats: {TO_BF16}")
     if stored != format:
         raise ValueError(
             f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that "
-            f"format if it is one of {', '.join(FORMATS)}, or convert the checkpoint to bf16 first: sonicmoe-hf convert "
-            "SRC DST"
+            "format, or convert the checkpoint to bf16 first: sonicmoe-hf convert SRC DST"
         )
     if linear is not None:
         raise ValueError(
@@ -105,6 +113,20 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         hub = declared if declared["quant_method"] in METHODS else None
         config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
+
+
+def _modelopts(name, kwargs: dict) -> dict | None:
+    """What older exports of ModelOpt declare in a file of its own beside config.json; None without that file."""
+    path = Path(name) / MODELOPTS_FILE
+    if not path.parent.is_dir():
+        try:
+            path = Path(hf_hub_download(str(name), MODELOPTS_FILE, **{k: kwargs[k] for k in FOR_FILE if k in kwargs}))
+        except (EntryNotFoundError, HFValidationError):
+            return None
+    if not path.is_file():
+        return None
+    quantization = json.loads(path.read_text()).get("quantization")
+    return {"quant_method": "modelopt", **quantization} if isinstance(quantization, dict) else None
 
 
 def declared_quantization(config: PreTrainedConfig) -> dict | None:
@@ -121,7 +143,7 @@ def format_in_checkpoint(declared: dict) -> str:
     """The format of the experts in a quantized checkpoint: a name of FORMATS, or the method where it is none of ours.
 
     Raises:
-        ValueError: FP8 or NVFP4 of a kind that no format here is.
+        ValueError: FP8 or NVFP4 of a kind that no format here is, with the remedy.
     """
     method = declared["quant_method"]
     if method == QUANT_METHOD:
@@ -133,7 +155,13 @@ def format_in_checkpoint(declared: dict) -> str:
         check_nvfp4(declared)
         return "nvfp4"
     if method == "compressed-tensors":
-        groups = declared.get("config_groups") or {}
-        schemes = sorted({str((group.get("weights") or {}).get("strategy")) for group in groups.values()})
-        return f"compressed-tensors, scales by {' and '.join(schemes) or 'none'}"
+        return f"compressed-tensors, {_scheme(declared.get('config_groups') or {})}"
     return method
+
+
+def _scheme(groups: dict) -> str:
+    """What compressed-tensors says of its scales."""
+    weights = [group.get("weights") or {} for group in groups.values()]
+    inputs = [group.get("input_activations") or {} for group in groups.values()]
+    words = f"scales by {' and '.join(sorted({str(weight.get('strategy')) for weight in weights})) or 'none'}"
+    return f"{words}, static activations" if any(each.get("dynamic") is False for each in inputs) else words

@@ -29,7 +29,8 @@ REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
     "mxfp4": "load it with quantization_config=Mxfp4Config(dequantize=True), or, to keep its experts packed and frozen, "
     'with sonicmoe_hf.from_pretrained(..., experts_quantization="mxfp4")',
     "fp8": "to keep its experts packed and frozen, load it with "
-    'sonicmoe_hf.from_pretrained(..., experts_quantization="fp8"); for plain weights convert it (sonicmoe-hf convert), '
+    'sonicmoe_hf.from_pretrained(..., experts_quantization="fp8") ("mxfp4" where its experts are FP4, as in '
+    "DeepSeek-V4); for plain weights convert it (sonicmoe-hf convert), "
     "or load it with quantization_config=FineGrainedFP8Config(dequantize=True)",
     "modelopt": "to keep the experts of an NVFP4 checkpoint packed and frozen, load it with "
     'sonicmoe_hf.from_pretrained(..., experts_quantization="nvfp4")',

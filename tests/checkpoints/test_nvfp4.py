@@ -1,15 +1,17 @@
 """NVFP4 checkpoints in ModelOpt's layout: their values in bf16, and experts packed anew for training adapters."""
 
+import copy
 import json
 
 import pytest
 import torch
-from helpers.checkpoints import config_in, edit_config, make, rewrite, tensors_in
+from helpers.checkpoints import config_in, edit_config, make, rewrite, same_bits, tensors_in
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, inspect_checkpoint
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 DECLARED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -65,6 +67,48 @@ def test_it_becomes_bf16_with_modelopts_values(checkpoint, declared_in_its_own_f
     assert [name for name in values if not torch.equal(converted[name], values[name])] == []
     assert "quantization_config" not in config_in(tmp_path / "hub")
     assert not (tmp_path / "hub" / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize("declared_in_its_own_file", [False, True])
+def test_its_experts_are_taken_bit_for_bit(checkpoint, declared_in_its_own_file, tmp_path):
+    folder, stored, values = checkpoint
+    if declared_in_its_own_file:
+        edit_config(folder, quantization_config=None)
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    model = from_pretrained(folder, experts_quantization="nvfp4")
+    experts = model.model.layers[1].mlp.experts
+    for name, weight, rows, half in (
+        ("gate_proj", experts.gate_up_proj, slice(64), 0), ("up_proj", experts.gate_up_proj, slice(64, 128), 1),
+        ("down_proj", experts.down_proj, slice(64), 0),
+    ):  # fmt: skip
+        theirs = f"model.layers.1.mlp.experts.2.{name}.weight"
+        assert weight.format == "nvfp4" and torch.equal(weight.codes[2, rows], stored[theirs])
+        assert torch.equal(weight.scales[2, rows], stored[f"{theirs}_scale"].view(torch.uint8))
+        assert torch.equal(weight.state[2].flatten()[half], stored[f"{theirs}_scale_2"])
+        assert torch.equal(weight.dequantize(torch.bfloat16)[2, rows], values[theirs])
+    linear = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(model.state_dict()[linear], values[linear])
+    model.save_pretrained(tmp_path / "saved")
+    assert same_bits(from_pretrained(tmp_path / "saved").state_dict(), model.state_dict())
+    # into our layout, each projection's scales as they are; and from there to dense
+    convert_checkpoint(folder, tmp_path / "native", quantize="nvfp4", verify=True)
+    convert_checkpoint(tmp_path / "native", tmp_path / "hub", "hub")
+    assert same_bits(tensors_in(tmp_path / "hub"), values)
+
+
+@pytest.mark.parametrize("change, match", [
+    (lambda t: t.pop(f"{EXPERT}_scale_2"), "scales of .*up_proj.weight are missing"),
+    (lambda t: t[f"{EXPERT}_scale_2"].fill_(float("nan")), "gate_up_proj_scale_2 has NaN or infinite"),
+    (lambda t: t[f"{EXPERT}_scale"].view(torch.uint8)[3, 1:2].fill_(127), "gate_up_proj_scale has NaN or infinite"),
+    (lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"][:, :3].clone()}), r"expert 3: the scales .*\(64, 3\)"),
+])  # fmt: skip
+def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while_loading(checkpoint, change, match):
+    folder, stored, _ = checkpoint
+    stored = copy.deepcopy(stored)
+    change(stored)
+    rewrite(folder, stored)
+    with pytest.raises(CheckpointError, match=match):
+        from_pretrained(folder, experts_quantization="nvfp4")
 
 
 def test_its_experts_are_packed_for_training(checkpoint, tmp_path):

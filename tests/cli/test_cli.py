@@ -13,6 +13,7 @@ import sonicmoe_hf
 from sonicmoe_hf.cli import doctor
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.demo import run
+from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer import backends
 
 SMALL = {
@@ -178,12 +179,22 @@ def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, me
     assert method in layers["reason"] and remedy in layers["reason"]
 
 
-def test_doctor_names_the_format_of_packed_experts(capsys, tmp_path):
-    declared = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
+def test_doctor_names_what_no_format_takes_of_an_fp8_checkpoint(capsys, tmp_path):
+    declared = {"quant_method": "fp8", "weight_block_size": [64, 128]}
+    code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config=declared))
+    (layers,) = facts["model"]["layers"]
+    assert code == 1 and "weight_block_size [64, 128]" in layers["reason"] and "bf16" in layers["reason"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_doctor_names_the_format_of_packed_experts(capsys, tmp_path, format):
+    declared = {"quant_method": "sonicmoe_hf", "experts": format, "linear": None}
     code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config=declared))
     (layers,) = facts["model"]["layers"]
     assert code == 0 and layers["supported"] and layers["token_rounding"]
-    assert facts["model"]["quantization"] == "packed as nf4" and "packed as nf4, frozen" in layers["reason"]
+    assert (
+        facts["model"]["quantization"] == f"packed as {format}" and f"packed as {format}, frozen" in layers["reason"]
+    )
 
 
 @pytest.mark.parametrize("place", ["inside", "outside"])

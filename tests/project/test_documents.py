@@ -66,11 +66,14 @@ def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
-    text = text.replace('"Qwen/Qwen3-30B-A3B"', repr(str(tmp_path / "tiny"))).replace("bf16=True", "max_steps=1")
-    in_bf16, in_4_bits = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    for name in ("Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"):
+        text = text.replace(f'"{name}"', repr(str(tmp_path / "tiny")))
+    text = text.replace("bf16=True", "max_steps=1")
+    in_bf16, in_4_bits, in_fp8 = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(in_bf16, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
-    exec(in_4_bits, names := {})
-    assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
+    for packed in (in_4_bits, f"import sonicmoe_hf\n{in_fp8}"):
+        exec(packed, names := {})
+        assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
     assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
 
 

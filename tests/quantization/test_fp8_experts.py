@@ -61,8 +61,9 @@ def fp8_experts(model):
 
 @pytest.mark.parametrize("kind", ["fp32", "ue8m0"])
 @pytest.mark.parametrize("family", SIZES)
-def test_a_model_that_transformers_loaded_computes_with_its_own_bytes(load, family, kind):
+def test_a_model_that_transformers_loaded_computes_with_its_own_bytes(load, family, kind, tmp_path):
     model, dense = load(family, kind)
+    model.save_pretrained(tmp_path / "before")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert fp8_experts(model) and all(layer.accelerated for layer in sonicmoe_hf.supports(model))
@@ -73,6 +74,8 @@ def test_a_model_that_transformers_loaded_computes_with_its_own_bytes(load, fami
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places, "nothing is copied"
     expected = dense(**BATCH).logits
     assert (model(**BATCH).logits - expected).norm() <= 1e-6 * expected.norm()
+    model.save_pretrained(tmp_path / "after")
+    assert same_bits(tensors_in(tmp_path / "after"), tensors_in(tmp_path / "before"))
     changed = copy.deepcopy(model)
     for weight in packed:
         weight.codes.zero_()

@@ -18,6 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from sonicmoe_hf import CheckpointError, PackedWeight, convert_checkpoint, from_pretrained, inspect_checkpoint
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.kernels.quantized import quantize
+from sonicmoe_hf.quantization.hub_formats import HUB_FORMATS
 
 SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' products
     "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2},
@@ -131,12 +132,25 @@ def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys):
     assert "1.0002 bytes a weight" in " ".join(capsys.readouterr().out.split())
 
 
+def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others():
+    theirs = Fp8Dequantize(None)._dequantize_one
+    for rows, is_cut in ((256, False), (192, True)):
+        values, scales, expected = fp8_of(torch.randn(rows, 128), "fp32")
+        assert torch.equal(HUB_FORMATS["fp8"].dense(values, scales), expected)
+        assert torch.equal(theirs(values, scales, torch.float32), expected) != is_cut
+    with pytest.raises(ValueError, match="not divisible"):  # kv_a_proj_with_mqa of DeepSeek-V3
+        theirs(*fp8_of(torch.randn(576, 128), "fp32")[:2], torch.float32)
+
+
 @pytest.mark.parametrize("changes, match", [
     ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\].*\[128, 128\]"),
     ({"weight_block_size": None}, "weight_block_size None"),
     ({"activation_scheme": "static"}, "activation_scheme 'static'"),
     ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}},
      "compressed-tensors, scales by channel"),
+    ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+        "weights": {"strategy": "tensor"}, "input_activations": {"strategy": "tensor", "dynamic": False}}}},
+     "compressed-tensors, scales by tensor, static activations"),
     ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ModelOpt as 'FP8'"),
 ])  # fmt: skip
