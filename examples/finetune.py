@@ -311,6 +311,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = choose_trained_weights(model, arguments)
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
+    if arguments.compile is not None and trainer.is_world_process_zero():
+        print(
+            "torch.compile compiles the model in the first step, which usually takes a minute, more with many layers"
+        )
     trained = trainer.train(resume_from_checkpoint=arguments.resume)
     if arguments.train_only:
         return trained.metrics

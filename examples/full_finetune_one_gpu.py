@@ -126,6 +126,10 @@ def main(argv: list[str] | None = None) -> Trainer:
         callbacks=[ThroughputCallback(arguments.sequence_length)],
     )
     step_in_backward(model, optimizer)
+    if on_gpu:
+        print(
+            "torchao compiles its optimiser in the first step, once for each shape of weight: usually about a minute"
+        )
     # torchao compiles its step, which takes a CPU longer than it saves
     with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
         trainer.train()

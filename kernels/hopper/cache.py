@@ -27,6 +27,9 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 
+from ..announce import announce, is_first_rank
+
+USUALLY = "usually 15 to 30 s with 16 CPU cores"  # of a layer's, with its first step: benchmarks/results/starting.csv
 VARIABLE = "SONICMOE_HF_CACHE"
 DISTRIBUTIONS = (
     "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12",
@@ -36,10 +39,6 @@ DISTRIBUTIONS = (
 MAX_LINKS = 40  # on one path, as in Linux
 MAX_PROCESSES = 8
 MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
-LOCAL_RANKS = (  # of torchrun and accelerate, Slurm, Open MPI, MVAPICH, Intel MPI, Hydra, PALS and Flux
-    "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID",
-)  # fmt: skip
 # sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
 WORKER = """
 import sys, types
@@ -223,12 +222,17 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
 
     `cached` waits for them, MAX_WAIT_SECONDS at most. Where there are too few kernels, CPUs or rights for that, nothing
     is begun, and where a process fails or hangs, what it leaves is compiled as it is asked for. Of a machine's ranks
-    (LOCAL_RANKS) the first begins them, for all.
+    (announce.LOCAL_RANKS) the first begins them, for all.
     """
-    local_rank = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0")
-    if local_rank != "0" or distrust():
+    if not is_first_rank() or distrust():
         return
     kernels, quiet = missing(wanted), subprocess.DEVNULL
+    if kernels:
+        names = ", ".join(sorted({name for name, _ in kernels}))
+        announce(
+            f"compiling {len(kernels)} Hopper kernels ({names}) for a layer of a new size, {USUALLY}; they are kept in "
+            f"{folder()}, and sonicmoe-hf warmup compiles them beforehand"
+        )
     processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1, MAX_PROCESSES)
     if processes < 2:
         return

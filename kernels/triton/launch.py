@@ -11,14 +11,36 @@ tests/kernels/test_private_apis.py names what a newer one lacks.
 
 from __future__ import annotations
 
+import time
+
 import torch
 from triton import knobs
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..announce import announce
+
 SIZES = 1024  # how many sizes (T mostly) are remembered with what is launched for them
 # (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
 _COMPILED = {}
+
+
+class _Compiling:
+    """Says once that Triton compiles, when that has taken a second in all: kernels from its cache take far less."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def took(self, seconds: float) -> None:
+        before, self.seconds = self.seconds, self.seconds + seconds
+        if before < 1 <= self.seconds:
+            announce(
+                "Triton is compiling kernels for the first step, usually 5 to 15 s in all; they are kept in its cache "
+                "(TRITON_CACHE_DIR, or ~/.triton/cache)"
+            )
+
+
+_compiling = _Compiling()
 
 
 def cdiv(a: int, b: int) -> int:
@@ -71,7 +93,9 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
         at = len(tensors)
         if not all(parameter.do_not_specialize for parameter in kernel.params[at : at + len(numbers)]):
             raise ValueError(f"{kernel.__name__} must name its numbers in do_not_specialize")
+        began = time.perf_counter()
         compiled = kernel[grid](*tensors, *numbers, *constants, **options)
+        _compiling.took(time.perf_counter() - began)
         launchable = _COMPILED[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata
         return launchable
     compiled, run, function, metadata = launchable

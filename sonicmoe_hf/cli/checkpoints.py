@@ -7,6 +7,7 @@ import json
 import time
 
 from ..lora.engines import ENGINES
+from .bar import progress
 
 DEFAULT_SHARD_SIZE = "5GB"
 OF_MODELS = (
@@ -120,7 +121,7 @@ def _run_convert(arguments) -> int:
     if arguments.trained_on is not None:
         raise CheckpointError(f"--trained-on is for adapters, but {arguments.src} is none")
     start = time.perf_counter()
-    with _progress_bar() as on_progress:
+    with progress("converting", of_bytes=True) as on_progress:
         done = convert_checkpoint(
             arguments.src,
             arguments.dst,
@@ -141,7 +142,7 @@ def _run_merge(arguments) -> int:
     from ..lora.merge import merge_adapter
 
     start = time.perf_counter()
-    with _progress_bar() as on_progress:
+    with progress("merging", of_bytes=True) as on_progress:
         done = merge_adapter(
             arguments.base,
             arguments.adapter,
@@ -169,24 +170,6 @@ def _print_done(done, start: float, verified: bool) -> None:
     )
     for notice in done.notices:
         console.print(f"note: {notice}", markup=False)
-
-
-class _progress_bar:
-    """A bar of bytes on standard error; gives the function that moves it."""
-
-    def __enter__(self):
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        self.bar = Progress(
-            BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-        )
-        self.task = self.bar.add_task("convert", total=None)
-        self.bar.start()
-        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *exception):
-        self.bar.stop()
 
 
 def _run_inspect(arguments) -> int:

@@ -16,6 +16,7 @@ from .. import __version__
 from ..errors import CheckpointError, DoctorError, WarmupError
 from ..kernels.activation import ACTIVATIONS
 from ..layer.config import LAYOUTS, ROUNDINGS
+from .bar import progress
 from .checkpoints import add_commands
 from .plan import add_plan
 
@@ -213,10 +214,13 @@ def _print_warmup(kinds, processes) -> int:
     for kind in kinds:
         print(kind)
     compiled = 0
-    for number, outcome in enumerate(outcomes, 1):
-        compiled += outcome.seconds is not None
-        what = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
-        print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
+    with progress("compiling") as move:
+        move(0, total)
+        for number, outcome in enumerate(outcomes, 1):
+            compiled += outcome.seconds is not None
+            what = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
+            print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
+            move(number, total)
     seconds = time.perf_counter() - began
     print(f"{total} kernels in {warmup.cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
     refused = [kind for kind in kinds if warmup.on_triton(kind.hidden, kind.inner, kind.activation)]

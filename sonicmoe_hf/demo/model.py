@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
 )
+from transformers.utils import logging
 
 from ..layer.packed_weight import PackedWeight
 from ..quantization.quantizer import is_transposed, mark_model_packed, order_of, packable
@@ -105,7 +106,8 @@ def random_packed_model(
         model = AutoModelForCausalLM.from_config(config, **options)
     if distributed_config is not None:
         device = _distribute(model, distributed_config, experts)
-    for name in [name for name, _ in model.named_modules()]:  # names alone: what is packed must not be held
+    names = [name for name, _ in model.named_modules()]  # names alone: what is packed must not be held
+    for name in logging.tqdm(names, desc="Making random weights"):
         module = model.get_submodule(name)
         module.to_empty(device=device, recurse=False)
         model._init_weights(module)

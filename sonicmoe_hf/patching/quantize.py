@@ -8,6 +8,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from ..errors import UnsupportedExpertsError
@@ -60,7 +61,7 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
     for full_name, module, name in weights:
         if getattr(module, name).is_meta:
             raise UnsupportedExpertsError(f"{full_name} is on the meta device; load the model's weights first")
-    for full_name, module, name in weights:
+    for full_name, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
         try:
             packed = PackedWeight.quantize(
                 getattr(module, name), format, is_transposed(module), order_of(module, name)

@@ -19,6 +19,7 @@ from ..patching.quantize import declared_quantization, format_in_checkpoint
 from ..patching.support import LayerSupport, supported_layers, supports
 from ..quantization.quantizer import QUANT_METHOD
 
+DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 
@@ -41,8 +42,8 @@ class ModelSizes:
     heads, query, key, value, output: of the attention, features of all heads. head_norms: whether q and k have norms.
     plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
     nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
-    checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package. notes:
-    what is estimated, in words.
+    checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package;
+    is_dequantized: Transformers can load it in bf16. notes: what is estimated, in words.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelSizes:
     attention: str
     quantization: str | None = None
     is_packed: bool = False
+    is_dequantized: bool = False
     has_sinks: bool = False
     notes: tuple[str, ...] = ()
 
@@ -165,6 +167,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
         quantization=quantization,
         is_packed=declared is not None and declared["quant_method"] == QUANT_METHOD,
+        is_dequantized=declared is not None and quantization == declared["quant_method"] in DEQUANTIZED,
         has_sinks=config.model_type.removeprefix(NATIVE_PREFIX) in MODELS_WITH_SINKS,
         notes=_notes(model, support),
     )

@@ -19,7 +19,6 @@ SEQUENCE = 4096  # the longest that is planned for
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
 CONTEXT = 1.0  # GiB of CUDA's context and of NCCL's buffers
 GAPS = 1.05  # of what the allocator reserves for what is allocated: 1.01 to 1.05 on one GPU in results/recipes.csv
-DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
 ATTENTION_WITH_SINKS = "torch_sinks"  # what from_pretrained takes for bf16 weights on a GPU
 LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger 0.8 has kernels
     ("deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4v_moe", "gpt_oss", "hunyuan_v1_moe",
@@ -108,7 +107,7 @@ def _is_loaded_in_bf16(training: Training) -> bool:
 def left_out(sizes: ModelSizes) -> str | None:
     """Which ways the checkpoint's quantization leaves out, and what to do."""
     stored = sizes.quantization
-    if stored is None or (stored in DEQUANTIZED and not sizes.is_packed):
+    if stored is None or sizes.is_dequantized:
         return None
     alone = "all ways but QLoRA are" if stored in FORMATS else "every way is"
     return (
@@ -144,7 +143,7 @@ def _finetune(sizes: ModelSizes, batch: Batch, training: Training, options: list
         parts.append("--liger")
     if training.save == "input":
         parts.append("--save input")
-    if sizes.quantization in DEQUANTIZED and training.method != "qlora":
+    if sizes.is_dequantized and training.method != "qlora":
         parts.append("--dequantize")
     return " ".join(parts)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sonicmoe_hf.cli import warmup
+from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.interface import Activation, Rows
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.lora_operands import pack
@@ -195,7 +196,7 @@ def small_gradients():
 @pytest.fixture
 def alone(monkeypatch):
     """A process that no launcher started, with three CPUs."""
-    for name in cache.LOCAL_RANKS:
+    for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
 
@@ -222,7 +223,7 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
 @pytest.mark.parametrize(
     ("kernels", "cpus", "variables"),
     [(1, 9, {}), (2, 2, {}), (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}),
-     *((2, 9, {name: "1"}) for name in cache.LOCAL_RANKS)],
+     *((2, 9, {name: "1"}) for name in LOCAL_RANKS)],
 )  # fmt: skip
 def test_nothing_is_begun_for_little_and_by_other_ranks(tmp_path, monkeypatch, alone, kernels, cpus, variables):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
@@ -242,6 +243,25 @@ def test_the_first_rank_begins_for_all(tmp_path, monkeypatch, alone, variables):
     monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock(side_effect=OSError))
     cache.compile_ahead(small_gradients())
     begun.assert_called_once()
+
+
+def test_what_is_compiled_is_said_once_and_not_where_bars_are_off(tmp_path, monkeypatch, alone, capsys):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=OSError))
+    monkeypatch.delenv(QUIET, raising=False)
+    cache.compile_ahead(small_gradients())
+    said = capsys.readouterr().err
+    name = small_gradients()[0][0]
+    assert f"compiling 2 Hopper kernels ({name})" in said and cache.USUALLY in said and str(tmp_path) in said
+    monkeypatch.setenv(QUIET, "1")
+    cache.compile_ahead(small_gradients())
+    monkeypatch.delenv(QUIET)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    cache.compile_ahead(small_gradients())
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.setattr(cache, "is_intact", lambda path: True)
+    cache.compile_ahead(small_gradients())
+    assert not capsys.readouterr().err
 
 
 class Kernel:

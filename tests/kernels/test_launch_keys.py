@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.triton import launch
 from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
 
@@ -175,3 +176,17 @@ def test_a_profilers_hooks_hear_of_every_launch(monkeypatch):
     ask(kernel, (Pointer(), Pointer()))
     launcher(Pointer(), Pointer())
     assert heard == [((3, 2, 1), (ADDRESS, ADDRESS, 5, 64), STREAM)] * 2 and not kernel.straight
+
+
+def test_that_triton_compiles_is_said_once_when_it_has_taken_a_second(monkeypatch, capsys):
+    monkeypatch.delenv(QUIET, raising=False)
+    for name in LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    clock = iter(step / 2 for step in range(100))  # each compilation takes half a second
+    monkeypatch.setattr(launch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(launch, "_compiling", launch._Compiling())
+    said = []
+    for constant in (32, 64, 128, 64):
+        ask(Kernel(), (Pointer(), Pointer()), constants=(constant,))
+        said.append("Triton is compiling kernels" in capsys.readouterr().err)
+    assert said == [False, True, False, False]

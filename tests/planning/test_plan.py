@@ -126,6 +126,9 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
     config.quantization_config = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
     sizes = sizes_of(config)
     assert {way.training.method for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)} == {"qlora"}
+    config.quantization_config = {**FP8, "expert_dtype": "fp4"}  # DeepSeek-V4's, which --dequantize does not know
+    ways = ways_of(sizes_of(config), gpus=1, gpu_memory=80, tokens=4096)
+    assert {way.training.experts for way in ways} == {"mxfp4"}
     with pytest.raises(DoctorError, match="sonicmoe-hf convert org/model FOLDER --layout hub"):
         ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096, method="full")
 
