@@ -1,5 +1,5 @@
-"""The README's charts: one MoE layer beside other implementations, from moe_layer.csv, and whole training steps, from
-train_step.csv.
+"""The charts of README.md and docs/performance.md: one MoE layer beside other implementations, from moe_layer.csv, and
+whole training steps, from train_step.csv.
 
     python -m benchmarks.figures.charts [--results FOLDER] [--out FOLDER]
 

@@ -400,7 +400,7 @@ def recipes(results: Results) -> Iterator[Table | Sentence]:
         (first, Figure(16384 / speed.value, f"16384 tokens / {speed.source}")),
     )
     adam = computed(16 * QWEN3_PARAMETERS / GIB, "16 bytes a parameter")
-    yield Sentence(document, "takes 16 bytes a parameter: # GiB", [adam])
+    yield Sentence(document, "takes 16 bytes a parameter, which is # GiB", [adam])
     losses = {
         (row["phase"], row["method"], row["seed"]): float(row["held_out_loss"])
         for row in results.rows("optimizer_quality")

@@ -6,8 +6,8 @@
 Random weights made on the GPU in bf16 from the model's config, random tokens in sequences of 4,096, r = 16 on experts and
 on q and v ("frozen": on q and v alone), adapters and fused AdamW in fp32, bf16 autocast as the Trainer's. A step is
 forward, backward, optimiser, and zero_grad. Rows of the same number of layers share a model. Ours with LoRA and with
-frozen experts take a step in turn, on two models that share the base: at 4,096 tokens the host sets the pace, and its
-pace changes. --liger: Liger's RMSNorm, RoPE and fused linear cross entropy in every case. For two GPUs start two
+frozen experts take a step in turn, on two models that share the base: at 4,096 tokens a step waits for the host, whose
+speed varies. --liger: Liger's RMSNorm, RoPE and fused linear cross entropy in every case. For two GPUs start two
 processes, each with its CUDA_VISIBLE_DEVICES, --row or --case, and --csv. --device cpu --tiny checks the script.
 """
 

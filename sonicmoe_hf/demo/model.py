@@ -39,7 +39,7 @@ QWEN3_30B_A3B: dict[str, Any] = {  # config.json of Qwen/Qwen3-30B-A3B
 def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
     """4 layers, 32 experts, 4 of them per token: with 2048 tokens in a batch an expert gets 256 rows on average.
 
-    Train it with `LoadBalancing(per_layer_loss=PER_LAYER_LOSS)`: without, the router of a random start collapses.
+    Train it with `LoadBalancing(per_layer_loss=PER_LAYER_LOSS)`: without, the randomly initialised router collapses.
     """
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer),

@@ -42,7 +42,7 @@ BATCH_SIZE = 16  # 2048 tokens a step
 HELD_OUT_BLOCKS = 64
 LEARNING_RATE = 5e-3
 EVALUATIONS = 8
-BALANCED_AFTER = 200  # steps: the router of a random start sends most tokens to a few experts
+BALANCED_AFTER = 200  # steps: a randomly initialised router sends most tokens to a few experts
 LOGIT_TOLERANCE = 1e-5  # fp32: eager and ours sum in another order
 
 

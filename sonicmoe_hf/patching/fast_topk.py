@@ -14,7 +14,7 @@ from ..layer import backends, torch_op
 from ..private.torch import current_function_mode
 
 MOST_EXPERTS, MOST_TAKEN = 1024, 32
-FEWEST_ROWS = 8192  # with fewer the host sets the pace of a layer, and torch.topk costs it less
+FEWEST_ROWS = 8192  # with fewer a layer waits for the host, and torch.topk costs the host less
 TOP_K_FUNCTIONS = frozenset((torch.topk, torch.Tensor.topk))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
