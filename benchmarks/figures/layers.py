@@ -44,9 +44,7 @@ def readme(results: Results) -> Iterator[Table | Sentence]:
         contender: span(of_layer(results, config, contender, "first_step_s") for config in ALL)
         for contender in (OURS, SONIC)
     }
-    yield Sentence(
-        "README.md", "no tuning before the first step (# to # seconds there, for each new size)", first[SONIC]
-    )
+    yield Sentence("README.md", "a first step without # to # seconds of tuning for each new size", first[SONIC])
     document = "docs/performance.md"
     graphs = [ratio(*(of_layer(results, config, other, launch="graph") for other in (SONIC, OURS))) for config in ALL]
     yield Sentence(document, "As a CUDA graph ours is # to # times as fast as Transformers' sonicmoe", span(graphs))
