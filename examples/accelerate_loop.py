@@ -13,12 +13,11 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from shared import PER_LAYER_LOSS, VOCAB_SIZE, blocks, small_config, standard_library, train_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, small_config
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -17,14 +17,21 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from shared import (
+    PER_LAYER_LOSS,
+    VOCAB_SIZE,
+    Throughput,
+    blocks,
+    random_model,
+    small_config,
+    standard_library,
+    train_tokenizer,
+)
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, random_model, small_config
-from sonicmoe_hf.demo.throughput import Throughput
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -26,6 +26,15 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from shared import (
+    PER_LAYER_LOSS,
+    VOCAB_SIZE,
+    ThroughputCallback,
+    random_model,
+    small_config,
+    standard_library,
+    train_tokenizer,
+)
 from torch.utils.data import random_split
 from transformers import (
     AutoConfig,
@@ -40,9 +49,6 @@ from transformers import (
 )
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import PER_LAYER_LOSS, VOCAB_SIZE, random_model, small_config
-from sonicmoe_hf.demo.throughput import ThroughputCallback
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES

@@ -18,13 +18,19 @@ import argparse
 from pathlib import Path
 
 import torch
+from shared import (
+    VOCAB_SIZE,
+    ThroughputCallback,
+    blocks,
+    random_model,
+    small_config,
+    standard_library,
+    train_tokenizer,
+)
 from torchao.optim import AdamW8bit
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
-from sonicmoe_hf.demo.throughput import ThroughputCallback
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

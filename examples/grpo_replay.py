@@ -25,13 +25,12 @@ from contextlib import nullcontext
 import numpy
 import torch
 from datasets import Dataset, load_dataset
+from shared import small_config, standard_library, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import RecordedRouting
-from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import small_config
 
 ROUTING = "routing"  # beside TRL's own tensors of a batch, which it shuffles and splits together: [B, L, S, K]
 SERVED = "routed_experts"  # what a rollout returns beside its tokens: an array for each completion

@@ -32,6 +32,7 @@ import torch
 from datasets import Dataset
 from finetune import cut_into_blocks, load_texts
 from peft import get_peft_model
+from shared import VOCAB_SIZE, ThroughputCallback, config_of, random_packed_model, small_config, train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,9 +44,6 @@ from transformers import (
 )
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, config_of, random_packed_model, small_config
-from sonicmoe_hf.demo.throughput import ThroughputCallback
 from sonicmoe_hf.kernels.quantized import FORMATS
 
 PACKED = "sonicmoe_hf"  # quantization method of checkpoints whose experts we packed

@@ -14,13 +14,11 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
+from shared import VOCAB_SIZE, ThroughputCallback, random_model, small_config, standard_library, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import standard_library, train_tokenizer
-from sonicmoe_hf.demo.model import VOCAB_SIZE, random_model, small_config
-from sonicmoe_hf.demo.throughput import ThroughputCallback
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

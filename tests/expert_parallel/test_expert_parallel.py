@@ -1,13 +1,12 @@
 """Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
 
 import contextlib
-import importlib.util
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from helpers.adapters import fused, with_lora
+from helpers.examples import load as load_example
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
 from helpers.parallel import OWN_BATCH, gathered, gradients, mean_of_ranks
@@ -29,7 +28,6 @@ from sonicmoe_hf.patching.support import find_layers
 pytestmark = pytest.mark.skipif(
     not has_expert_parallelism(), reason="Transformers has EPImplementationInterface since 5.23"
 )
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHARED = {"tp_size": WORLD, "ep_size": WORLD}
 APART = {"fsdp_size": WORLD, "ep_size": WORLD}
 STOCHASTIC = TokenRounding(rounding="stochastic", tile=TILE)
@@ -322,9 +320,7 @@ def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
 
 
 def trained(rank, output):
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "expert_parallel.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("expert_parallel")
     texts = standard_library()[0][:4]
     example.standard_library = lambda: (texts, [])
     options = ["--batch-size", "4", "--tile", "16", "--output", output]

@@ -1,6 +1,7 @@
 """The examples, as modules, and what trains them in a moment."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -12,8 +13,13 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n
 
 
 def load(name):
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """An example as a module, made anew with the file that examples share: each imports from its own folder."""
+    sys.modules.pop("shared", None)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
     return module

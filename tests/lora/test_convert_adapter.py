@@ -1,14 +1,13 @@
 """LoRA adapters on experts across the layouts: converted, or refused; never loaded with rows in the wrong order."""
 
 import json
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.adapters import random_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
+from helpers.examples import load as load_example
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
 from helpers.training import POLICY, Watch
@@ -323,6 +322,6 @@ def test_the_command_verifies_adapters_and_refuses_trained_on_for_models(adapter
 def test_without_peft_adapters_are_converted_and_finetuning_names_what_to_install(adapter, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # what an environment without it raises: ModuleNotFoundError
     convert_adapter(adapter, tmp_path / "converted")
-    finetune = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "finetune.py"))
+    finetune = load_example("finetune")
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'sonicmoe-hf\[peft\]'"):
-        finetune["main"](["--lora"])
+        finetune.main(["--lora"])

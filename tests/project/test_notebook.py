@@ -22,7 +22,8 @@ def test_the_notebook_runs_from_the_model_to_generated_text_and_learns(tmp_path,
         nbformat.v4.new_code_cell("print([entry['eval_loss'] for entry in log if 'eval_loss' in entry])")
     )
     root = str(Path(sonicmoe_hf.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+    paths = [root, str(EXAMPLES), os.environ.get("PYTHONPATH")]  # Jupyter starts a notebook in its own folder
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     first, *_, last = ast.literal_eval(notebook.cells[-1].outputs[0].text)
     assert last < first - 0.15  # random weights at the start: the loss of guessing, 6.9

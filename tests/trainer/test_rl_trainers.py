@@ -1,12 +1,11 @@
 """TRL's trainers of reinforcement learning and preferences are recognised; those that compare no log-probabilities train."""
 
 import importlib
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from helpers.examples import load as load_example
 from helpers.models import build
 from helpers.training import Watch, arguments, trainer_for
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Seq2SeqTrainingArguments, Trainer
@@ -202,12 +201,7 @@ def test_names_decide_over_all_base_classes_and_ordinary_ones_are_let_through(tm
 
 @pytest.fixture(scope="module")
 def grpo_replay():
-    """The example as a module."""
-    path = Path(__file__).parents[2] / "examples" / "grpo_replay.py"
-    spec = importlib.util.spec_from_file_location("grpo_replay", path)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
+    return load_example("grpo_replay")
 
 
 def test_the_grpo_example_runs_offline_without_arguments(grpo_replay, tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""Tokens per second and peak memory of a training run."""
+"""What the examples share: the small model and the text that they train without arguments, models with random weights of
+any sizes (--random), and tokens per second with the peak memory."""
 
 from __future__ import annotations
 
@@ -6,6 +7,30 @@ import time
 
 import torch
 from transformers import TrainerCallback
+
+from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.demo.model import (
+    PER_LAYER_LOSS,
+    VOCAB_SIZE,
+    config_of,
+    random_model,
+    random_packed_model,
+    small_config,
+)
+
+__all__ = [
+    "PER_LAYER_LOSS",
+    "VOCAB_SIZE",
+    "Throughput",
+    "ThroughputCallback",
+    "blocks",
+    "config_of",
+    "random_model",
+    "random_packed_model",
+    "small_config",
+    "standard_library",
+    "train_tokenizer",
+]
 
 WARM_UP_STEPS = 2
 
