@@ -42,10 +42,11 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/plan.md", "| exit code | meaning |"): "numbers of the command line",
     (
         "docs/models.md",
-        "| model | fast experts | [packed experts](lora.md#experts-in-4-bits) | token rounding "
+        "| model | fast experts | [packed experts](lora.md#experts-in-4-or-8-bits) | token rounding "
         "| [native checkpoints](layout.md) |",
     ): "names of models",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",
+    ("docs/patching.md", "| where | what | for models without sonicmoe-hf's experts |"): "versions of other packages",
     ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of dev/kernel-log",
     ("docs/serving.md", "| engine | adapters on experts | merged checkpoints |"): "versions",
     ("docs/serving.md", "| models | their form in vLLM |"): "names of models",

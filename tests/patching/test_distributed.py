@@ -163,7 +163,9 @@ def odd_step(rank, family, adapted):
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("family", list(ODD))
-def test_under_fsdp2_sizes_that_do_not_divide_over_the_ranks_give_the_unsharded_models_gradients(ranks, family, adapted):
+def test_under_fsdp2_sizes_that_do_not_divide_over_the_ranks_give_the_unsharded_models_gradients(
+    ranks, family, adapted
+):
     losses, expected = mean_of_ranks(odd(family, adapted))
     for own_loss, (loss, actual) in zip(losses, ranks.run(odd_step, family, adapted)):
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
