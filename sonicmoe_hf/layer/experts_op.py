@@ -9,6 +9,7 @@ y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and 
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,27 @@ def _without_autocast(device: torch.device, backend: str):
     return _NO_CONTEXT
 
 
+class Projection(NamedTuple):
+    """One of a layer's two products: its weight as it is stored, its bias, its adapter.
+
+    weight, scales, state, format: of a packed weight, the codes and what else is stored (kernels/quantized.py), which
+        have no gradient; of a dense one, itself, None, None and "".
+    a, b, scale: LowRank's, or None, None, 1.0.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None
+    state: torch.Tensor | None
+    bias: torch.Tensor | None
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    format: str
+    scale: float
+
+
 class Inputs(NamedTuple):
-    """The tensors that a layer can be differentiated by, in the order of `needs` and of the gradients. Factors a and b
-    are LowRank's. Backward has no x where it needs none. Of packed weights gate_up and down are the codes; they, scales
-    and state (kernels/quantized.py) have no gradient."""
+    """The tensors that a layer can be differentiated by, in the order of `needs` and of the gradients: x, the two
+    projections', the routing weights. They and Options are the op's arguments. Backward has no x where it needs none."""
 
     x: torch.Tensor | None
     gate_up: torch.Tensor
@@ -49,8 +67,7 @@ class Inputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What else decides the function that a layer computes, and the backend. The scales are the adapters'; formats are
-    those of packed weights, "" of dense ones."""
+    """What else decides the function that a layer computes, and the backend."""
 
     activation: str
     alpha: float
@@ -62,6 +79,15 @@ class Options(NamedTuple):
     backend: str
     gate_up_format: str = ""
     down_format: str = ""
+
+
+def _fields_of(projection: str):
+    """What gives a Projection's tensors of Inputs, and what its other fields of Options."""
+    parts = (f"{projection}_{part}" for part in ("scales", "state", "bias", "a", "b"))
+    return operator.attrgetter(projection, *parts), operator.attrgetter(f"{projection}_format", f"{projection}_scale")
+
+
+_GATE_UP, _DOWN = _fields_of("gate_up"), _fields_of("down")
 
 
 class SavePlan(NamedTuple):
@@ -81,69 +107,50 @@ class Saved(NamedTuple):
 
 
 class _Layer:
-    """A layer's weights as logical views, its adapters as the kernels take them, and its first half, which backward
-    computes again where h was not kept. dtype: what is computed in."""
+    """A layer's projections, their weights as logical views, its adapters as the kernels take them, and its first half,
+    which backward computes again where h was not kept. dtype: what is computed in."""
 
     def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
         self.kernels = backends.load(options.backend)
-        self.inputs, self.rows, self.options, self.dtype = inputs, rows, options, dtype
-        self.interleaved = options.interleaved
+        self.inputs, self.rows, self.dtype = inputs, rows, dtype
+        self.transposed, self.interleaved = options.transposed, options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
+        self.gate_up = gate_up = Projection(*_GATE_UP[0](inputs), *_GATE_UP[1](options))
+        self.down = down = Projection(*_DOWN[0](inputs), *_DOWN[1](options))
         self.gate_up_adapter, self.down_adapter = pack_all(
-            [(inputs.gate_up_a, inputs.gate_up_b, options.gate_up_scale,
-              self._is_in_last(inputs.gate_up, options.gate_up_format)),
-             (inputs.down_a, inputs.down_b, options.down_scale, self._is_in_last(inputs.down, options.down_format))],
+            ((gate_up.a, gate_up.b, gate_up.scale, self._is_in_last(gate_up)),
+             (down.a, down.b, down.scale, self._is_in_last(down))),
             rows.offsets.shape[0] - 1, dtype, self.kernels,
         )  # fmt: skip
 
-    def _is_in_last(self, weight, format) -> bool:
+    def _is_in_last(self, projection: Projection) -> bool:
         """Whether in the logical view [E, out, in], which for a packed weight is not there yet, `in` is contiguous."""
-        return bool(format) or weight.stride(1 if self.options.transposed else 2) == 1
+        return bool(projection.format) or projection.weight.stride(1 if self.transposed else 2) == 1
 
-    def _logical_view(self, weight, scales, state, format):
+    def weight(self, projection: Projection) -> torch.Tensor:
         """[E, out, in]. A packed weight is expanded at every use and kept by none: the allocator reuses one block."""
-        if format:
-            return self.kernels.dequantize(weight, scales, state, format, self.dtype, self.rows)
-        return weight.transpose(1, 2) if self.options.transposed else weight
+        weight = projection.weight
+        if projection.format:
+            packed = weight, projection.scales, projection.state, projection.format
+            return self.kernels.dequantize(*packed, self.dtype, self.rows)
+        return weight.transpose(1, 2) if self.transposed else weight
 
-    def _operand(self, *packed):
-        """`_logical_view`, or the packed weight itself where the kernels of up and down read that."""
-        if packed[-1] and self.kernels.reads_packed(self.dtype, self.rows):
-            return PackedOperand(*packed)
-        return self._logical_view(*packed)
-
-    @property
-    def _gate_up(self):
-        inputs = self.inputs
-        return inputs.gate_up, inputs.gate_up_scales, inputs.gate_up_state, self.options.gate_up_format
-
-    @property
-    def _down(self):
-        inputs = self.inputs
-        return inputs.down, inputs.down_scales, inputs.down_state, self.options.down_format
-
-    @property
-    def gate_up(self) -> torch.Tensor:
-        return self._logical_view(*self._gate_up)
-
-    @property
-    def down(self) -> torch.Tensor:
-        return self._logical_view(*self._down)
-
-    @property
-    def down_operand(self) -> torch.Tensor | PackedOperand:
-        """What `down` of the kernels takes."""
-        return self._operand(*self._down)
+    def operand(self, projection: Projection) -> torch.Tensor | PackedOperand:
+        """What `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
+        if projection.format and self.kernels.reads_packed(self.dtype, self.rows):
+            assert projection.scales is not None  # a dense weight alone is without
+            return PackedOperand(projection.weight, projection.scales, projection.state, projection.format)
+        return self.weight(projection)
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """u, computed unless it is given (None without an adapter), h and a."""
-        x, bias, adapter, extra = self.inputs.x, self.inputs.gate_up_bias, self.gate_up_adapter, None
+        x, adapter, extra = self.inputs.x, self.gate_up_adapter, None
         if adapter is not None:
             if u_PJ is None:
                 u_PJ = self.kernels.lora_shrink(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
             extra = adapter.forward_term(u_PJ)
         h_R2I, a_RI = self.kernels.up(
-            x, self._operand(*self._gate_up), bias, self.rows, self.activation, self.interleaved,
+            x, self.operand(self.gate_up), self.gate_up.bias, self.rows, self.activation, self.interleaved,
             want_h=want_h, want_a=want_a, extra=extra,
         )  # fmt: skip
         return u_PJ, h_R2I, a_RI
@@ -160,7 +167,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, plan: SavePla
         if adapter is not None:
             v_PJ = kernels.lora_shrink(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
             extra = adapter.forward_term(v_PJ)
-        y_RH = kernels.down(a_RI, layer.down_operand, inputs.down_bias, rows, extra=extra)
+        y_RH = kernels.down(a_RI, layer.operand(layer.down), layer.down.bias, rows, extra=extra)
         out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
     return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), plan) if wanted)]
 
@@ -194,12 +201,12 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
         gradients |= _up_backward(layer, need, dh, u, dout.shape[0])
         kernels, x = layer.kernels, inputs.x
         if need.gate_up:
-            gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, layer.gate_up)
+            gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, layer.weight(layer.gate_up))
         if need.gate_up_bias:
             gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up_bias)
         del dh
         if need.down:
-            gradients["down"] = kernels.down_gradient(dout, a, rows, layer.down)
+            gradients["down"] = kernels.down_gradient(dout, a, rows, layer.weight(layer.down))
         if need.down_bias:
             gradients["down_bias"] = kernels.down_bias_gradient(
                 dout, inputs.weight.reshape(-1), rows, inputs.down_bias
@@ -227,7 +234,7 @@ def _down_backward(layer: _Layer, need: Inputs, dout, saved: list[Saved]):
         if h is None:
             u, h, _ = layer.up(u, want_h=True, want_a=False)
         dh, a, dw_P = kernels.down_backward(
-            dout, layer.down, inputs.down_bias, h, weight_P, rows, layer.activation, layer.interleaved,
+            dout, layer.weight(layer.down), layer.down.bias, h, weight_P, rows, layer.activation, layer.interleaved,
             want_dh=want_dh, want_a=want_a, want_dw=need.weight, extra=extra,
         )  # fmt: skip
         if need.weight:
@@ -248,7 +255,7 @@ def _up_backward(layer: _Layer, need: Inputs, dh, u, num_tokens: int):
         )  # fmt: skip
         extra = adapter.backward_term(du) if need.x else None
     if need.x:
-        dx_RH = kernels.up_backward_input(dh, layer.gate_up, rows, extra=extra)
+        dx_RH = kernels.up_backward_input(dh, layer.weight(layer.gate_up), rows, extra=extra)
         gradients["x"] = kernels.combine(dx_RH, None, rows, num_tokens)
     if need.gate_up_a:
         gradients["gate_up_a"] = kernels.lora_a_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up_a)

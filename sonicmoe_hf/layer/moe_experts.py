@@ -10,14 +10,12 @@ from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_
 from . import backends, experts_op
 from .config import LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import Inputs, Options, SavePlan
+from .experts_op import Inputs, Options, Projection, SavePlan
 from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
 from .packed_weight import PackedWeight
 from .routing import Routing
 
 __all__ = ["Activation", "LowRank", "moe_experts"]
-
-NO_ADAPTER = (None, None, 1.0)
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, activation):
@@ -63,27 +61,23 @@ def _compute_dtype(x, gate_up, down):
     return next((weight.dtype for weight in (gate_up, down) if isinstance(weight, PackedWeight)), None)
 
 
-def _stored(name, weight, transposed):
-    """What the op takes of a weight: its tensor, or codes, scales, state and the format of a packed one."""
+def _projection(name, weight, bias, adapter, transposed) -> Projection:
+    """A weight with its bias and its adapter, or several adapters as one."""
+    a, b, scale = None, None, 1.0
+    if adapter:
+        adapter = side_by_side(adapter, weight.shape[0])
+        shape_EON = weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape
+        check_low_rank(f"{name}_adapter", adapter, shape_EON, weight.device)
+        a, b, scale = adapter.a, adapter.b, float(adapter.scale)
     if not isinstance(weight, PackedWeight):
-        return weight, None, None, ""
+        return Projection(weight, None, None, bias, a, b, "", scale)
     if weight.is_transposed != transposed:
         raise ValueError(
             f"{name} is packed from a weight that is {'' if weight.is_transposed else 'not '}stored transposed, which "
             "`layout` contradicts; quantize it in the layout that it is used in"
         )
-    return weight.codes, weight.scales, weight.state, weight.format  # no property: torch.compile traces attributes
-
-
-def _factors(name, adapter, weight, transposed):
-    """a, b and scale of one adapter, or of several as one."""
-    if not adapter:
-        return NO_ADAPTER
-    adapter = side_by_side(adapter, weight.shape[0])
-    check_low_rank(
-        name, adapter, weight.shape[:1] + weight.shape[:0:-1] if transposed else weight.shape, weight.device
-    )
-    return adapter.a, adapter.b, float(adapter.scale)
+    # no property: torch.compile traces attributes
+    return Projection(weight.codes, weight.scales, weight.state, bias, a, b, weight.format, scale)
 
 
 def moe_experts(
@@ -141,29 +135,29 @@ def moe_experts(
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in (gate_up_bias, down_bias))
     transposed, interleaved = LAYOUTS[layout]
     _check(x, gate_up, down, gate_up_bias, down_bias, layout, routing, act.name)
-    gate_up_a, gate_up_b, gate_up_scale = _factors("gate_up_adapter", gate_up_adapter, gate_up, transposed)
-    down_a, down_b, down_scale = _factors("down_adapter", down_adapter, down, transposed)
+    num_experts = gate_up.shape[0]
+    first = _projection("gate_up", gate_up, gate_up_bias, gate_up_adapter, transposed)
+    second = _projection("down", down, down_bias, down_adapter, transposed)
 
     backend = backends.choose(x.device, x.dtype, backend).name
-    rows = routing.rows_for(backend, x.shape[0], gate_up.shape[0])
+    rows = routing.rows_for(backend, x.shape[0], num_experts)
     if rows is None:
         rows = dispatch(
-            routing.expert_index, x.shape[0], gate_up.shape[0], routing.token_index,
+            routing.expert_index, x.shape[0], num_experts, routing.token_index,
             sentinels=routing.sentinels, backend=backend,
         )  # fmt: skip
     weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
-    gate_up, gate_up_scales, gate_up_state, gate_up_format = _stored("gate_up", gate_up, transposed)
-    down, down_scales, down_state, down_format = _stored("down", down, transposed)
     inputs = Inputs(
-        x.contiguous(), gate_up, down, weight, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b,
-        gate_up_scales, gate_up_state, down_scales, down_state,
+        x.contiguous(), first.weight, second.weight, weight, first.bias, second.bias,
+        first.a, first.b, second.a, second.b, first.scales, first.state, second.scales, second.state,
     )  # fmt: skip
+    scales, formats = (first.scale, second.scale), (first.format, second.format)
+    options = Options(*act, transposed, interleaved, *scales, backend, *formats)
     needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
     differentiable = needs_gradients and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"
-    keep_u = differentiable and gate_up_b is not None and (gate_up_b.requires_grad or not keep_h)
-    keep_v = differentiable and down_b is not None and down_b.requires_grad
-    options = Options(*act, transposed, interleaved, gate_up_scale, down_scale, backend, gate_up_format, down_format)
+    keep_u = differentiable and first.b is not None and (first.b.requires_grad or not keep_h)
+    keep_v = differentiable and second.b is not None and second.b.requires_grad
     out = experts_op.run(differentiable, inputs, rows, options, SavePlan(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)
