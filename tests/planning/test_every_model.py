@@ -1,0 +1,38 @@
+"""The plan of every mixture-of-experts architecture of the installed Transformers, at the sizes of its default config."""
+
+import json
+
+import pytest
+from helpers.architectures import architectures
+from transformers import CONFIG_MAPPING
+
+from sonicmoe_hf.checkpoints.config_only import UNREADABLE, build_on_meta
+from sonicmoe_hf.errors import DoctorError
+from sonicmoe_hf.model_patches import FAMILIES
+from sonicmoe_hf.planning.sizes import sizes_of_model
+from sonicmoe_hf.planning.ways import ways_of
+
+FOLDERS = sorted({architecture.folder for architecture in architectures()} & set(CONFIG_MAPPING))
+REFUSALS = ("no mixture-of-experts layer", "does not compute")  # of a default config without experts; of experts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_model_is_planned_for_or_refused_with_a_reason(folder, tmp_path):
+    try:
+        entries = json.loads(CONFIG_MAPPING[folder]().to_json_string(use_diff=False))
+        (tmp_path / "config.json").write_text(json.dumps({**entries, "model_type": CONFIG_MAPPING[folder].model_type}))
+        model = build_on_meta(str(tmp_path))
+    except (*UNREADABLE, DoctorError) as error:
+        pytest.skip(f"its default config describes no model: {' '.join(str(error).split())[:100]}")
+    try:
+        sizes = sizes_of_model(folder, model)
+    except DoctorError as error:
+        assert any(words in str(error) for words in REFUSALS), error
+        assert folder not in FAMILIES or REFUSALS[0] in str(error)
+        return
+    assert sizes.total == sum(parameter.numel() for parameter in model.parameters()) > sizes.experts > 0
+    for gpus in (1, 8):
+        for way in ways_of(sizes, gpus=gpus, gpu_memory=80, tokens=4096):
+            parts = {name: value for name, value in vars(way.memory).items() if name != "moment"}
+            assert min(parts.values()) >= 0 and parts["experts"] > 0 and parts["rest"] > 0, (way.name, parts)
