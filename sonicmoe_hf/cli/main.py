@@ -1,4 +1,4 @@
-"""The `sonicmoe-hf` command: demo, doctor, warmup; plan is in plan.py, convert, merge and inspect in checkpoints.py."""
+"""The `sonicmoe-hf` command: demo, doctor, warmup. The other commands have files of their own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 from .. import __version__
+from ..autopatch.program import ProgramError
 from ..errors import CheckpointError, DoctorError, WarmupError
 from ..kernels.activation import ACTIVATIONS
 from ..layer.config import LAYOUTS, ROUNDINGS
 from .bar import progress
 from .checkpoints import add_commands
 from .plan import add_plan
+from .run import add_run, split_program
 
 MAX_DIGITS = 12  # of a number on the command line
 DEMO_PACKAGES = ("accelerate", "matplotlib")
@@ -67,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_warmup(commands)
     add_plan(commands, _at_least)
     add_commands(commands)
+    add_run(commands)
     return parser
 
 
@@ -231,13 +234,14 @@ def _print_warmup(kinds, processes) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code. An error is one line on standard error, or with --json an object."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments, program = split_program(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
         parsed = build_parser().parse_args(arguments)
+        parsed.program = program
         return parsed.run(parsed)
     except _UsageError as error:
         parser, message = error.args
@@ -245,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
             argparse.ArgumentParser.error(parser, message)
         return _say(message, as_json, 2)
     # what this package or the system says of an input, such as a folder that another user keeps closed
-    except (CheckpointError, CommandError, DoctorError, OSError, ValueError, WarmupError) as error:
+    except (CheckpointError, CommandError, DoctorError, OSError, ProgramError, ValueError, WarmupError) as error:
         return _say(" ".join(str(error).split()) or type(error).__name__, as_json, 2)
     except KeyboardInterrupt:
         return _say("interrupted", as_json, 130)

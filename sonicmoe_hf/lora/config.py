@@ -45,9 +45,7 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
         config = sonicmoe_hf.lora_config(model, r=16, experts_r=2)  # of a model with 8 experts per token
     """
     peft = import_peft()
-    layers = supported_layers(model, check_accelerated(model), "accelerated")
-    names = {module: name for name, module in model.named_modules()}
-    experts = {names[layer.experts]: layer.experts for layer in layers}
+    experts = _experts(model)
     chosen = options.get("layers_to_transform")
     defaults = {
         "lora_alpha": 2 * r,
@@ -57,13 +55,13 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
     }
     settings = {**defaults, **options, "r": r}
     if settings["target_parameters"]:
-        _refuse_what_parameters_cannot(settings)
+        refuse_what_parameters_cannot(settings)
     if experts_r is not None:
-        settings |= _patterns(settings, _expert_weights(model, experts, None), experts_r)
+        settings |= patterns(settings, _expert_weights(model, experts, None), experts_r)
     return peft.LoraConfig(**settings)
 
 
-def _patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
+def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, dict[str, float]]:
     """rank_pattern and alpha_pattern with the experts' own rank beside what is given.
 
     Raises:
@@ -88,16 +86,28 @@ def _patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, d
     }
 
 
-def _refuse_what_parameters_cannot(settings: dict) -> None:
+def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:
+    """What `target_parameters` of a LoraConfig calls the experts' weights of `model`; of the layers `chosen` alone, where
+    they are given. Raises UnsupportedModelError as `lora_config`."""
+    return _expert_weights(model, _experts(model), chosen)
+
+
+def _experts(model: nn.Module) -> dict[str, nn.Module]:
+    layers = supported_layers(model, check_accelerated(model), "accelerated")
+    names = {module: name for name, module in model.named_modules()}
+    return {names[layer.experts]: layer.experts for layer in layers}
+
+
+def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
     """Raise ValueError for options that PEFT has for modules alone, where it adapts the experts' parameters too."""
     for field in MODULES_ALONE:
         if settings.get(field):
             raise ValueError(
-                f"{field} is {settings[field]!r}: PEFT has none for experts (target_parameters); {REMEDY}"
+                f"{field} is {settings[field]!r}: PEFT has none for experts (target_parameters); {remedy}"
             )
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_OF_MODULES):
-        raise ValueError(f"init_lora_weights is {init!r}: PEFT has none for experts (target_parameters); {REMEDY}")
+        raise ValueError(f"init_lora_weights is {init!r}: PEFT has none for experts (target_parameters); {remedy}")
 
 
 def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int | list[int] | None) -> list[str]:

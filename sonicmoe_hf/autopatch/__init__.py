@@ -1,0 +1,1 @@
+"""`sonicmoe-hf run`: a program of somebody else's, in which every model is patched as it is built, and its children."""

@@ -1,0 +1,218 @@
+"""The models of a process of `sonicmoe-hf run`: patched as they are built, attached to their Trainers, and reported."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
+from ..patching.quantize import with_packed_experts
+from ..patching.support import every_experts
+from ..private.peft import before_adapters
+from ..private.torch import remove_hooks
+from .report import ComputedBy, describe
+from .settings import RunSettings, from_environment
+
+logger = logging.getLogger(__name__)
+COMMAND = "sonicmoe-hf run"
+
+
+class Session:
+    """See the module. `reasons`: for every live model, why it is not patched, or None."""
+
+    def __init__(self, settings: RunSettings):
+        self.settings = settings
+        self.policy = settings.policy()
+        self.reasons: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+        self.said: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+        self.texts: set[str] = set()
+        self.adapted: list[Any] = []  # LoRA configs that got the experts
+        self.has_packed = False
+        self.thread = threading.local()  # is_loading: from_pretrained patches what it has loaded
+        self.has_trained = False
+        atexit.register(self.at_exit)
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.say())
+        if settings.adapt_experts is not None:
+            before_adapters(self.adapt)
+
+    def built(self, model: PreTrainedModel) -> None:
+        """A model's constructor has ended."""
+        if not getattr(self.thread, "is_loading", False):
+            self._patch(model)
+
+    def load(self, load, cls: type, args: tuple, kwargs: dict) -> Any:
+        """`load(*args, **kwargs)`, which is `cls.from_pretrained`, with packed experts where that is asked for."""
+        if getattr(self.thread, "is_loading", False):
+            return load(*args, **kwargs)
+        self.thread.is_loading = True
+        try:
+            format = self.settings.experts_quantization
+            packs = format is not None and self._has_experts(cls, args, kwargs)
+            if format is not None and packs:
+                kwargs = with_packed_experts(args[0], kwargs, format)
+            loaded = load(*args, **kwargs)
+        finally:
+            self.thread.is_loading = False
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        self.has_packed = self.has_packed or packs
+        self._patch(model)
+        return loaded
+
+    def _has_experts(self, cls: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether models of this class and config have experts that can be packed."""
+        config = kwargs.get("config")
+        if not hasattr(config, "model_type"):
+            config = cls.config_class.from_pretrained(args[0] if config is None else config)
+        with torch.device("meta"):
+            return bool(every_experts(cls(copy.deepcopy(config))))
+
+    def _patch(self, model: PreTrainedModel) -> None:
+        """Patch the model, or note why it cannot be.
+
+        Raises:
+            UnsupportedModelError: it is accelerated, but cannot do the routing that was asked for.
+        """
+        try:
+            patch_model(model, save=self.settings.save)
+        except UnsupportedModelError as error:
+            unpatch_model(model)
+            self.reasons[model] = str(error)
+            return
+        if self.policy is not None:
+            check_routers_live(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
+            set_routing(model, self.policy)
+        self.reasons[model] = None
+        _watch(model)
+
+    def prepare(self, trainer: Any) -> None:
+        """A Trainer begins to train: have it log the experts' load and restore experts, where its model is patched.
+
+        Raises:
+            ValueError: token rounding in a trainer of reinforcement learning or preference optimization.
+        """
+        from ..trainer.callbacks import attach
+        from ..trainer.policy_trainers import check_no_policy_trainer
+
+        try:
+            patched = isinstance(trainer.model, nn.Module) and is_patched(trainer.model)
+        except (TypeError, ValueError):  # no Transformers model, or several
+            return
+        if not patched:
+            return
+        if self.policy is not None:
+            check_no_policy_trainer(trainer, trainer.args, remedy=f"leave out --routing of {COMMAND}")
+        attach(trainer)
+
+    def adapt(self, config: Any, model: nn.Module) -> None:
+        """A LoRA config of the program is about to be applied to a model: add the experts."""
+        from .adapters import add_experts
+
+        is_done = config.inference_mode or any(config is adapted for adapted in self.adapted)
+        rank = self.settings.adapt_experts
+        if rank is not None and not is_done and isinstance(model, PreTrainedModel) and is_patched(model):
+            add_experts(config, model, rank)
+            self.adapted.append(config)
+
+    def _outermost(self) -> list[PreTrainedModel]:
+        """The live models that are in no other, and have weights."""
+        models = list(self.reasons)
+        inner = {module for model in models for module in model.modules() if module is not model}
+        has_weights = [model for model in models if any(not weight.is_meta for weight in model.parameters())]
+        return [model for model in has_weights if model not in inner]
+
+    def say(self, computed_by: ComputedBy | None = None) -> None:
+        """The first training step: say what was patched, and why not the rest. Later steps only where models are new.
+
+        Raises:
+            RuntimeError: --adapt-experts or --experts-quantization had no effect.
+        """
+        if self.has_trained and all(model in self.said for model in self.reasons):
+            return
+        self.has_trained = True
+        self._check_effects()
+        self._print(computed_by)
+
+    def _check_effects(self) -> None:
+        if self.settings.adapt_experts is not None and not self.adapted:
+            raise RuntimeError(
+                f"--adapt-experts {self.settings.adapt_experts} had no effect: training begins, and the program has "
+                "applied no LoRA config to a model with experts; have it train LoRA, or leave the option out"
+            )
+        if self.settings.experts_quantization is not None and not self.has_packed:
+            raise RuntimeError(
+                f"--experts-quantization {self.settings.experts_quantization} had no effect: training begins, and the "
+                "program has loaded no model with experts by from_pretrained; leave the option out"
+            )
+
+    def _print(self, computed_by: ComputedBy | None) -> None:
+        for model in self._outermost():
+            if model not in self.said:
+                text = describe(model, self.reasons[model], computed_by, self.has_trained)
+                if text not in self.texts:
+                    _write(text)
+                self.texts.add(text)
+        for model in list(self.reasons):
+            self.said.add(model)
+            _unwatch(model)
+
+    def at_exit(self) -> None:
+        """A program that trained nothing is told what was patched when it ends."""
+        if not self.has_trained and self._outermost():
+            _write("the program ended before a training step")
+            self._print(None)
+
+
+def _write(text: str) -> None:
+    """To standard error, from the first rank, between the lines of progress bars."""
+    if _is_first_rank():
+        tqdm.write("\n".join(f"sonicmoe-hf: {line}" for line in text.splitlines()), file=sys.stderr)
+
+
+def _is_first_rank() -> bool:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+@functools.cache
+def session() -> Session:
+    """The process's own."""
+    global _current
+    _current = Session(from_environment())
+    return _current
+
+
+_current: Session | None = None
+
+
+def _first_training_call(experts: nn.Module, args: tuple) -> None:
+    """Forward pre-hook of a model's first experts: at the first training call, say what computes it."""
+    if torch.compiler.is_compiling() or not experts.training or not torch.is_grad_enabled():
+        return
+    if _current is not None:
+        _current.say(ComputedBy.of_call(args[0]))
+
+
+def _watch(model: nn.Module) -> None:
+    _unwatch(model)
+    for experts in every_experts(model)[:1]:
+        experts.register_forward_pre_hook(_first_training_call)
+
+
+def _unwatch(model: nn.Module) -> None:
+    for experts in every_experts(model):
+        remove_hooks(experts, lambda hook: hook is _first_training_call)

@@ -1,0 +1,55 @@
+"""What `sonicmoe-hf run` was asked for. Its process and the children of its program read it from one environment
+variable."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from ..kernels.quantized import FORMATS
+from ..layer.config import ROUNDINGS, SAVE_POLICIES, TokenRounding, check_choice
+
+VARIABLE = "SONICMOE_HF_RUN"
+ROUTINGS = ("top_k", "token_rounding", *ROUNDINGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """routing, tile: of training, "token_rounding" being "nearest". save: what layers keep for backward.
+    experts_quantization: how from_pretrained holds experts. adapt_experts: the rank of LoRA on experts that is added to
+    the program's LoRA, or None."""
+
+    routing: str = "top_k"
+    tile: int | None = None
+    save: str = "preactivation"
+    experts_quantization: str | None = None
+    adapt_experts: int | None = None
+
+    def __post_init__(self):
+        check_choice("--routing", self.routing, ROUTINGS)
+        check_choice("--save", self.save, SAVE_POLICIES)
+        if self.experts_quantization is not None:
+            check_choice("--experts-quantization", self.experts_quantization, FORMATS)
+        if self.tile is not None and self.routing == "top_k":
+            raise ValueError("--tile is of token rounding; add --routing, such as --routing nearest")
+
+    def policy(self) -> TokenRounding | None:
+        """The routing policy that models are patched with; None for top-k."""
+        if self.routing == "top_k":
+            return None
+        rounding = "nearest" if self.routing == "token_rounding" else self.routing
+        return TokenRounding(rounding=rounding, tile=self.tile)
+
+    def as_variable(self) -> str:
+        """What VARIABLE holds. It counts for the Pythons of this environment alone."""
+        return json.dumps({"prefix": sys.prefix, **asdict(self)})
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> RunSettings:
+    """The settings that a `sonicmoe-hf run` left to this process."""
+    entries = json.loads(environment[VARIABLE])
+    del entries["prefix"]
+    return RunSettings(**entries)

@@ -1,0 +1,185 @@
+"""Programs of others, run by `sonicmoe-hf run` as users run them: their losses are those of the same run by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.examples import TEXT
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import sonicmoe_hf
+from sonicmoe_hf.demo.corpus import train_tokenizer
+
+pytestmark = pytest.mark.slow
+ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
+RUN = [sys.executable, "-m", "sonicmoe_hf", "run"]
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k"
+TRAINING = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01,
+            "report_to": "none", "use_cpu": True, "bf16": False}  # fmt: skip
+ACCELERATE = """
+import json, sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM
+
+accelerator = Accelerator(cpu=True)
+set_seed(0)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+if sys.argv[2] == "by hand":
+    import sonicmoe_hf
+    sonicmoe_hf.patch_model(model)
+else:
+    assert "sonicmoe_hf.patching.patch" in sys.modules
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.randint(300, (16, 12), generator=torch.Generator().manual_seed(1))
+batches = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)
+model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+model.train()
+losses = []
+for batch in batches:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
+assert (accelerator.num_processes == 1) == (len(losses[0]) == 1)
+if accelerator.is_main_process:
+    print(json.dumps(losses))
+accelerator.end_training()
+"""
+BY_HAND = """
+import json, sys
+import sonicmoe_hf
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM
+import trl
+
+kind, model_name, data, output, options = sys.argv[1:]
+options = json.loads(options)
+options |= {"gradient_checkpointing": True} if kind == "SFT" else {}
+model = AutoModelForCausalLM.from_pretrained(model_name, dtype="float32")
+sonicmoe_hf.patch_model(model)
+trainer = getattr(trl, f"{kind}Trainer")(
+    model=model, args=getattr(trl, f"{kind}Config")(output, **options), train_dataset=load_dataset(data)["train"]
+)
+sonicmoe_hf.attach(trainer)
+trainer.train()
+trainer.save_state()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model of trained-like weights, its tokenizer, texts and pairs of a chosen and a rejected text."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = train_tokenizer([TEXT], SIZES["vocab_size"])
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **ids, initializer_range=0.2)).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    words = TEXT.split()
+    rows = [" ".join(words[i % 7 :] + words[: i % 5]) for i in range(32)]
+    write_rows(folder / "texts", [{"text": row} for row in rows])
+    write_rows(folder / "pairs", [{"prompt": row, "chosen": f" yes {row}", "rejected": " no"} for row in rows])
+    (folder / "loop.py").write_text(ACCELERATE)
+    (folder / "by_hand.py").write_text(BY_HAND)
+    return folder
+
+
+def write_rows(folder, rows):
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def launch(*command, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+                   "HF_DATASETS_CACHE": str(cwd / "cache"), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(output):
+    """The logged steps of a Trainer, without what differs from run to run."""
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [
+        {name: entry[name] for name in ("loss", "grad_norm", "moe/load_cv")} for entry in history if "loss" in entry
+    ]
+
+
+def last_line(done):
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def losses_by_hand(folder):
+    return last_line(launch(sys.executable, "loop.py", "model", "by hand", cwd=folder))
+
+
+def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(folder, losses_by_hand):
+    run = launch(*RUN, "--", "loop.py", "model", "run", cwd=folder)
+    assert last_line(run) == losses_by_hand
+    assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
+
+
+@pytest.mark.parametrize("order", ["run launches", "launched runs"])
+def test_the_same_under_accelerate_launch(order, folder, losses_by_hand):
+    accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
+                  "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    if order == "run launches":
+        command = [*RUN, "--", "-m", *accelerate]
+    else:
+        command = [sys.executable, "-m", *accelerate, *RUN[1:], "--"]
+    run = launch(*command, "loop.py", "model", "run", cwd=folder)
+    assert last_line(run) == losses_by_hand
+    assert run.stderr.count(PATCHED) == 1
+
+
+def test_two_gloo_ranks_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    run = launch(*torchrun, "-m", "sonicmoe_hf", "run", "--", "loop.py", "model", "run", cwd=folder)
+    by_hand = launch(*torchrun, "loop.py", "model", "by hand", cwd=folder)
+    assert last_line(run) == last_line(by_hand) and len(last_line(run)[0]) == 2
+    assert run.stderr.count(PATCHED) == 1
+
+
+@pytest.mark.parametrize(("command", "data"), [("sft", "texts"), ("dpo", "pairs")])
+def test_trls_command_has_the_losses_of_the_same_run_by_hand(command, data, folder):
+    options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
+    options += ["--output_dir", f"{command}-run", "--dataset_name", folder / data, "--model_name_or_path", "model"]
+    run = launch(*RUN, "--", "trl", command, *options, cwd=folder)
+    assert run.stderr.count(PATCHED) == 1
+    checkpoint = folder / f"{command}-run" / "checkpoint-3"
+    output = folder / f"{command}-by-hand"
+    launch(
+        sys.executable, "by_hand.py", command.upper(), "model", folder / data, output, json.dumps(TRAINING), cwd=folder
+    )
+    logs, expected = losses(checkpoint), losses(output)
+    assert len(logs) == len(expected) == 3
+    for log, other in zip(logs, expected, strict=True):
+        # fp32, whose sums the CPU orders by where a process happens to have its tensors: 4e-7 has been seen
+        assert log == pytest.approx(other, rel=1e-5)
+
+
+def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(folder):
+    options = [word for name, value in {**TRAINING, "max_steps": 1}.items() for word in (f"--{name}", value)]
+    options += ["--dataset_name", folder / "texts", "--model_name_or_path", "model", "--use_peft", "--lora_dropout", 0]
+    options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
+    for own, name, targets in (([], "alone", None), (["--adapt-experts", 4], "experts", 2)):
+        run = launch(*RUN, *own, "--", "trl", "sft", *options, "--output_dir", name, cwd=folder)
+        config = json.loads((folder / name / "adapter_config.json").read_text())
+        assert len(config["target_parameters"] or []) == (targets or 0)
+        assert ("experts: frozen, with LoRA of rank 4" in run.stderr) == (targets is not None)

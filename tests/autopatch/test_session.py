@@ -1,0 +1,205 @@
+"""The models of a process of `sonicmoe-hf run`: what is patched, what is said at the first training step, and what is
+refused. The processes themselves are tests/autopatch/test_run.py's."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from helpers import models
+from helpers.training import Examples, arguments
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+import sonicmoe_hf
+from sonicmoe_hf.autopatch import session as sessions
+from sonicmoe_hf.autopatch.session import Session
+from sonicmoe_hf.autopatch.settings import RunSettings
+from sonicmoe_hf.trainer.callbacks import ExpertLoadCallback
+
+BATCH = models.batch()
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+
+
+@pytest.fixture
+def make_session(monkeypatch):
+    """A Session that is not told when the tests end."""
+
+    def make(**settings):
+        monkeypatch.setattr("atexit.register", lambda function: None)
+        monkeypatch.setattr(sessions, "register_optimizer_step_pre_hook", lambda hook: None)
+        monkeypatch.setattr(sessions, "before_adapters", lambda change: None)
+        session = Session(RunSettings(**settings))
+        monkeypatch.setattr(sessions, "_current", session)
+        return session
+
+    return make
+
+
+def build(family="qwen3_moe", **changes):
+    return models.build(family, **changes).train()
+
+
+def train_step(model):
+    model(**BATCH).loss.backward()
+
+
+def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_call(make_session, capsys):
+    session, model = make_session(save="input"), build()
+    session.built(model.model)  # its constructor ends before that of the model around it
+    session.built(model)
+    model.eval()(**BATCH)
+    model.train()
+    with torch.no_grad():
+        model(**BATCH)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        train_step(model)
+    said = capsys.readouterr().err
+    assert said.count("sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k") == 1
+    assert "backend: eager (" in said and "in torch.float32" in said and "experts: trained" in said
+    session.say()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_backend_is_told_for_the_dtype_of_the_call(make_session, capsys):
+    session, model = make_session(), build()
+    session.built(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        train_step(model)
+    assert "in torch.bfloat16" in capsys.readouterr().err
+
+
+def test_a_model_without_experts_is_told_why_nothing_is_patched(make_session, capsys):
+    session = make_session()
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    session.built(model)
+    session.say()  # the optimiser's first step
+    said = capsys.readouterr().err
+    assert "LlamaForCausalLM is not patched: LlamaForCausalLM has no mixture-of-experts layer" in said
+
+
+def test_a_program_that_trains_nothing_is_told_at_its_end(make_session, capsys):
+    session, model = make_session(), build()
+    session.built(model)
+    session.at_exit()
+    said = capsys.readouterr().err
+    assert said.startswith("sonicmoe-hf: the program ended before a training step\n") and "2 mixture" in said
+    assert "experts: trained" not in said
+
+
+def test_only_the_first_rank_speaks(make_session, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    session, model = make_session(), build()
+    session.built(model)
+    train_step(model)
+    assert capsys.readouterr().err == ""
+
+
+def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(make_session, monkeypatch):
+    session, model = make_session(routing="balanced", tile=4), build()
+    session.built(model)
+    report = sonicmoe_hf.patch_model(copy.deepcopy(model))
+    assert len(report.layers) == 2
+    assert sonicmoe_hf.patching.patch.patch_state(model).policy.rounding == "balanced"
+    monkeypatch.setattr("sonicmoe_hf.patching.support._why_no_rounding", lambda layer: "it cannot")
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="it cannot; leave out --routing of sonicmoe-hf run"):
+        session.built(build())
+
+
+def test_a_model_is_patched_after_it_was_loaded_not_while(make_session, tmp_path):
+    """A quantizer may replace the experts meanwhile."""
+    build().save_pretrained(tmp_path)
+    session, during = make_session(), []
+
+    def load(name, **options):
+        inner = Qwen3MoeForCausalLM.from_pretrained(name, **options)
+        session.built(inner)
+        during.append(sonicmoe_hf.is_patched(inner))
+        return inner, {"missing_keys": set()}
+
+    model, info = session.load(load, Qwen3MoeForCausalLM, (str(tmp_path),), {})
+    assert during == [False] and sonicmoe_hf.is_patched(model) and info == {"missing_keys": set()}
+
+
+def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(make_session, tmp_path, capsys):
+    build(moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    session = make_session(experts_quantization="mxfp4")
+    with pytest.raises(RuntimeError, match="--experts-quantization mxfp4 had no effect"):
+        session.say()
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    session.load(type(dense).from_pretrained, type(dense), (str(tmp_path / "dense"),), {})
+    assert not session.has_packed
+    model = session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, (str(tmp_path / "moe"),), {})
+    assert isinstance(model.model.layers[0].mlp.experts.down_proj, sonicmoe_hf.PackedWeight)
+    train_step(model.train())
+    assert "experts: frozen, packed as mxfp4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [8, 3])
+def test_experts_are_added_to_a_lora_of_the_program_at_its_own_scale(rank, make_session, capsys, recwarn):
+    session, model = make_session(adapt_experts=rank), build()
+    session.built(model)
+    config = peft.LoraConfig(**LORA)
+    session.adapt(config, model)
+    adapted = peft.get_peft_model(model, config)
+    scales = {
+        module.parameter_name: (module.r["default"], module.scaling["default"])
+        for module in adapted.modules()
+        if type(module).__name__ == "ParamWrapper"
+    }
+    assert scales == {"gate_up_proj": (rank, 2.0), "down_proj": (rank, 2.0)}
+    assert not [warning for warning in recwarn if "pattern keys did not match" in str(warning.message)]
+    session.adapt(config, model)  # DPO applies the policy's config for its reference too
+    train_step(adapted)
+    assert f"experts: frozen, with LoRA of rank {rank}" in capsys.readouterr().err
+
+
+def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy(make_session):
+    session, model = make_session(adapt_experts=4), build()
+    session.built(model)
+    for config, message in (
+        (peft.LoraConfig(**LORA, lora_dropout=0.05), "lora_dropout is 0.05.*leave out --adapt-experts"),
+        (sonicmoe_hf.lora_config(model), "adapts experts already .*leave out --adapt-experts"),
+        (peft.AdaLoraConfig(total_step=9), "not to a AdaLoraConfig"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            session.adapt(config, model)
+    with pytest.raises(RuntimeError, match="--adapt-experts 4 had no effect"):
+        train_step(model)
+
+
+def test_a_saved_adapter_and_a_dense_model_are_left_alone(make_session):
+    session, model = make_session(adapt_experts=4), build()
+    session.built(model)
+    saved = peft.LoraConfig(**LORA, inference_mode=True)
+    session.adapt(saved, model)
+    other = peft.LoraConfig(**LORA)
+    session.adapt(other, nn.Linear(2, 2))
+    assert saved.target_parameters is None and other.target_parameters is None
+
+
+def test_a_trainer_of_a_patched_model_is_attached_and_another_is_left_alone(make_session, tmp_path):
+    session, model = make_session(), build()
+    trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=Examples(4))
+    session.prepare(trainer)
+    assert not any(isinstance(callback, ExpertLoadCallback) for callback in trainer.callback_handler.callbacks)
+    session.built(model)
+    session.prepare(trainer)
+    trainer.train()
+    assert "moe/dead_experts" in trainer.state.log_history[0]
+
+
+def test_token_rounding_is_refused_in_a_policy_trainer(make_session, tmp_path):
+    session, model = make_session(routing="nearest"), build()
+    session.built(model)
+
+    class DPOTrainer(Trainer):
+        pass
+
+    with pytest.raises(ValueError, match=r"DPOTrainer: .*leave out --routing of sonicmoe-hf run"):
+        session.prepare(DPOTrainer(model, arguments(tmp_path), train_dataset=Examples(4)))
