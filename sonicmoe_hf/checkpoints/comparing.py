@@ -19,4 +19,4 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bytes: unlike torch.equal, NaN equals itself and 0 is not -0."""
     alike = first.dtype == second.dtype and first.shape == second.shape
-    return alike and torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+    return alike and torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))

@@ -6,6 +6,7 @@ all: it is written into a hidden folder beside its destination and renamed at th
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import reprlib
@@ -27,12 +28,17 @@ from .comparing import same_bytes
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
+from .kept_format import plan_kept
 from .packed import LOSS, Quantizer
+from .packed_hub import plan_packed_hub, quantization_config
 from .plan import TARGETS, Planned, plan, target_layout
+from .roundings import LayerRounding, Roundings
 from .source import DTYPES, Source
 
 SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([KMGT]B|B?)", re.IGNORECASE)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+ALIGNED = 64  # bytes
+KEEP = "keep"  # of merge_adapter's quantize
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 DTYPE_ENTRIES = {
     "dtype",
@@ -44,7 +50,8 @@ class Conversion(NamedTuple):
     """What convert_checkpoint did.
 
     path: the new checkpoint. family, source_layout, target_layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS.
-    tensors, nbytes, shards: what was written. notices: what else a user should know, in sentences.
+    tensors, nbytes, shards: what was written. notices: what else a user should know, in sentences. roundings: what
+    rounding to the result's format did to a merged adapter's changes, layer by layer.
     """
 
     path: Path
@@ -55,6 +62,7 @@ class Conversion(NamedTuple):
     nbytes: int
     shards: int
     notices: list[str]
+    roundings: list[LayerRounding]
 
 
 def convert_checkpoint(
@@ -78,8 +86,9 @@ def convert_checkpoint(
         dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
         dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so with
             a notice, False refuses.
-        quantize: "nf4", "mxfp4", "fp8" or "nvfp4" packs the experts (native layout only; see `quantize_experts`); those
-            that are MXFP4, FP8 or NVFP4 already keep their blocks in that format.
+        quantize: "nf4", "mxfp4", "fp8" or "nvfp4" packs the experts (see `quantize_experts`); those that are MXFP4, FP8
+            or NVFP4 already keep their blocks in that format. In the hub layout "mxfp4" for gpt-oss and "fp8" for the
+            other families, as Transformers and engines read it.
         max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
         verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
         revision: of a hub id. on_progress: called with (bytes done, bytes in all).
@@ -96,10 +105,6 @@ def convert_checkpoint(
         check_choice("dtype", dtype, DTYPES)
     if quantize is not None:
         check_choice("quantize", quantize, FORMATS)
-        if layout != "native":
-            raise CheckpointError(
-                f"quantize={quantize!r} needs layout='native': engines that read the hub layout do not know it"
-            )
         if dequantize:
             raise CheckpointError(f"quantize={quantize!r} and dequantize=True contradict each other; leave one out")
     dst = new_folder(dst)
@@ -118,12 +123,11 @@ def write_checkpoint(
     on_progress: Callable[[int, int], None] | None,
     quantize: str | None = None,
 ) -> Conversion:
-    """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments."""
-    keeps = quantize is not None and source.quantization == quantize
-    notices = [] if keeps else _quantization_notices(source, dequantize)
-    quantizer = None if quantize is None else Quantizer(quantize)
-    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantizer)
-    files, skipped = _other_files(source)
+    """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments. quantize may be
+    KEEP too: the source's layout and format."""
+    target = _target(source, layout, dtype, dequantize, quantize)
+    planned, notices = target.planned, target.notices
+    files, skipped = _other_files(source, target.keeps_format)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
@@ -131,16 +135,75 @@ def write_checkpoint(
     progress = _Progress(nbytes * (1 + verify), on_progress)
     with appearing_whole(dst, nbytes, files, len(shards)) as folder:
         _write_shards(folder, shards, planned, verify, progress)
-        _write_config(folder, source, layout, dtype, quantize)
+        write_json(folder / CONFIG_FILE, target.config)
         for file in files:
             copy_file(source.folder / file, folder / file)
         if verify:
             _compare(folder, shards, planned, progress)
         source.close()
-    if quantizer is not None:
-        notices.append(f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantizer.notice())
-    target = target_layout(source, layout)
-    return Conversion(dst, source.family.name, source.layout, target, len(planned), nbytes, len(shards), notices)
+    notices += target.notices_after()
+    name = target_layout(source, layout)
+    return Conversion(
+        dst,
+        source.family.name,
+        source.layout,
+        name,
+        len(planned),
+        nbytes,
+        len(shards),
+        notices,
+        target.roundings.layers(),
+    )
+
+
+class _Target(NamedTuple):
+    """What is to be written: tensors, config.json, notices, those that are known once it is written, what rounding does,
+    and whether the format is the source's own."""
+
+    planned: list[Planned]
+    config: dict
+    notices: list[str]
+    notices_after: Callable[[], list[str]]
+    roundings: Roundings
+    keeps_format: bool = False
+
+
+def _target(source: Source, layout: str, dtype: str | None, dequantize: bool | None, quantize: str | None) -> _Target:
+    if quantize is None or (layout == "native" and quantize != KEEP):
+        return _plain_target(source, layout, dtype, dequantize, quantize)
+    if layout != "hub" or dtype is not None:
+        raise CheckpointError(
+            f"quantize={quantize!r} writes the hub's layout and leaves other tensors their dtype; leave layout and dtype "
+            "out"
+        )
+    roundings = Roundings()
+    is_the_hubs = not source.packed_here and source.layout == source.family.hub_layout
+    if quantize == KEEP or (quantize == source.quantization and is_the_hubs):
+        format, planned = str(source.quantization), plan_kept(source, roundings)
+        notices = [f"tensors that nothing changed are those of {source.folder} bit by bit, in {format}"]
+        config = dict(source.config)
+    else:
+        format, planned, notices = quantize, plan_packed_hub(source, quantize, roundings), []
+        config = _config(source, layout, None, quantization_config(source, quantize))
+    return _Target(planned, config, notices, lambda: roundings.notices(format), roundings, bool(notices))
+
+
+def _plain_target(
+    source: Source, layout: str, dtype: str | None, dequantize: bool | None, quantize: str | None
+) -> _Target:
+    """Dense, or with experts packed in the native layout."""
+    keeps = quantize is not None and source.quantization == quantize
+    notices = [] if keeps else _quantization_notices(source, dequantize)
+    quantizer = None if quantize is None else Quantizer(quantize)
+    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantizer)
+    packed = None if quantize is None else ExpertsQuantizationConfig(quantize).to_dict()
+
+    def notices_after() -> list[str]:
+        if quantizer is None:
+            return []
+        return [f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantizer.notice()]
+
+    return _Target(planned, _config(source, layout, dtype, packed), notices, notices_after, Roundings())
 
 
 def _quantization_notices(source: Source, dequantize: bool | None) -> list[str]:
@@ -162,9 +225,11 @@ def _quantization_notices(source: Source, dequantize: bool | None) -> list[str]:
     return notices
 
 
-def _other_files(source: Source) -> tuple[list[Path], list[str]]:
+def _other_files(source: Source, keeps_format: bool) -> tuple[list[Path], list[str]]:
     """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
-    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE, nvfp4.FILE}
+    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
+    if not keeps_format:
+        weights.add(nvfp4.FILE)
     files, skipped = [], []
     for path in sorted(source.folder.iterdir()):
         if path.name in weights or path.name.startswith("."):
@@ -208,10 +273,12 @@ class _Progress:
 
 def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, progress: _Progress) -> None:
     by_name = {tensor.name: tensor for tensor in planned}
+    starts = {file: _starts([by_name[name] for name in names]) for file, names in shards.items()}
+    memory = torch.empty(max(of_file[-1] for of_file in starts.values()), dtype=torch.uint8)
     for file, names in shards.items():
-        made = {}
+        made = {name: _place(by_name[name], memory[start:]) for name, start in zip(names, starts[file])}
         for name in names:
-            made[name] = by_name[name].make()
+            made[name].copy_(by_name[name].make())
             if verify and not by_name[name].is_finite(made[name]):
                 raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
             progress.add(by_name[name].nbytes)
@@ -223,17 +290,27 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_config(folder: Path, source: Source, layout: str, dtype: str | None, quantize: str | None) -> None:
+def _starts(planned: list[Planned]) -> list[int]:
+    """Where in one piece of memory tensors begin, and where the last one ends. Made one by one, they would stand between
+    temporaries, and the holes that those leave take as much again."""
+    return list(itertools.accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in planned), initial=0))
+
+
+def _place(tensor: Planned, memory: torch.Tensor) -> torch.Tensor:
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _config(source: Source, layout: str, dtype: str | None, quantization: dict | None) -> dict:
+    """config.json of the result."""
     config = dict(source.hub_config)
     config.pop("quantization_config", None)
     if source.quantization is not None:
         dtype = dtype or str(source.dense_dtype).removeprefix("torch.")
-    if quantize is not None:
-        config["quantization_config"] = ExpertsQuantizationConfig(quantize).to_dict()
+    if quantization is not None:
+        config["quantization_config"] = quantization
     if dtype is not None:
         config.update(dict.fromkeys(DTYPE_ENTRIES.intersection(config) or ("dtype",), dtype))
-    convert = native_config if layout == "native" else hub_config
-    write_json(folder / CONFIG_FILE, convert(config, source.family))
+    return (native_config if layout == "native" else hub_config)(config, source.family)
 
 
 def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) -> None:

@@ -69,15 +69,15 @@ def plan(
     carried, planned, done = set(source.carried), [], set()
     for name in source.tensors:
         if name in carried:
-            planned.append(_carried(source, name, dtype))
+            planned.append(dense_tensor(source, name, dtype))
         elif name in block_of and block_of[name] not in done:
             done.add(block_of[name])
             planned += _experts_of(source, block_of[name], layout, dtype, quantizer)
     return planned
 
 
-def _carried(source: Source, name: str, dtype: torch.dtype | None) -> Planned:
-    """A tensor outside the experts, as it is."""
+def dense_tensor(source: Source, name: str, dtype: torch.dtype | None = None) -> Planned:
+    """A tensor outside the experts as it is, dequantized where it is quantized."""
     kept = source.dtype_of(name)
     cast = kept.is_floating_point and not source.expected.keep_fp32.intersection(name.split("."))
     wanted = dtype if cast and dtype is not None else kept

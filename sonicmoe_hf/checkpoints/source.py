@@ -314,6 +314,22 @@ class Source:
             return dequantize_fp8(raw, self._raw(f"{name}_scale_inv"), self.hub_config)
         return self._raw(name).clone()
 
+    def stored(self, name: str) -> torch.Tensor:
+        """A whole tensor as it is stored; it owns its memory."""
+        return self._raw(name).clone()
+
+    def exact(self, name: str) -> torch.Tensor:
+        """What `read` gives, in fp32, before it is rounded."""
+        return self.read(name).float()
+
+    def changes(self, name: str) -> bool:
+        """Whether `read` gives other values of the tensor `name` than are stored, as a subclass's may."""
+        return False
+
+    def changes_part(self, block: str, part: str) -> bool:
+        """Whether `part` gives other values than are stored."""
+        return False
+
     def part(self, block: str, part: str, expert: int) -> torch.Tensor:
         """One part of one expert (see layouts.py), dequantized to bf16 where it is quantized."""
         stored = holder(self.layout, part)

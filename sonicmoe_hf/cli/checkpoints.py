@@ -45,7 +45,8 @@ def _add_convert(commands) -> None:
     convert.add_argument("--dequantize", action=argparse.BooleanOptionalAction,
                          help="MXFP4, FP8 and NVFP4 weights to bfloat16 (default: do it and say so)")  # fmt: skip
     convert.add_argument("--quantize", choices=("nf4", "mxfp4", "fp8", "nvfp4"),
-                         help="pack the experts, to train adapters on them; with --layout native")  # fmt: skip
+                         help="pack the experts: with --layout native to train adapters on them, with --layout hub as "
+                         "engines read them (mxfp4 for gpt-oss, fp8 for the others)")  # fmt: skip
     _add_writing_options(convert)
     convert.set_defaults(max_shard_size=None)  # which says whether it was given
     convert.add_argument("--revision", help="of a hub id")
@@ -74,6 +75,9 @@ def _add_merge(commands) -> None:
     merge.add_argument("adapter", metavar="ADAPTER", help="folder or hub id")
     merge.add_argument("dst", metavar="DST", help="new folder")
     merge.add_argument("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)")
+    merge.add_argument("--quantize", choices=("keep", "mxfp4", "fp8"),
+                       help="keep: the hub's layout in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) "
+                       "or fp8: pack the experts (default: bfloat16)")  # fmt: skip
     _add_writing_options(merge)
     merge.add_argument("--revision", help="of BASE, a hub id")
     merge.set_defaults(run=_run_merge)
@@ -148,6 +152,7 @@ def _run_merge(arguments) -> int:
             arguments.adapter,
             arguments.dst,
             arguments.layout,
+            quantize=arguments.quantize,
             max_shard_size=arguments.max_shard_size,
             verify=arguments.verify,
             revision=arguments.revision,
@@ -168,8 +173,21 @@ def _print_done(done, start: float, verified: bool) -> None:
         f"{', verified' if verified else ''}",
         markup=False,
     )
+    if done.roundings:
+        _print_roundings(done.roundings)
     for notice in done.notices:
         console.print(f"note: {notice}", markup=False)
+
+
+def _print_roundings(roundings) -> None:
+    """By layer, the adapter's change beside what rounding added to it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("layer", "adapter's change", "rounding error", "of the change left", title_justify="left")
+    for layer in roundings:
+        table.add_row(layer.layer, f"{layer.change:.4g}", f"{layer.error:.4g}", f"{layer.survived:.1%}")
+    Console().print(table)
 
 
 def _run_inspect(arguments) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.atomic_folder import new_folder
-from ..checkpoints.convert import Conversion, write_checkpoint
+from ..checkpoints.convert import KEEP, Conversion, write_checkpoint
 from ..checkpoints.files import ADAPTER_CONFIG
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import holder
@@ -23,6 +23,7 @@ from ..layer.config import check_choice
 from .rules import ADAPTER_WEIGHTS
 from .weights import LoraWeights, Scratch
 
+QUANTIZE = (KEEP, "mxfp4", "fp8")
 MAX_PRODUCT = 1 << 22  # values of a matrix's product that are computed at a time
 
 
@@ -32,6 +33,7 @@ def merge_adapter(
     dst: str | os.PathLike,
     layout: str | None = None,
     *,
+    quantize: str | None = None,
     max_shard_size: int | str = "5GB",
     verify: bool = False,
     revision: str | None = None,
@@ -43,6 +45,9 @@ def merge_adapter(
         base, adapter: folders, or hub ids. The adapter may have been trained on either layout of the base.
         dst: the new folder; it must not exist. layout: "native" or "hub"; by default the base's. The hub's is what
             Transformers and vLLM load.
+        quantize: "keep" writes the hub's layout in the format of `base` (MXFP4, FP8 or NVFP4), in which only weights that
+            the adapter changed are rounded anew and all other tensors keep their bits. "mxfp4" (gpt-oss) and "fp8" pack
+            the experts of a bf16 base. None makes quantized weights bf16.
         max_shard_size: bytes, or text such as "5GB". It, one file of `base` and one layer's adapters bound the memory.
         verify: read back and compare every byte before the result appears.
         revision: of the base's hub id. on_progress: called with (bytes done, bytes in all).
@@ -56,10 +61,14 @@ def merge_adapter(
     """
     if layout is not None:
         check_choice("layout", layout, TARGETS)
+    if quantize is not None:
+        check_choice("quantize", quantize, QUANTIZE)
+        if layout == "native":
+            raise CheckpointError(f"quantize={quantize!r} writes the hub's layout; leave layout='native' out")
     dst = new_folder(dst)
     source = _MergedSource(local_folder(base, revision), local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
-    layout = layout or ("native" if source.native else "hub")
-    return write_checkpoint(source, dst, layout, None, None, max_shard_size, verify, on_progress)
+    layout = layout or ("native" if source.native and quantize is None else "hub")
+    return write_checkpoint(source, dst, layout, None, None, max_shard_size, verify, on_progress, quantize)
 
 
 class _MergedSource(Source):
@@ -79,6 +88,25 @@ class _MergedSource(Source):
             for rows, product in self.adapter.products(model_name, max(1, MAX_PRODUCT // weight.shape[1])):
                 weight[rows].copy_(self._sum(model_name, weight[rows], product))
         return weight
+
+    def exact(self, name: str) -> torch.Tensor:
+        """As Source's, of what `read` gives before it is rounded to the base's dtype."""
+        weight, model_name = super().read(name), self.model_name(name)
+        if model_name in self.adapter.replaced:
+            return self.adapter.replacement(model_name).float()
+        exact = weight.float()
+        if model_name in self.adapter.factors:
+            for rows, product in self.adapter.products(model_name, max(1, MAX_PRODUCT // weight.shape[1])):
+                exact[rows] = self._sum(model_name, weight[rows], product)
+        return exact
+
+    def changes(self, name: str) -> bool:
+        """As Source's."""
+        return self.model_name(name) in {*self.adapter.factors, *self.adapter.replaced}
+
+    def changes_part(self, block: str, part: str) -> bool:
+        """As Source's."""
+        return f"{block}.{holder(self.adapter.layout, part).name}" in self.adapter.factors
 
     def part(self, block: str, part: str, expert: int) -> torch.Tensor:
         """As Source's, with this expert's product added: exact, and in memory that the next part is written to."""

@@ -5,40 +5,13 @@ import json
 
 import pytest
 import torch
-from helpers.checkpoints import config_in, edit_config, make, rewrite, same_bits, tensors_in
+from helpers.checkpoints import as_nvfp4, config_in, edit_config, make, rewrite, same_bits, tensors_in
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, inspect_checkpoint
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 DECLARED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
-VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def as_nvfp4(tensors):
-    """(what ModelOpt would store, the values that its dequantize would give), by its formulas."""
-    stored, values = {}, {}
-    for name, tensor in tensors.items():
-        values[name] = tensor
-        if "_proj.weight" not in name:
-            stored[name] = tensor
-            continue
-        blocks = tensor.float().unflatten(-1, (-1, 16))
-        scale_2 = tensor.float().abs().amax() / (6.0 * 448.0)
-        scale = (blocks.abs().amax(-1) / (6.0 * scale_2)).to(torch.float8_e4m3fn)
-        factor = (scale.float() * scale_2).unsqueeze(-1)
-        codes = ((blocks / factor).unsqueeze(-1) - VALUES).abs().argmin(-1).flatten(-2).to(torch.uint8)
-        values[name] = (VALUES[codes.long()].unflatten(-1, (-1, 16)) * factor).flatten(-2).bfloat16()
-        module = name.removesuffix(".weight")
-        stored |= {
-            name: codes[..., 1::2] << 4 | codes[..., 0::2],
-            f"{name}_scale": scale,
-            f"{name}_scale_2": scale_2,
-            f"{module}.input_scale": torch.tensor(0.01),
-        }
-        if module.endswith("k_proj"):
-            stored[f"{module}.k_scale"] = torch.tensor(1.0)
-    return stored, values
 
 
 @pytest.fixture

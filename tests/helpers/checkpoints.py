@@ -55,7 +55,7 @@ def same_bits(ours, theirs):
     return ours.keys() == theirs.keys() and all(same_bytes(ours[name], theirs[name]) for name in ours)
 
 
-def make(folder, family, kind="hub", dtype=torch.bfloat16, **changes):
+def make(folder, family, kind="hub", dtype=torch.bfloat16, fp8_block=FP8_BLOCK, **changes):
     """A checkpoint of the family in `folder`; returns the model whose weights it holds, as far as rounding allows."""
     if kind == "mxfp4":
         changes = {"intermediate_size": 32, **changes}
@@ -67,12 +67,12 @@ def make(folder, family, kind="hub", dtype=torch.bfloat16, **changes):
         rewrite(folder, _as_mxfp4(tensors_in(folder)))
         edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
     elif kind == "fp8":
-        rewrite(folder, _as_fp8(tensors_in(folder)))
+        rewrite(folder, _as_fp8(tensors_in(folder), fp8_block))
         edit_config(
             folder,
             quantization_config={
                 "quant_method": "fp8",
-                "weight_block_size": list(FP8_BLOCK),
+                "weight_block_size": list(fp8_block),
                 "activation_scheme": "dynamic",
             },
         )
@@ -123,26 +123,55 @@ def _as_mxfp4(tensors):
     return packed
 
 
-def _as_fp8(tensors):
+def _as_fp8(tensors, size):
     """DeepSeek's format: every linear weight as float8 with one fp32 scale per block."""
     packed = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or "proj" not in name:
             packed[name] = tensor
             continue
-        rows, columns = (-(-size // block) for size, block in zip(tensor.shape, FP8_BLOCK))
+        rows, columns = (-(-length // block) for length, block in zip(tensor.shape, size))
         scale = torch.empty(rows, columns)
         weight = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
         for i in range(rows):
             for j in range(columns):
                 block = (
-                    slice(i * FP8_BLOCK[0], (i + 1) * FP8_BLOCK[0]),
-                    slice(j * FP8_BLOCK[1], (j + 1) * FP8_BLOCK[1]),
+                    slice(i * size[0], (i + 1) * size[0]),
+                    slice(j * size[1], (j + 1) * size[1]),
                 )
                 scale[i, j] = tensor[block].float().abs().max() / 448
                 weight[block] = (tensor[block].float() / scale[i, j]).to(torch.float8_e4m3fn)
         packed[name], packed[f"{name}_scale_inv"] = weight, scale
     return packed
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def as_nvfp4(tensors):
+    """(what ModelOpt would store, the values that its dequantize would give), by its formulas."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        values[name] = tensor
+        if "_proj.weight" not in name:
+            stored[name] = tensor
+            continue
+        blocks = tensor.float().unflatten(-1, (-1, 16))
+        scale_2 = tensor.float().abs().amax() / (6.0 * 448.0)
+        scale = (blocks.abs().amax(-1) / (6.0 * scale_2)).to(torch.float8_e4m3fn)
+        factor = (scale.float() * scale_2).unsqueeze(-1)
+        codes = ((blocks / factor).unsqueeze(-1) - E2M1).abs().argmin(-1).flatten(-2).to(torch.uint8)
+        values[name] = (E2M1[codes.long()].unflatten(-1, (-1, 16)) * factor).flatten(-2).bfloat16()
+        module = name.removesuffix(".weight")
+        stored |= {
+            name: codes[..., 1::2] << 4 | codes[..., 0::2],
+            f"{name}_scale": scale,
+            f"{name}_scale_2": scale_2,
+            f"{module}.input_scale": torch.tensor(0.01),
+        }
+        if module.endswith("k_proj"):
+            stored[f"{module}.k_scale"] = torch.tensor(1.0)
+    return stored, values
 
 
 def fp8_by_transformers(weight, block):

@@ -1,0 +1,75 @@
+"""What rounding to a format did to weights that an adapter changed, weight by weight and layer by layer."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import torch
+
+LAYER = re.compile(r"^(.*?\.?layers\.\d+)\.")
+UNMERGED = "serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)"
+REMEDY = f"{UNMERGED}, or leave --quantize out and serve bf16"
+
+
+class LayerRounding(NamedTuple):
+    """What rounding did to one layer's changed weights.
+
+    layer: its name. error: the norm of what rounding added to the changed weights. change: the norm of the adapter's
+    change. survived: the share of the change that the rounded weights have, as the projection of theirs on it; 1 is all.
+    """
+
+    layer: str
+    error: float
+    change: float
+    survived: float
+
+
+class Roundings:
+    """The sums of a conversion, by weight; a weight that is made twice counts once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+
+    def begin(self, name: str) -> None:
+        """Forget what is known of the weight `name`."""
+        self._sums[name] = [0.0, 0.0, 0.0]
+
+    def add(self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Part of the weight `name`, in fp32: as it was, with the change, and with the change and rounded."""
+        change, error = exact - before, rounded - exact
+        products = (error, error), (change, change), (error, change)
+        for place, (first, second) in enumerate(products):
+            self._sums[name][place] += torch.sum(first * second, dtype=torch.float64).item()
+
+    def layers(self) -> list[LayerRounding]:
+        """By layer, in the order of the weights; a weight of no layer stands for itself."""
+        by_layer: dict[str, list[float]] = {}
+        for name, sums in self._sums.items():
+            match = LAYER.match(name)
+            total = by_layer.setdefault(match[1] if match else name, [0.0, 0.0, 0.0])
+            total[:] = [old + new for old, new in zip(total, sums)]
+        return [
+            LayerRounding(layer, math.sqrt(error), math.sqrt(change), 1 + both / change if change else 1.0)
+            for layer, (error, change, both) in by_layer.items()
+        ]
+
+    def notices(self, format: str) -> list[str]:
+        """What a user should hear, in sentences."""
+        layers = [layer for layer in self.layers() if layer.change]
+        if not layers:
+            return []
+        worst = min(layers, key=lambda layer: layer.survived)
+        lost = [layer for layer in layers if layer.survived < 0.5]
+        ratios = sorted(layer.error / layer.change for layer in layers)
+        notices = [
+            f"rounding to {format} is {ratios[0]:.2g} to {ratios[-1]:.2g} times as large as the adapter's change, of "
+            f"which at least {max(0.0, worst.survived):.0%} is left in each layer ({worst.layer} has the least)"
+        ]
+        if lost:
+            notices.append(
+                f"warning: rounding to {format} ate more than half of the adapter's change in {len(lost)} of "
+                f"{len(layers)} layers: {REMEDY}"
+            )
+        return notices

@@ -1,0 +1,249 @@
+"""A merged checkpoint in the format of its base: untouched tensors bit for bit, the others on the format's grid, and
+loaded by Transformers alone as the base was."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import (
+    SHARDS,
+    as_nvfp4,
+    config_in,
+    edit_config,
+    fp8_by_transformers,
+    make,
+    rewrite,
+    same_bits,
+    tensors_in,
+)
+from helpers.models import batch, build, relative_error
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
+from sonicmoe_hf.checkpoints.requantize import fp8_grid, mxfp4_grid, nvfp4_grid, requantize
+from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.kernels.quantized import dequantize, quantize
+
+BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+KINDS = (("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fp8"))
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
+every_kind = pytest.mark.parametrize("family, kind", KINDS)
+
+
+def load(folder, dtype=torch.bfloat16):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=batch()["input_ids"]).logits.float()
+
+
+def adapt(model, folder, size, parameters=(GATE_UP, DOWN), modules=("o_proj",), **options):
+    """PEFT's adapter of this size on the model, saved in `folder`."""
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=list(modules), target_parameters=list(parameters), **options)
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, size**0.5, generator=generator)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def base_and_adapter(folder, family, kind, size, **options):
+    make(folder / "base", family, kind, fp8_block=BLOCK)
+    convert_checkpoint(folder / "base", folder / "dense", "hub", dequantize=True)
+    adapt(load(folder / "dense", torch.float32), folder / "adapter", size, **options)
+    return folder / "base", folder / "adapter", folder / "merged"
+
+
+@every_kind
+def test_it_comes_back_in_the_format_of_the_base_and_loads_in_transformers(family, kind, tmp_path):
+    base, adapter, merged = base_and_adapter(tmp_path, family, kind, 0.3)
+    done = merge_adapter(base, adapter, merged, quantize="keep", max_shard_size=SHARDS, verify=True)
+    before, after = tensors_in(base), tensors_in(merged)
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
+    assert config_in(merged) == config_in(base) and done.shards > 1
+    convert_checkpoint(merged, tmp_path / "merged dense", "hub", dequantize=True)
+    ours, theirs = load(tmp_path / "merged dense"), load(merged)
+    assert same_bits(ours.state_dict(), theirs.state_dict()), "Transformers reads the values that were meant"
+    merge_adapter(base, adapter, tmp_path / "bf16")
+    exact, rounded = tensors_in(tmp_path / "bf16"), tensors_in(tmp_path / "merged dense")
+    lossy = {name for name in exact if not torch.equal(exact[name], rounded[name])}
+    assert lossy and all("experts" in name or "o_proj" in name for name in lossy)
+    largest = {"mxfp4": 0.13, "fp8": 0.04}[kind]  # of normally distributed values rounded to the format
+    for name in lossy:
+        assert relative_error(rounded[name], exact[name]) < largest, name
+    assert {layer.layer for layer in done.roundings} <= {"model.layers.0", "model.layers.1"}
+    assert all(layer.survived > 0.8 and layer.change > 0 for layer in done.roundings)
+    assert not any("warning" in notice for notice in done.notices)
+
+
+@every_kind
+def test_what_the_adapter_leaves_alone_is_copied_bit_for_bit(family, kind, tmp_path):
+    options = {"parameters": [GATE_UP], "layers_to_transform": [1], "modules": ["o_proj"]}
+    base, adapter, merged = base_and_adapter(tmp_path, family, kind, 1.0, **options)
+    merge_adapter(base, adapter, merged, quantize="keep")
+    before, after = tensors_in(base), tensors_in(merged)
+    changed = {name for name in before if not same_bits({name: before[name]}, {name: after[name]})}
+    weights = ("o_proj", "gate_up_proj", "gate_proj", "up_proj")
+    assert changed and all(any(f".{weight}" in name for weight in weights) for name in changed)
+    assert not any(".layers.0.self_attn" in name or "shared_experts" in name for name in changed)
+    assert len({name.split(".experts.")[1].split(".")[0] for name in changed if ".experts." in name}) in (2, 8)
+
+
+@every_kind
+def test_a_change_under_the_formats_steps_is_lost_and_said_to_be(family, kind, tmp_path):
+    base, adapter, merged = base_and_adapter(tmp_path, family, kind, 1e-5)
+    done = merge_adapter(base, adapter, merged, quantize="keep")
+    assert all(layer.survived < 0.5 and layer.error > 0.5 * layer.change for layer in done.roundings)
+    warning = next(notice for notice in done.notices if notice.startswith("warning"))
+    assert "more than half of the adapter's change in 2 of 2 layers: serve the adapter beside the base" in warning
+    before, after = tensors_in(base), tensors_in(merged)
+    scales = [name for name in before if name.endswith(("_scales", "_scale_inv")) and ".experts." in name]
+    kept = torch.cat([(before[name] == after[name]).flatten().float() for name in scales]).mean()
+    assert kept == 1 if kind == "mxfp4" else kept > 0.9, "a scale moves only where that brings the change nearer"
+
+
+def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
+    stored, _ = as_nvfp4(tensors_in(tmp_path / "base"))
+    rewrite(tmp_path / "base", stored)
+    edit_config(tmp_path / "base", quantization_config=NVFP4)
+    convert_checkpoint(tmp_path / "base", tmp_path / "dense", "hub", dequantize=True)
+    adapt(load(tmp_path / "dense", torch.float32), tmp_path / "adapter", 0.03)
+    done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantize="keep", verify=True)
+    merged = tensors_in(tmp_path / "merged")
+    assert {n: (t.dtype, t.shape) for n, t in merged.items()} == {n: (t.dtype, t.shape) for n, t in stored.items()}
+    whole = [name for name in stored if name.endswith(("_scale_2", "input_scale", "k_scale"))]
+    assert whole and same_bits({n: merged[n] for n in whole}, {n: stored[n] for n in whole})
+    assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "bf16")
+    convert_checkpoint(tmp_path / "merged", tmp_path / "merged dense", "hub", dequantize=True)
+    exact, rounded = tensors_in(tmp_path / "bf16"), tensors_in(tmp_path / "merged dense")
+    worst = max(relative_error(rounded[name], exact[name]) for name in exact)
+    assert 0.02 < worst < 0.2, "NVFP4's steps, and values over the largest that the tensor's scale allows"
+    assert all(layer.survived > 0.7 for layer in done.roundings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu], ids=str)
+def test_an_unchanged_fp8_weight_keeps_its_bits_and_a_changed_one_is_rounded_as_well_as_anew(dtype):
+    weight = torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
+    _, scales = fp8_by_transformers(weight, (8, 8))
+    scales = scales.bfloat16() if dtype == torch.bfloat16 else scales
+    if dtype.itemsize == 1:
+        exponent = torch.frexp(scales)[1]
+        scales, factors = (exponent + 127).to(torch.uint8).view(dtype), torch.exp2(exponent.float())
+    else:
+        factors = scales.float()
+    factors = factors.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    stored = (weight / factors).to(torch.float8_e4m3fn)
+    grid = fp8_grid((8, 8), dtype, False)
+    same = requantize(stored.float() * factors, scales, grid)
+    assert same_bits({"codes": same.codes, "scales": same.scales}, {"codes": stored, "scales": scales})
+    changed = stored.float() * factors + 3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    assert relative_error(requantize(changed, scales, grid).values, changed) < 0.04, "E4M3's 3 bits of mantissa"
+
+
+def test_powers_of_two_stay_powers_of_two():
+    weight = torch.randn(20, 36, generator=torch.Generator().manual_seed(0))
+    rounded = requantize(weight, torch.full((3, 5), 2.0**-20), fp8_grid((8, 8), torch.float32, True))
+    assert torch.all(torch.frexp(rounded.scales)[0] == 0.5)
+    assert rounded.values.shape == weight.shape and relative_error(rounded.values, weight) < 0.04, "blocks are cut off"
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
+    weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
+    packed = quantize(weight, format)
+    grid = mxfp4_grid() if format == "mxfp4" else nvfp4_grid(packed.state.reshape(()))
+    scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
+    values = dequantize(packed, format, torch.float32)[0]
+    same = requantize(values, scales, grid)
+    assert torch.equal(same.codes, packed.codes[0]) and torch.equal(same.scales.view(torch.uint8), packed.scales[0])
+    changed = values + 0.5 * torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
+    anew = quantize(changed[None], format)
+    if format == "nvfp4":  # its tensor's scale stays
+        changed = changed.clamp(values.min(), values.max())
+        anew = quantize(changed[None], format)
+    error = relative_error(requantize(changed, scales, grid).values, changed)
+    assert error <= relative_error(dequantize(anew, format, torch.float32)[0], changed) * 1.02  # NVFP4: another scale
+
+
+@pytest.mark.parametrize("family, format", [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8")])
+def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
+    largest = 0.6 if format == "mxfp4" else 0.15  # 12% and 3% of each weight, through a router's choices
+    sizes = {"intermediate_size": 32} if family == "gpt_oss" else {"hidden_size": 128, "moe_intermediate_size": 128}
+    make(tmp_path / "base", family, dtype=torch.float32, **sizes)
+    adapt(load(tmp_path / "base", torch.float32), tmp_path / "adapter", 0.3)
+    done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "packed", quantize=format, verify=True)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    convert_checkpoint(tmp_path / "merged", tmp_path / "expected", "hub", quantize=format)
+    assert same_bits(tensors_in(tmp_path / "packed"), tensors_in(tmp_path / "expected"))
+    assert config_in(tmp_path / "packed") == config_in(tmp_path / "expected")
+    assert relative_error(logits(load(tmp_path / "packed")), logits(load(tmp_path / "merged"))) < largest
+    assert done.roundings and all(layer.survived > 0.8 for layer in done.roundings)
+
+
+def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
+    make(tmp_path / "base", "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    adapt(load(tmp_path / "base"), tmp_path / "adapter", 0.1)
+    convert_checkpoint(tmp_path / "base", tmp_path / "packed", quantize="fp8")
+    for base, match, options in (
+        ("base", "is not quantized, so there is no format to keep", {"quantize": "keep"}),
+        (
+            "packed",
+            "packed for training, in names that no engine reads; .* --layout hub --quantize",
+            {"quantize": "keep"},
+        ),
+        ("base", "quantize='fp8' writes the hub's layout", {"quantize": "fp8", "layout": "native"}),
+        ("base", "no layout for the experts of qwen3_moe in mxfp4, only for fp8", {"quantize": "mxfp4"}),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            merge_adapter(tmp_path / base, tmp_path / "adapter", tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_command_prints_what_rounding_did_to_each_layer(tmp_path, capsys):
+    folders = base_and_adapter(tmp_path, "gpt_oss", "mxfp4", 1e-5)
+    assert main(["merge", *map(str, folders), "--quantize", "keep"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "adapter's change" in printed and "model.layers.1" in printed
+    assert "warning: rounding to mxfp4 ate more than half" in printed
+
+
+def _memory(key):
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines[key].split()[0])
+
+
+def _merge_and_tell_peak(folders, peak):
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads
+    before = _memory("VmRSS")
+    merge_adapter(*folders, quantize="keep", max_shard_size="60MB")
+    peak.send(_memory("VmHWM") - before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads a process's peak there")
+def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
+    model = build("qwen3_moe", num_experts=128, hidden_size=256, moe_intermediate_size=256).bfloat16()
+    model.save_pretrained(tmp_path / "bf16")
+    adapt(model, tmp_path / "adapter", 0.01)
+    convert_checkpoint(tmp_path / "bf16", tmp_path / "base", "hub", quantize="fp8")
+    receiver, sender = multiprocessing.Pipe()
+    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    process = multiprocessing.get_context("fork").Process(target=_merge_and_tell_peak, args=(folders, sender))
+    process.start()
+    assert receiver.poll(120)
+    process.join()
+    peak, written = receiver.recv(), sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert written > 50e6 and peak < 2 * written + 45e6, "a shard and a file; modules and names take 20 MB here"
