@@ -11,7 +11,7 @@ import importlib
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.shapes import Shape
+from benchmarks.common.shapes import Shape, activated
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -29,26 +29,29 @@ def peer_module(name):
 
 def ours(shape: Shape, backend: str):
     try:
-        backends.choose(torch.device("cuda"), torch.bfloat16, backend)
+        backends.choose(torch.device("cpu" if backend == "eager" else "cuda"), torch.bfloat16, backend)
         backends.load(backend)
     except (ValueError, ImportError) as error:
         raise Unavailable(str(error)) from error
-    return lambda x, gate_up, down, expert, weight: moe_experts(x, gate_up, down, (expert, weight), backend=backend)
+    return lambda x, gate_up, down, expert, weight: moe_experts(
+        x, gate_up, down, (expert, weight), activation=shape.activation, backend=backend
+    )
 
 
 def grouped_mm(shape: Shape):
     """Transformers' experts_implementation="grouped_mm"."""
-    moe = peer_module("transformers.integrations.moe")
+    moe, is_gated = peer_module("transformers.integrations.moe"), shape.activation == "swiglu"
 
     class Experts:
-        num_experts, has_gate, has_bias, is_transposed, has_post_expert_norm = shape.E, True, False, False, False
+        num_experts, has_gate, has_bias, is_transposed, has_post_expert_norm = shape.E, is_gated, False, False, False
         _is_expert_parallel = False
-        act_fn = staticmethod(F.silu)
+        act_fn = staticmethod(F.silu if is_gated else lambda h: activated(h, shape.activation))
         _apply_gate = moe._default_apply_gate
 
     def layer(x, gate_up, down, expert, weight):
         experts = Experts()
-        experts.gate_up_proj, experts.down_proj = gate_up, down
+        setattr(experts, "gate_up_proj" if is_gated else "up_proj", gate_up)
+        experts.down_proj = down
         return moe.grouped_mm_experts_forward(experts, x, expert, weight)
 
     return layer
@@ -60,11 +63,10 @@ def scattermoe(shape: Shape):
 
     def layer(x, gate_up, down, expert, weight):
         order = peer.flatten_sort_count(expert, num_experts=shape.E)
-        gate, up = peer.parallel_linear(
-            x, gate_up.transpose(2, 1), shape.K, *order, grouped_in=False, grouped_out=True
-        ).chunk(2, dim=-1)
+        h = peer.parallel_linear(x, gate_up.transpose(2, 1), shape.K, *order, grouped_in=False, grouped_out=True)
+        a = activated(h, shape.activation)
         return peer.parallel_linear(
-            F.silu(gate) * up, down.transpose(2, 1), 1, *order, grouped_in=True, grouped_out=False, gates=weight
+            a, down.transpose(2, 1), 1, *order, grouped_in=True, grouped_out=False, gates=weight
         )
 
     return layer
@@ -72,6 +74,8 @@ def scattermoe(shape: Shape):
 
 def upstream(shape: Shape):
     """The kernels behind Transformers' experts_implementation="sonicmoe"; its first calls tune for minutes."""
+    if shape.activation != "swiglu":
+        raise Unavailable(f"activation {shape.activation} is not compared")
     peer = peer_module("sonic_moe")
     swiglu = peer_module("sonic_moe.enums").ActivationType("swiglu")
 
@@ -110,11 +114,12 @@ class _DenseTwin(torch.autograd.Function):
 
 def dense_bound(shape: Shape):
     rows = [torch.randn(shape.T * shape.K, n, device="cuda", dtype=torch.bfloat16)
-            for n in (shape.H, 2 * shape.I, shape.I, shape.H)]  # fmt: skip
+            for n in (shape.H, shape.width, shape.I, shape.H)]  # fmt: skip
     return lambda x, gate_up, down, expert, weight: _DenseTwin.apply(x, gate_up, down, *rows)
 
 
 BOUND = "dense cuBLAS (bound)"
+EAGER = "eager"  # on a CPU
 CONTENDERS = {
     "hopper": functools.partial(ours, backend="hopper"),
     "triton": functools.partial(ours, backend="triton"),
@@ -122,7 +127,9 @@ CONTENDERS = {
     "ScatterMoE": scattermoe,
     "grouped_mm": grouped_mm,
     BOUND: dense_bound,
+    EAGER: functools.partial(ours, backend=EAGER),
 }
+ON_CPU = (EAGER, "grouped_mm")
 
 
 def available(names, shape: Shape):

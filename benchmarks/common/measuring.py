@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.common.shapes import activated
 from sonicmoe_hf.checkpoints.comparing import relative_error
 
 ADAPTERS = ("A1", "B1", "A2", "B2")
@@ -48,7 +49,7 @@ def factors_of_expert(adapters, e, num_experts):
     return factors
 
 
-def relative_errors(step, inputs):
+def relative_errors(step, inputs, activation="swiglu"):
     """The error of every result of a layer against fp32, relative to its norm; an expert at a time, because all weights
     and their gradients in fp32 would not fit.
 
@@ -66,13 +67,14 @@ def relative_errors(step, inputs):
             w1, w2 = w1 + step.scale * own["B1"] @ own["A1"], w2 + step.scale * own["B2"] @ own["A2"]
         token, place = (expert == e).nonzero(as_tuple=True)
         x_e, dout_e, w = x[token].float(), dout[token].float(), weight[token, place].float()[:, None]
-        gate, up = (x_e @ w1.T).chunk(2, dim=1)
-        sigmoid = gate.sigmoid()
-        a, da = gate * sigmoid * up, dout_e @ w2
+        with torch.enable_grad():
+            h = (x_e @ w1.T).requires_grad_()
+            value = activated(h, activation)
+        da = dout_e @ w2
+        (dh,) = torch.autograd.grad(value, h, w * da)
+        a = value.detach()
         expected["out"].index_add_(0, token, w * (a @ w2.T))
         expected["dweight"][token, place] = (da * a).sum(1)
-        dgate, dup = w * da * up * sigmoid * (1 + gate * (1 - sigmoid)), w * da * gate * sigmoid
-        dh = torch.cat((dgate, dup), dim=1)
         expected["dx"].index_add_(0, token, dh @ w1)
         dw1, dw2 = dh.T @ x_e, (w * dout_e).T @ a
         exact = {"dgate_up": dw1, "ddown": dw2}

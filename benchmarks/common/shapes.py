@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class Shape(NamedTuple):
@@ -16,8 +17,28 @@ class Shape(NamedTuple):
     E: int
     K: int
 
+    activation = "swiglu"
+
+    @property
+    def width(self) -> int:
+        """Rows of the up projection."""
+        return 2 * self.I
+
     def __str__(self):
         return ",".join(map(str, self))
+
+
+class UngatedShape(Shape):
+    """A shape whose activation has no gate."""
+
+    activation = "relu2"
+
+    @property
+    def width(self) -> int:
+        return self.I
+
+    def __str__(self):
+        return f"{super().__str__()},{self.activation}"
 
 
 SHAPES = {
@@ -31,23 +52,32 @@ LARGE = {  # DeepSeek-V3's layer: left out unless asked for
     "DeepSeek-V3": Shape(16384, 7168, 2048, 256, 8),
     "DeepSeek-V3, 65,536 tokens": Shape(65536, 7168, 2048, 256, 8),
 }
+UNGATED = {"Nemotron-3-Nano-30B-A3B": UngatedShape(16384, 2688, 1856, 128, 6)}  # likewise
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12  # measured on an H200: bf16 products, copies
 
 
 def add_shapes(parser) -> None:
     """The option by which shapes are chosen."""
     parser.add_argument(
-        "--shape", action="append", help="T,H,I,E,K or a name of shapes.py; may be given several times"
+        "--shape", action="append", help="T,H,I,E,K[,relu2] or a name of shapes.py; may be given several times"
     )
 
 
-def chosen_shapes(options) -> dict[str, Shape]:
-    """name -> shape of those asked for, or the general ones."""
-    known = SHAPES | LARGE
+def shape_of(text: str) -> Shape:
+    """The shape that `text` is the str of."""
+    kind = UngatedShape if text.endswith(f",{UngatedShape.activation}") else Shape
+    return kind(*map(int, text.removesuffix(f",{UngatedShape.activation}").split(",")))
+
+
+def chosen_shapes(options, ungated: bool = False) -> dict[str, Shape]:
+    """name -> shape of those asked for, or the general ones. Raises SystemExit for ungated ones unless `ungated`."""
+    known = SHAPES | LARGE | UNGATED
     names = {str(shape): name for name, shape in known.items()}
     chosen = {}
     for text in options.shape or SHAPES:
-        shape = known.get(text) or Shape(*map(int, text.split(",")))
+        shape = known.get(text) or shape_of(text)
+        if isinstance(shape, UngatedShape) and not ungated:
+            raise SystemExit(f"--shape {text}: this benchmark's layers have a gate; moe_layer.py takes this shape")
         chosen[names.get(str(shape), text)] = shape
     return chosen
 
@@ -61,9 +91,17 @@ def problem(shape: Shape, dtype=torch.bfloat16, device="cuda", seed=0):
 
     T, H, I, E, K = shape
     x, dout = normal(T, H), normal(T, H)
-    gate_up, down = normal(E, 2 * I, H, std=H**-0.5), normal(E, H, I, std=I**-0.5)
+    gate_up, down = normal(E, shape.width, H, std=H**-0.5), normal(E, H, I, std=I**-0.5)
     weight, expert = torch.rand(T, E, generator=generator, device=device).topk(K, dim=-1)
     return x, gate_up, down, expert, (weight / weight.sum(-1, keepdim=True)).to(dtype), dout
+
+
+def activated(h, activation: str):
+    """a of the pre-activation h, with torch's own functions."""
+    if activation == "relu2":
+        return F.relu(h).square()
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def floor_seconds(shape: Shape, mode: str) -> float:
@@ -72,20 +110,21 @@ def floor_seconds(shape: Shape, mode: str) -> float:
     mode: "forward", "forward+backward" or "frozen" (forward and backward without the weights' gradients).
     """
     T, H, I, E, K = shape
-    R, gate_up, down = T * K, E * 2 * I * H, E * H * I
+    width = shape.width
+    R, gate_up, down = T * K, E * width * H, E * H * I
     combine = (0, R * H + T * H)
     forward = [  # (multiply-adds, elements)
-        (R * H * 2 * I, T * H + gate_up + R * 2 * I + R * I),  # up
+        (R * H * width, T * H + gate_up + R * width + R * I),  # up
         (R * H * I, R * I + down + R * H),
         combine,
     ]
     backward = [
-        (R * H * I, T * H + down + R * 2 * I + R * 2 * I + R * I),  # down_backward
-        (R * H * 2 * I, R * 2 * I + gate_up + R * H),  # input rows
+        (R * H * I, T * H + down + R * width + R * width + R * I),  # down_backward
+        (R * H * width, R * width + gate_up + R * H),  # input rows
         combine,
     ]
     weights = [
-        (R * H * 2 * I, R * 2 * I + T * H + gate_up),
+        (R * H * width, R * width + T * H + gate_up),
         (R * H * I, T * H + R * I + down),
     ]
     kernels = forward + (backward if mode != "forward" else []) + (weights if mode == "forward+backward" else [])

@@ -2,8 +2,11 @@
 
     python -m benchmarks.layer.moe_layer [--shape T,H,I,E,K ...] [--contender NAME ...]
         [--upstream] [--out benchmarks/results]
+    python -m benchmarks.layer.moe_layer --shape Nemotron-3-Nano-30B-A3B --out /tmp/nemotron
+    python -m benchmarks.layer.moe_layer --device cpu --shape 16,2688,1856,2,1,relu2 --out /tmp/tried
 
-Without --shape: the shapes of shapes.py. bf16, SwiGLU, random data and routing. Writes moe_layer.csv and moe_layer.png.
+Without --shape: the shapes of shapes.py. bf16, random data and routing; SwiGLU, or squared ReLU without a gate where a
+shape ends in "relu2". Writes moe_layer.csv and moe_layer.png. --device cpu checks the script; its times mean nothing.
 --upstream adds Transformers' sonicmoe, which tunes for minutes at each new shape. Modes: forward (no gradients),
 forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights). Host time is that of a
 layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
@@ -20,10 +23,10 @@ from typing import ClassVar
 
 import torch
 
-from benchmarks.common.contenders import BOUND, CONTENDERS, available
+from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, available
 from benchmarks.common.measuring import captured, relative_errors
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import LARGE, Shape, add_shapes, chosen_shapes, floor_seconds, problem
+from benchmarks.common.shapes import LARGE, add_shapes, chosen_shapes, floor_seconds, problem, shape_of
 from benchmarks.common.table import Table
 from sonicmoe_hf.kernels.triton.config import tile_rows
 
@@ -103,6 +106,12 @@ def interleaved_times(calls, rounds):
         generator.shuffle(order)
         for name in order:
             call = calls[name]
+            if not torch.cuda.is_available():
+                began = time.perf_counter()
+                call()
+                for values in times[name]:
+                    values.append(1e3 * (time.perf_counter() - began))
+                continue
             torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             began = time.perf_counter()
@@ -141,13 +150,13 @@ def stacked_host_times(layer, inputs, mode, rounds, depth=4):
     return times[1:]
 
 
-def measure(table, config, shape, names, rounds):
-    inputs = problem(shape)
+def measure(table, config, shape, names, rounds, device):
+    inputs, on_gpu = problem(shape, device=device), device == "cuda"
     layers = available(names, shape)
     rows_E = inputs[3].flatten().bincount(minlength=shape.E)
     R, tile = shape.T * shape.K, tile_rows(shape.T * shape.K, shape.E)
     padded = ((rows_E + tile - 1) // tile * tile).sum().item() / R
-    for name, layer in layers.items():
+    for name, layer in layers.items() if on_gpu else ():
         figures = first_step(Step(layer, inputs, "forward+backward"))
         for metric, value in figures.items():
             table.add(config, shape, name, "forward+backward", "eager", metric, [value])
@@ -159,15 +168,16 @@ def measure(table, config, shape, names, rounds):
             step.gradients = ()
             if name != BOUND:
                 if mode == "forward+backward":
-                    for tensor, error in relative_errors(step, inputs).items():
+                    for tensor, error in relative_errors(step, inputs, shape.activation).items():
                         add(name, "eager", f"error_{tensor}", [error])
                     step.gradients = ()
-                for metric, value in memory(step).items():
+                for metric, value in memory(step).items() if on_gpu else ():
                     add(name, "eager", metric, [value])
             if name == "triton":
                 add(name, "eager", "padded_row_factor", [padded])
         floor = 1e3 * floor_seconds(shape, mode)
-        graphs = {} if shape in LARGE.values() else {name: captured(step) for name, step in steps.items()}
+        in_graphs = on_gpu and shape not in LARGE.values()
+        graphs = {name: captured(step) for name, step in steps.items()} if in_graphs else {}
         runs = {"eager": steps, "graph": {name: graph for name, graph in graphs.items() if graph}}
         for launch, calls in runs.items():
             for name, (device, host) in interleaved_times(calls, rounds).items():
@@ -176,11 +186,12 @@ def measure(table, config, shape, names, rounds):
                 add(name, launch, "share_of_floor", [floor / ms for ms in device])
         for name, layer in layers.items():
             # the bound's buffers serve one layer at a time, and a stack of large layers does not fit
-            if name != BOUND and shape not in LARGE.values():
+            if name != BOUND and shape not in LARGE.values() and on_gpu:
                 add(name, "eager", "stacked_host_ms", stacked_host_times(layer, inputs, mode, rounds))
         del steps, graphs, runs, calls
         gc.collect()
-        torch.cuda.empty_cache()
+        if on_gpu:
+            torch.cuda.empty_cache()
     show(table, config, shape, layers)
 
 
@@ -216,7 +227,7 @@ def plot(table, path):
         at = {"config": config, "mode": "forward+backward", "launch": "eager", "metric": "ms"}
         heights = [table.get(**at, contender=name) for name in names]
         axis.bar(range(len(names)), heights, color=[f"C{i}" for i in range(len(names))])
-        shape = next(Shape(*map(int, row["shape"].split(","))) for row in table.rows if row["config"] == config)
+        shape = next(shape_of(row["shape"]) for row in table.rows if row["config"] == config)
         axis.axhline(1e3 * floor_seconds(shape, "forward+backward"), color="black", linestyle=":")
         for i, height in enumerate(heights):
             axis.text(i, height, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
@@ -235,14 +246,16 @@ def main():
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
     parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, which tunes for minutes")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU")
-    names = options.contender or [n for n in CONTENDERS if options.upstream or "Transformers" not in n]
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --shape 64,32,16,8,2 checks the script")
+    on_gpu = [n for n in CONTENDERS if n != EAGER and (options.upstream or "Transformers" not in n)]
+    names = options.contender or (on_gpu if options.device == "cuda" else ON_CPU)
     table = Table()
-    for config, shape in chosen_shapes(options).items():
-        measure(table, config, shape, names, options.rounds)
+    for config, shape in chosen_shapes(options, ungated=True).items():
+        measure(table, config, shape, names, options.rounds, options.device)
         table.write(options.out / "moe_layer.csv")
     plot(table, options.out / "moe_layer.png")
 
