@@ -152,6 +152,12 @@ def _activate(gate, up, activation: Activation, da=1.0):
     if name == "reglu":
         value = torch.relu(gate)
         return value * up, torch.where(gate <= 0, 0.0, da * up), da * value
+    if name == "softcapped_swiglu":
+        tanh_gate, tanh_up = torch.tanh(gate / activation.alpha), torch.tanh(up / activation.limit)
+        sigmoid, up_capped = torch.sigmoid(gate), activation.limit * tanh_up
+        glu = activation.alpha * tanh_gate * sigmoid
+        slope = (1 - tanh_gate * tanh_gate) * sigmoid + glu * (1 - sigmoid)
+        return up_capped * glu, da * slope * up_capped, da * glu * (1 - tanh_up * tanh_up)
     value, slope = _curve(gate, {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[name])
     return value * up, da * slope * up, da * value
 

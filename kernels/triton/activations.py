@@ -26,6 +26,14 @@ def _curve(x, NAME: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """Near 0, where the difference of two numbers near 1 would lose fp32's last bits, a series: its next term is 5e-8."""
+    square = x * x
+    near_zero = x * (1 + square * (0.13333333333333333 * square - 0.3333333333333333))
+    return tl.where(tl.abs(x) < 0.1, near_zero, 2 * tl.sigmoid(2 * x) - 1)
+
+
+@triton.jit
 def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """a and, of its gradient `da`, those of gate and up, in fp32; names and formulas as in interface.Activation. Where a
     clamp or relu is flat they are 0 whatever `da` is. NaN goes through all of them."""
@@ -43,6 +51,12 @@ def activate(gate, up, da, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
     if NAME == "reglu":
         value = tl.where(gate <= 0, 0.0, gate)
         return value * up, tl.where(gate <= 0, 0.0, da * up), da * value
+    if NAME == "softcapped_swiglu":
+        tanh_gate, tanh_up = _tanh(gate * (1 / ALPHA)), _tanh(up * (1 / LIMIT))
+        sigmoid, up_capped = tl.sigmoid(gate), LIMIT * tanh_up
+        glu = ALPHA * tanh_gate * sigmoid
+        slope = (1 - tanh_gate * tanh_gate) * sigmoid + glu * (1 - sigmoid)
+        return up_capped * glu, da * slope * up_capped, da * glu * (1 - tanh_up * tanh_up)
     if NAME == "swiglu":
         value, slope = _curve(gate, "silu")
     elif NAME == "geglu":

@@ -53,15 +53,10 @@ ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our 
     torch.relu: "relu",
     ReLUSquaredActivation: "relu2",
 }
-GATED_BY = {
-    "silu": "swiglu",
-    "gelu": "geglu",
-    "gelu_tanh": "geglu_tanh",
-    "relu": "reglu",
-}  # of one: of a gate and an up
-FP32_GATES = (
-    "transformers.models.beam.modeling_beam.BeamExperts",
-)  # the default gate in fp32, as we compute it anyway
+# the activation of a gate alone: our name of it with an up
+GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+# the default gate in fp32, as we compute it anyway
+FP32_GATES = ("transformers.models.beam.modeling_beam.BeamExperts",)
 CLAMPED_SILU_GATES = {  # _apply_gate of these classes is clamped_silu: where the limit is
     "transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": "limit",
     "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextExperts": "swiglu_limit",
@@ -76,6 +71,8 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
         False, "swiglu_alpha", "swiglu_limit",
     ),
 }  # fmt: skip
+# their act_fn takes gate and up, and is the softcapped swiglu
+SOFTCAPPED_GATES = ("transformers.models.inkling2.modeling_inkling2.Inkling2Experts",)
 
 FP8_EXPERTS = "transformers.integrations.finegrained_fp8.FP8Experts"  # whose gate its attributes decide
 
@@ -110,6 +107,8 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
             return _clamped_silu(experts, float(getattr(experts, CLAMPED_SILU_GATES[name]))), False
         if name == FP8_EXPERTS:
             return _gate_of_fp8(experts), False
+        if name in SOFTCAPPED_GATES:
+            return _softcapped(experts), False
         if name not in FP32_GATES:
             _refuse(experts, f"its gate {name}._apply_gate is not one that sonicmoe_hf implements")
     if not getattr(experts, "is_concatenated", True):
@@ -120,7 +119,7 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
 def _gate_of_fp8(experts: Any) -> Activation:
     """Of Transformers' FP8Experts, which stand in for any family's."""
     if getattr(experts, "gate_softcap", None) is not None:
-        _refuse(experts, "its softcapped gate is not one that sonicmoe_hf implements")
+        return Activation("softcapped_swiglu", float(experts.gate_softcap), float(experts.up_softcap))
     if experts.swiglu_alpha is not None:
         return Activation("clamped_swiglu", float(experts.swiglu_alpha), float(experts.swiglu_limit))
     if experts.limit is not None:
@@ -132,6 +131,14 @@ def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
     if hasattr(experts, "act_fn") and _activation_name(experts) != "swiglu":
         _refuse(experts, "its clamped gate has another activation than silu")
     return Activation("clamped_silu", limit=limit)
+
+
+def _softcapped(experts: Any) -> Activation:
+    kind = type(experts.act_fn).__name__
+    if kind != "Inkling2SoftcappedSwiGLU":
+        _refuse(experts, f"its gate is {kind}, not Inkling2SoftcappedSwiGLU")
+    gate, up = (float(cap.softcap) for cap in (experts.act_fn.gate_softcap, experts.act_fn.up_softcap))
+    return Activation("softcapped_swiglu", alpha=gate, limit=up)
 
 
 def _activation_name(experts: Any, is_gated: bool = True) -> str:

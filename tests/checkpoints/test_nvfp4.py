@@ -94,6 +94,20 @@ def test_its_experts_are_packed_for_training(checkpoint, tmp_path):
         from_pretrained(folder, experts_quantization="nf4")
 
 
+def test_experts_without_a_gate_are_taken_as_they_are(tmp_path):
+    sizes = {"hidden_size": 64, "moe_latent_size": 32, "moe_intermediate_size": 64}
+    make(tmp_path, "nemotron_h", **sizes)
+    stored, values = as_nvfp4(tensors_in(tmp_path))
+    rewrite(tmp_path, stored)
+    edit_config(tmp_path, quantization_config=DECLARED)
+    experts = from_pretrained(tmp_path, experts_quantization="nvfp4").model.layers[1].mixer.experts
+    for name in ("up_proj", "down_proj"):
+        weight = getattr(experts, name)
+        for expert, found in enumerate(weight.dequantize(torch.bfloat16)):
+            full_name = next(key for key in stored if key.endswith(f"layers.1.mixer.experts.{expert}.{name}.weight"))
+            assert torch.equal(weight.codes[expert], stored[full_name]) and torch.equal(found, values[full_name])
+
+
 def test_what_is_no_nvfp4_is_refused(checkpoint, tmp_path):
     folder, stored, _ = checkpoint
 

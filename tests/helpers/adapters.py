@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+UNGATED_EXPERTS = ["mixer.experts.up_proj", "mixer.experts.down_proj"]  # of nemotron_h
 
 
 def random_factors(model, seed=3):
@@ -24,9 +25,11 @@ def random_factors(model, seed=3):
     return model
 
 
-def with_lora(model, targets=EXPERTS, **options):
-    """The PEFT model with an adapter of rank 3 and random factors, unless `options` say otherwise."""
-    config = LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets)
+def with_lora(model, targets=None, **options):
+    """The PEFT model with an adapter of rank 3 on the experts and random factors, unless `options` say otherwise."""
+    if model.config.model_type == "nemotron_h":  # of which PEFT adapts linear layers unless told otherwise
+        targets, options = targets or UNGATED_EXPERTS, {"target_modules": [], **options}
+    config = LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets or EXPERTS)
     return random_factors(get_peft_model(model, config))
 
 

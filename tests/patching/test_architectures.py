@@ -30,7 +30,6 @@ from sonicmoe_hf.patching.experts import UnsupportedExpertsError
 from sonicmoe_hf.patching.support import load_family_class
 
 REFUSED = {
-    "Inkling2Experts": "_apply_gate is not one that sonicmoe_hf implements",
     "MuseSparkExperts": "its experts end in a norm of their own",
 }
 CURRENT = pytest.mark.skipif(

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, LoadBalancing, PackedWeight, TokenRounding
-from sonicmoe_hf.kernels.quantized import FORMATS
-from sonicmoe_hf.patching.experts import IMPLEMENTATION, experts_facts
+from sonicmoe_hf.kernels.quantized import FORMATS, parts_and_kinds
+from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
+from sonicmoe_hf.patching.experts import experts_facts
 from sonicmoe_hf.patching.support import find_layers
 
 TOLERANCE = 1e-5
@@ -101,6 +102,7 @@ def test_packed_experts_compute_what_their_values_do_and_are_saved(name, tmp_pat
     model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=name, dtype=torch.float32)
     weights = {key: w for key, w in model.named_parameters() if isinstance(w, PackedWeight)}
     assert {key.rpartition(".")[2] for key in weights} == {"up_proj", "down_proj"} and len(weights) == 4
+    assert {parts_and_kinds(weight.packed, name) for weight in weights.values()} == {(1, 1)}  # of no gate and no up
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype=torch.float32)
     with torch.no_grad():
         for key, weight in weights.items():

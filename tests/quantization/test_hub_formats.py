@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from helpers.adapters import EXPERTS, UNGATED_EXPERTS
 from helpers.checkpoints import DECLARED_FP8, edit_config, fp8_of, in_fp8, make, rewrite, same_bits, tensors_in
 from helpers.models import batch
 from peft import LoraConfig, get_peft_model
@@ -29,15 +30,16 @@ SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' produ
         "first_k_dense_replace": 1,
     },
 }
+UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
 BATCH = batch(2, 8)
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def make_fp8(folder, family, kind="fp32", **declared):
     """An FP8 checkpoint in `folder`, and beside it the dense one that it stands for; both sets of tensors."""
-    make(folder, family, **SIZES[family])
+    sizes = (SIZES | UNGATED)[family]
+    make(folder, family, **sizes)
     stored, dense = in_fp8(tensors_in(folder), kind)
-    make(folder.with_name("dense"), family, **SIZES[family])
+    make(folder.with_name("dense"), family, **sizes)
     rewrite(folder.with_name("dense"), dense)
     rewrite(folder, stored)
     edit_config(folder, quantization_config={**DECLARED_FP8, **declared})
@@ -74,7 +76,7 @@ def test_an_fp8_checkpoints_experts_are_taken_bit_for_bit(family, kind, tmp_path
     assert same_bits(again.state_dict(), state) and torch.equal(again(**BATCH).logits, model(**BATCH).logits)
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", SIZES | UNGATED)
 def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family, tmp_path):
     make_fp8(tmp_path / "fp8", family)
     packed = from_pretrained(tmp_path / "fp8", experts_quantization="fp8", dtype=torch.float32)
@@ -88,7 +90,8 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
     found = []
     for model in (packed, dense):
         torch.manual_seed(0)
-        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=EXPERTS))
+        experts = UNGATED_EXPERTS if family in UNGATED else EXPERTS
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=experts))
         for name, parameter in peft.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.05)
