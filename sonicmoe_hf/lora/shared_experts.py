@@ -119,8 +119,13 @@ def _shares_experts(model: nn.Module) -> bool:
 
 def _inject_adapter(self, model, *args, **kwargs):
     """In place of BaseTuner's, by which every way to make an adapter passes."""
+    if not _shares_experts(model):
+        return _PEFTS_INJECT(self, model, *args, **kwargs)
+    for module in model.modules():  # after a forward FSDP2's root is whole, and PEFT would freeze what is thrown away
+        if hasattr(module, "reshard"):
+            module.reshard()
     result = _PEFTS_INJECT(self, model, *args, **kwargs)
-    if not hasattr(model, AVERAGED) and _shares_experts(model):
+    if not hasattr(model, AVERAGED):
         setattr(model, AVERAGED, True)
         model.register_forward_pre_hook(_average_replicated)
     return result

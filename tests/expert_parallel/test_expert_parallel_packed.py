@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.adapters import with_lora
 from helpers.checkpoints import edit_config, make, rewrite, tensors_in
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH
+from helpers.parallel import OWN_BATCH, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from helpers.training import POLICY
-from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, all_to_all, load
+from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, all_to_all, load, step
 from test_expert_parallel import pytestmark as pytestmark
 from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
@@ -130,10 +131,16 @@ def module_of(name):
 
 
 def from_hub(rank, folder, format):
+    """Logits, packed values, and a step with adapters on the experts, with tokens brought in both ways."""
     model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**batch(**OWN_BATCH[rank])).logits
-    return logits, {name: weight.dequantize() for name, weight in weights(model).items()}
+    held = {name: weight.dequantize() for name, weight in weights(model).items()}
+    model, found = with_lora(model), []
+    for by in (contextlib.nullcontext, all_to_all):
+        with by():
+            found.append(step(model, batch(**OWN_BATCH[rank])))
+    return logits, held, found
 
 
 @pytest.mark.parametrize(("format", "family"), [("fp8", "deepseek_v3"), ("fp8", "qwen3_moe"), ("nvfp4", "qwen3_moe")])
@@ -146,9 +153,14 @@ def test_ranks_take_their_experts_of_a_hub_checkpoint_as_they_are(ranks, format,
         rewrite(tmp_path / "hub", made_of.as_nvfp4(tensors_in(tmp_path / "hub"))[0])
         edit_config(tmp_path / "hub", quantization_config=made_of.DECLARED)
     model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format, dtype=torch.float32).train()
-    for rank, (logits, held) in enumerate(ranks.run(from_hub, str(tmp_path / "hub"), format)):
+    results = ranks.run(from_hub, str(tmp_path / "hub"), format)
+    for rank, (logits, held, _) in enumerate(results):
         for name, weight in held.items():
             assert torch.equal(weight, weights(model)[name].dequantize()[4 * rank : 4 * rank + 4]), name
         with torch.no_grad():
             expected = model(**batch(**OWN_BATCH[rank])).logits
         assert_all_close({"logits": logits}, {"logits": expected}, 1e-5, PARTIAL_SUMS)
+    losses, gradients = mean_of_ranks(with_lora(model))
+    for loss, (*_, found) in zip(losses, results, strict=True):
+        for one in found:
+            assert_all_close(one, {"loss": loss, **gradients}, 1e-5, PARTIAL_SUMS)
