@@ -158,7 +158,7 @@ def qwen3_config(preset: Preset, **changes) -> Qwen3MoeConfig:
 
 
 def random_model(config, seed: int, device: torch.device):
-    """The model at its random start, with our experts."""
+    """The model, randomly initialised, with our experts."""
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(
@@ -167,7 +167,7 @@ def random_model(config, seed: int, device: torch.device):
 
 
 def build_model(preset: Preset, run: Run, device: torch.device):
-    """The model at its random start, patched for the run's method: (model, row counters, one a layer)."""
+    """The model, randomly initialised, patched for the run's method: (model, row counters, one a layer)."""
     model = random_model(qwen3_config(preset), run.seed, device)
     if run.replica:
         generator = torch.Generator().manual_seed(1000 * run.seed + run.replica)

@@ -14,7 +14,7 @@ from sonicmoe_hf.planning.memory import GIB, Training, memory
 from sonicmoe_hf.planning.sizes import sizes_of_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MODELS = {  # the sizes of benchmarks/models.py
+MODELS = {  # the sizes of benchmarks/step/models.py
     "Qwen3-30B-A3B": (Qwen3MoeConfig, QWEN3_30B_A3B),
     "7B": (Qwen3MoeConfig, {
         "hidden_size": 1536, "intermediate_size": 4096, "moe_intermediate_size": 256, "num_experts": 128,
