@@ -8,6 +8,7 @@
 #   make lint          ruff, check and format; mypy; import-linter
 #   make test-gpu      the GPU tests, on a GPU
 #   make bench         GPU benchmarks
+#   make wheel         the wheel, in ./dist; make check-wheel tries it in an empty environment
 #   make docs          the documents and the reference of the public API as a site, in ./site; every link is checked
 # A machine without CUDA saves a large download with PyTorch's CPU build:
 #   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -27,7 +28,7 @@ NEWEST := .venv-newest
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-oldest test-newest mutants test-gpu lint format bench docs wheel clean
+.PHONY: demo test test-slow test-oldest test-newest mutants test-gpu lint format bench docs wheel check-wheel owner clean
 
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m sonicmoe_hf demo $(ARGS)
@@ -72,6 +73,14 @@ docs: $(VENV)/.installed
 
 wheel: $(VENV)/.installed
 	$(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist .
+
+check-wheel:
+	PYTHON="$(PYTHON)" PIP_FLAGS="$(PIP_FLAGS)" .ci/check_wheel.sh
+
+owner:
+	@test -n "$(NAME)" || { echo "name the owner: make owner NAME=acme"; exit 1; }
+	sed -i.bak -E 's#github\.com/[^/ ]+/sonicmoe-hf#github.com/$(NAME)/sonicmoe-hf#' README.md CITATION.cff mkdocs.yml pyproject.toml
+	rm README.md.bak CITATION.cff.bak mkdocs.yml.bak pyproject.toml.bak
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist site outputs *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

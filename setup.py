@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.editable_wheel import editable_wheel
 
-LINKS = ("sonicmoe_hf/kernels", "sonicmoe_hf/model_patches")
+LINKS = ("sonicmoe_hf/examples", "sonicmoe_hf/kernels", "sonicmoe_hf/model_patches")
 
 
 class EditableWheel(editable_wheel):
@@ -18,7 +18,7 @@ class EditableWheel(editable_wheel):
     def run(self):
         if missing := [link for link in LINKS if not (Path(__file__).parent / link).is_dir()]:
             raise SystemExit(
-                f"an editable install needs {' and '.join(missing)} as links to folders, which a zip archive or a clone "
+                f"an editable install needs {', '.join(missing)} as links to folders, which a zip archive or a clone "
                 "with core.symlinks=false does not have: git clone -c core.symlinks=true has them; or install without -e"
             )
         super().run()

@@ -19,6 +19,7 @@ from ..kernels.activation import ACTIVATIONS
 from ..layer.config import LAYOUTS, ROUNDINGS
 from .bar import progress
 from .checkpoints import add_commands
+from .example import add_example
 from .plan import add_plan
 from .run import add_run, split_program
 
@@ -70,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan(commands, _at_least)
     add_commands(commands)
     add_run(commands)
+    add_example(commands)
     return parser
 
 

@@ -98,9 +98,12 @@ def test_the_wheel_holds_the_packages_the_licence_and_nothing_else(wheel):
 
 def test_every_package_of_the_checkout_is_in_the_wheel(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, prefix in (("sonicmoe_hf", ""), ("kernels", "sonicmoe_hf/"), ("model_patches", "sonicmoe_hf/")):
+    for folder in ("sonicmoe_hf", "examples", "kernels", "model_patches"):
+        prefix = "" if folder == "sonicmoe_hf" else "sonicmoe_hf/"
         for path in (ROOT / folder).rglob("*.py"):
             assert prefix + path.relative_to(ROOT).as_posix() in names, "list its package in pyproject.toml"
+    tracked = run("git", "ls-files", "examples", cwd=ROOT).split()
+    assert [name for name in tracked if f"sonicmoe_hf/{name}" not in names] == [], "list its suffix in package-data"
 
 
 def test_a_build_without_links_gives_the_same_wheel_and_an_editable_install_says_that_it_needs_them(
@@ -109,7 +112,8 @@ def test_a_build_without_links_gives_the_same_wheel_and_an_editable_install_says
     built = build("wheel", without_links, tmp_path / "wheel")
     assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
     with pytest.raises(
-        AssertionError, match=r"needs sonicmoe_hf/kernels and sonicmoe_hf/model_patches as links to folders"
+        AssertionError,
+        match=r"needs sonicmoe_hf/examples, sonicmoe_hf/kernels, sonicmoe_hf/model_patches as links to folders",
     ):
         build("editable", without_links, tmp_path / "editable")
 
@@ -126,6 +130,14 @@ def test_the_sdist_has_no_tests_and_builds_the_same_wheel(wheel, sources, tmp_pa
 def test_the_wheel_imports_from_anywhere(installed, tmp_path):
     printed = python("-c", WHERE, path=[installed], cwd=tmp_path)
     assert Path(printed.strip()) == installed / "sonicmoe_hf" / "kernels"
+
+
+def test_an_installed_wheel_prints_its_examples_and_they_start(installed, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        python("-m", "sonicmoe_hf", "example", "qlora", path=[installed], cwd=tmp_path), encoding="utf-8"
+    )
+    assert "--model MODEL" in python(str(script), "--help", path=[installed], cwd=tmp_path)  # it imports two others
 
 
 def test_the_checkout_imports_without_an_install(tmp_path):
@@ -213,3 +225,13 @@ def test_the_pins_satisfy_the_declared_ranges():
 def test_make_takes_a_python_whose_path_has_a_space(tmp_path):
     options = [f"VENV={tmp_path}/new", "PYTHON=/with space/python3"]
     assert '"/with space/python3" -m venv' in run("make", "-n", *options, f"{tmp_path}/new/.installed", cwd=ROOT)
+
+
+def test_every_address_of_the_project_is_the_one_of_pyproject():
+    """A release puts the owner there; the others cannot read it."""
+    (address,) = re.findall(
+        r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    for name in ("README.md", "CITATION.cff", "mkdocs.yml", "pyproject.toml"):
+        found = re.findall(r"https://github\.com/[\w-]+/sonicmoe-hf", (ROOT / name).read_text(encoding="utf-8"))
+        assert found and set(found) == {address}, f"{name}: make owner NAME=... writes it"

@@ -1,0 +1,63 @@
+"""`sonicmoe-hf example`: the files of examples/, which an installed package has too."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+SHARED = re.compile(r'^(\s*"?)from (?:finetune|shared) import .*?(\\n",)?$', re.MULTILINE)  # also in a notebook
+FIND_SHARED = "import os, sys, sonicmoe_hf; sys.path.append(os.path.join(sonicmoe_hf.__path__[0], 'examples'))"
+OTHERS = {
+    "fsdp2.yaml": "FSDP2, a config for accelerate launch.",
+    "quickstart.ipynb": "A notebook: patch a model, train adapters on its experts, merge, generate.",
+    "zero3.json": "ZeRO-3, a config for DeepSpeed.",
+}
+
+
+def add_example(commands) -> None:
+    """Add the command `example`."""
+    parser = commands.add_parser(
+        "example",
+        help="print an example, to run and to change; without a name, list them",
+        description="Prints an example: sonicmoe-hf example finetune > finetune.py. Without a name, lists them.",
+    )
+    parser.add_argument("name", nargs="?", help="such as finetune, qlora or fsdp2.yaml")
+    parser.set_defaults(run=_run)
+
+
+def examples() -> dict[str, Path]:
+    """The examples by the names that the command takes: Python files without .py."""
+    files = {path.stem: path for path in sorted(FOLDER.glob("*.py")) if path.stem != "shared"}
+    return files | {name: FOLDER / name for name in OTHERS}
+
+
+def _summary(name: str, path: Path) -> str:
+    if name in OTHERS:
+        return OTHERS[name]
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def example(path: Path) -> str:
+    """An example's text, with a line before its first import of what examples share, which finds it from anywhere."""
+
+    def with_path(match: re.Match) -> str:
+        return f"{match[1]}{FIND_SHARED}{match[2] or ''}\n{match[0]}"
+
+    return SHARED.sub(with_path, path.read_text(encoding="utf-8"), count=1)
+
+
+def _run(arguments) -> int:
+    files = examples()
+    if arguments.name is None:
+        width = max(map(len, files))
+        for name, path in files.items():
+            print(f"{name:{width}}  {_summary(name, path)}")
+        return 0
+    chosen = files.get(arguments.name.removesuffix(".py"))
+    if chosen is None:
+        raise ValueError(f"there is no example {arguments.name!r}; there are {', '.join(files)}")
+    sys.stdout.write(example(chosen))
+    return 0
