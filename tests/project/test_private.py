@@ -75,7 +75,10 @@ def test_private_part_is_there(name):
 def private_names(tree):
     """(names of attributes, imports and strings that begin with an underscore, names that the code itself defines)."""
     seen, own = set(), set()
+    ends = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
+        if id(node) in ends:  # of a name that is put together: f"{projection}_scale"
+            continue
         if isinstance(node, ast.Attribute):
             (own if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
              else seen).add(node.attr)  # fmt: skip
