@@ -136,8 +136,12 @@ def declared_quantization(config: PreTrainedConfig) -> dict | None:
     if declared is None:
         return None
     declared = declared if isinstance(declared, dict) else declared.to_dict()
-    method = declared.get("quant_method")
-    return {**declared, "quant_method": str(getattr(method, "value", method))}
+    method, of_experts = (
+        declared.get("quant_method"),
+        getattr(config, "expert_dtype", None),
+    )  # where DeepSeek-V4 has it
+    beside = {} if of_experts is None else {"expert_dtype": of_experts}
+    return {**beside, **declared, "quant_method": str(getattr(method, "value", method))}
 
 
 def format_in_checkpoint(declared: dict) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from ..errors import CheckpointError
@@ -22,6 +23,7 @@ from .state import checked_weight
 TO_BF16 = "load the bf16 checkpoint that it was made from"
 FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
+FP8_ENDS = ("_scale_inv",)  # what follows a weight's name in those of its scales, where linear layers are in FP8
 FP4_PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in its low half
 SHORT_NAMES = (
     r"^(.+)(?<!_l2_clip)\.scale$",
@@ -113,13 +115,14 @@ def _pack_nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor
 
 
 HUB_FORMATS = {
-    "fp8": HubFormat("fp8", ("_scale_inv",), (), _dense_fp8, _pack_fp8),
+    "fp8": HubFormat("fp8", FP8_ENDS, (), _dense_fp8, _pack_fp8),
     "nvfp4": HubFormat(
         "nvfp4", ("_scale", "_scale_2"), (".input_scale", ".k_scale", ".v_scale"), _dense_nvfp4, _pack_nvfp4
     ),
     # DeepSeek-V4's: its FP4 experts are MXFP4 in other words, beside linear layers in FP8
-    "mxfp4": HubFormat("mxfp4", ("_scale_inv",), (), _dense_fp8, _pack_fp4),
+    "mxfp4": HubFormat("mxfp4", FP8_ENDS, (), _dense_fp8, _pack_fp4),
 }
+CASTS_FP8 = not hasattr(HfQuantizer, "get_new_dtype")
 METHODS = ("fp8", "modelopt")  # quantization methods of checkpoints in HUB_FORMATS
 
 
@@ -200,6 +203,16 @@ class _TakeExperts(ConversionOps):
         return packed
 
 
+def _uncast(weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer's weight as the checkpoint has it: early versions of Transformers cast FP8, without loss."""
+    if not CASTS_FP8 or weight.dim() != 2 or not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+        return weight
+    for part in (weight[:1], weight):  # most are told apart by their first row
+        if not torch.equal(part.to(torch.float8_e4m3fn).to(part.dtype).nan_to_num(), part.nan_to_num()):
+            return weight
+    return weight.to(torch.float8_e4m3fn) if weight.any() else weight
+
+
 class _TakeDense(ConversionOps):
     """A linear layer's weight in its own dtype."""
 
@@ -211,6 +224,8 @@ class _TakeDense(ConversionOps):
         module, name = get_module_from_name(model, full_layer_name)
         parameter, ends = getattr(module, name), ("", *self.format.scales)
         tensors = [found[0] for end in ends if (found := input_dict.get(f"{WEIGHT[1:]}{end}$"))]
+        if self.format.scales == FP8_ENDS:
+            tensors[0] = _uncast(tensors[0])
         weight, is_split = tensors[0], hasattr(parameter, "device_mesh")
         is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
         if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(ends)):
@@ -232,7 +247,7 @@ class _TakeDense(ConversionOps):
 def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
     """Transformers' conversions of a model, with which experts stay packed and the rest becomes dense."""
     return [
-        *([WeightRenaming(*SHORT_NAMES)] if format.scales == ("_scale_inv",) else []),
+        *([WeightRenaming(*SHORT_NAMES)] if format.scales == FP8_ENDS else []),
         *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
         WeightConverter(
             [f"{WEIGHT[1:]}{end}$" for end in ("", *format.scales)] + [f"{end[1:]}$" for end in format.unused],

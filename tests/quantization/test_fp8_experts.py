@@ -110,14 +110,15 @@ def test_adapters_train_beside_them(load, patched_first):
 
 def test_what_no_packed_weight_is_stays_refused_with_the_remedy(load):
     remedy = 'experts_quantization="fp8"'
+    sound, _ = load("qwen3_moe")
     for attribute, value in (("activation_scheme", "static"), ("block_size", (64, 128)), ("block_size", None)):
-        model, _ = load("qwen3_moe")
+        model = copy.deepcopy(sound)
         for experts in fp8_experts(model):
             setattr(experts, attribute, value)
         with pytest.raises(UnsupportedModelError, match=f"{attribute} is .*{value}.*{remedy}"):
             sonicmoe_hf.patch_model(model)
         assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())
-    model, _ = load("qwen3_moe")
+    model = copy.deepcopy(sound)
     fp8_experts(model)[1].gate_up_proj_scale_inv.data[2, 1, 0] = float("nan")
     with pytest.raises(
         sonicmoe_hf.UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts: gate_up_proj_scale_inv has NaN"
