@@ -1,6 +1,6 @@
 """The specification: what a mixture-of-experts layer computes, as loops in fp32 (fp64 for fp64 inputs).
 
-Every test compares with this file. It is written to be read beside DESIGN's formulas (SonicMoE, arXiv 2512.14080,
+Every test compares with this file. It is written to be read beside the paper's formulas (SonicMoE, arXiv 2512.14080,
 section 2), not to be fast; gradients come from autograd through the loops.
 """
 
