@@ -24,7 +24,7 @@ OTHERS = {
         "_scales",
         "_values",
     ),  # ends of tensors' names in quantized checkpoints
-    "_bias",  # the end of a bias's name
+    *("_adapter", "_bias", "_format"),  # ends of names of what belongs to a projection
 }
 
 
