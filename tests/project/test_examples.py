@@ -408,8 +408,8 @@ def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_pa
     trained = qlora.main([*tiny, "--model", str(merged), "--random", "--output", str(tmp_path / "third")])
     assert "train_loss" in trained and not list((tmp_path / "third").rglob("*.safetensors"))
     assert "tokens/s a device over 1 steps of 64 tokens" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="quantized with 'fp8'; convert it first"):
-        (tmp_path / "fp8").mkdir()
-        config = {**json.loads((merged / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}
-        (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
-        qlora.load_packed(str(tmp_path / "fp8"), qlora.parse_arguments([]))
+    with pytest.raises(SystemExit, match="quantized with 'awq'; convert it first"):
+        (tmp_path / "awq").mkdir()
+        config = {**json.loads((merged / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
+        (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
+        qlora.load_packed(str(tmp_path / "awq"), qlora.parse_arguments([]))
