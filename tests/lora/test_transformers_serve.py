@@ -1,0 +1,136 @@
+"""`transformers serve` answers over HTTP with what a merged checkpoint generates, and with patched experts."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers.checkpoints import make
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from sonicmoe_hf import merge_adapter
+
+pytestmark = pytest.mark.slow
+for package in ("fastapi", "uvicorn", "openai"):
+    pytest.importorskip(package, reason="transformers serve needs it: pip install 'transformers[serving]'")
+
+SERVE = """  # transformers serve, which prints whether the model that it loaded is patched
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.transformers import app
+load = ModelManager._load_model
+def load_and_tell(*arguments, **options):
+    model = load(*arguments, **options)
+    import sonicmoe_hf
+    print("patched:", sonicmoe_hf.is_patched(model), flush=True)
+    return model
+ModelManager._load_model = load_and_tell
+app()
+"""
+RUN = ["-m", "sonicmoe_hf", "run", "--"]
+PROMPT, TOKENS, SECONDS = "w5 w9 w33 w7", 12, 240
+WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answer(port, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        return json.load(response)
+
+
+@contextmanager
+def served(runner, folder, log):
+    """The port of a server with the model in `folder`, started in a process of its own and stopped at the end."""
+    port, arguments = free_port(), ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
+    script = log.with_name("serve.py")
+    script.write_text(SERVE)
+    command = [sys.executable, *runner, str(script), "serve", str(folder), *arguments, "--port", str(port)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    try:
+        until = time.monotonic() + SECONDS
+        while True:
+            assert process.poll() is None and time.monotonic() < until, log.read_text()
+            try:
+                answer(port, "/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        yield port
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The hub's checkpoint with a tokenizer, and the same with an adapter merged: in fp32, and its experts in FP8."""
+    folder = tmp_path_factory.mktemp("served")
+    make(folder / "base", "qwen3_moe", dtype=torch.float32, **WHOLE_BLOCKS)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")
+    tokenizer.save_pretrained(folder / "base")
+    config = LoraConfig(
+        r=2,
+        lora_alpha=4,
+        target_modules=["o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder / "adapter")
+    merge_adapter(folder / "base", folder / "adapter", folder / "merged")
+    merge_adapter(folder / "base", folder / "adapter", folder / "fp8", quantize="fp8")
+    return folder
+
+
+def generated(folder):
+    """What Transformers generates here, greedily."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(inputs["input_ids"], max_new_tokens=TOKENS, do_sample=False)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "runner, name", [([], "merged"), ([], "fp8"), (RUN, "merged")], ids=["merged", "merged to FP8", "patched"]
+)
+def test_a_server_answers_with_what_the_merged_model_generates(runner, name, folders, tmp_path):
+    log = tmp_path / "log"
+    with served(runner, folders / name, log) as port:
+        body = {"model": str(folders / name), "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+        reply = answer(port, "/v1/completions", body)
+    expected = generated(folders / name)
+    assert len(expected.split()) > 4 and reply["choices"][0]["text"].split() == expected.split()
+    assert expected != generated(folders / "base"), "the adapter does something"
+    assert f"patched: {runner == RUN}" in log.read_text()
