@@ -105,7 +105,7 @@ def dequantize(codes, scales, state, name, dtype, rows):
     return _dequantize(Quantized(codes, scales, state), name, dtype, [expert for expert, _ in _spans(rows)])
 
 
-def reads_packed(dtype, rows):
+def reads_packed(format, dtype, rows):
     return False
 
 

@@ -134,7 +134,7 @@ class Backend(Protocol):
         """The weight [E, N, K] that a Quantized in the format `name` of quantized.py stores, contiguous. The values of
         experts without rows are undefined."""
 
-    def reads_packed(self, dtype: torch.dtype, rows: Rows) -> bool:
+    def reads_packed(self, format: str, dtype: torch.dtype, rows: Rows) -> bool:
         """Whether up and down take weights as `PackedOperand`, and are faster with them than with what `dequantize`
         gives."""
 

@@ -240,12 +240,29 @@ def packed_layers(results: Results) -> Iterator[Table | Sentence]:
 
     def faster(tokens: int, kind: str) -> Figure:
         mode = f"forward, {tokens} tokens"
-        return results.one("quantized_layer", contender=f"hopper {kind}", mode=mode, metric="speedup_over_bf16")
+        return results.one("quantized_layer_fp8", contender=f"hopper {kind}", mode=mode, metric="speedup_over_bf16")
 
-    tokens = (1, 8, 64)
-    yield Table(DOCUMENT, "| tokens | NF4 | MXFP4 |", [[f"{T}", faster(T, "nf4"), faster(T, "mxfp4")] for T in tokens])
-    slower = [Figure(1 / faster(512, kind).value, f"1 / {faster(512, kind).source}") for kind in ("nf4", "mxfp4")]
-    yield Sentence(DOCUMENT, "With all experts at 32 rows (512 tokens) it takes # to # times as long", span(slower))
+    four_bits = ("nf4", "mxfp4", "nvfp4")
+    rows = [[f"{tokens}", *(faster(tokens, kind) for kind in (*four_bits, "fp8"))] for tokens in (1, 8, 64, 256)]
+    yield Table(DOCUMENT, "| tokens | NF4 | MXFP4 | NVFP4 | FP8 |", rows)
+    slower = [Figure(1 / faster(512, kind).value, f"1 / {faster(512, kind).source}") for kind in four_bits]
+    yield Sentence(
+        DOCUMENT,
+        "With all experts at 32 rows (512 tokens) the formats of 4 bits take # to # times as long as bf16 weights",
+        span(slower),
+    )
+    trained = [
+        span(
+            results.one("quantized_layer_fp8", contender=f"hopper {kind}", mode=mode, metric="ratio_to_bf16")
+            for kind in (*four_bits, "fp8")
+        )
+        for mode in ("LoRA, 16384 tokens", "LoRA, 2048 tokens")
+    ]
+    yield Sentence(
+        DOCUMENT,
+        "take # to # times as long as over bf16 weights at 16,384 tokens, and # to # times at 2,048",
+        (*trained[0], *trained[1]),
+    )
     rates = [
         times(1e-12, figure)
         for contender in ("dequantize nf4", "dequantize mxfp4")

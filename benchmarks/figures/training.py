@@ -68,7 +68,7 @@ OURS, NEAREST, SCATTER, GROUPED = "sonicmoe-hf", "sonicmoe-hf, nearest", "Scatte
 
 def declared(results: Results) -> Iterator[Table | Sentence]:
     """All tables and sentences of this file, and of those on adapters and on quality."""
-    for part in (steps, sharded, other_steps, step_parts, expert_parallel, replay, recipes):
+    for part in (steps, attention_with_sinks, sharded, other_steps, step_parts, expert_parallel, replay, recipes):
         yield from part(results)
     yield from adapters.declared(results)
     yield from quality.declared(results)
@@ -128,6 +128,29 @@ def steps(results: Results) -> Iterator[Table | Sentence]:
     )
     first = span(of_step(results, row, OURS, "first_step_s") for row in STEPS)
     yield Sentence("docs/performance.md", "A first step of ours took # to # s", first)
+
+
+def attention_with_sinks(results: Results) -> Iterator[Table | Sentence]:
+    """Steps of gpt-oss by what computes its attention, in docs/attention.md and docs/performance.md."""
+
+    def of(attention: str, contender: str, metric: str = "ms") -> Figure:
+        launch = f"Liger, spread load, {attention} attention"
+        return results.one("train_step_sinks", launch=launch, contender=contender, metric=metric)
+
+    metrics = ("tokens_per_s", "ms", "peak_GiB")
+    rows = [
+        [label, *([of(attention, contender, metric) for metric in metrics] for contender in (GROUPED, OURS))]
+        for label, attention in (("eager", "eager"), ("`torch_sinks`", "torch_sinks"))
+    ]
+    yield Table("docs/attention.md", "| attention | grouped_mm | sonicmoe-hf |", rows)
+    fast, eager, others = of("torch_sinks", OURS), of("eager", OURS), of("eager", GROUPED)
+    yield Sentence(
+        "docs/attention.md",
+        "A step is # times as fast as with eager attention, and # times as fast as Transformers trains it by itself",
+        (ratio(eager, fast), ratio(others, fast)),
+    )
+    yield Sentence("docs/performance.md", "in a step that takes # ms instead of #", (fast, eager))
+    yield Sentence("README.md", "with which a step is # times as fast as Transformers'", [ratio(others, fast)])
 
 
 def sharded(results: Results) -> Iterator[Table | Sentence]:

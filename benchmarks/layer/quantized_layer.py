@@ -53,7 +53,7 @@ def on(backend):
 @contextlib.contextmanager
 def never_read_packed():
     """Every packed weight is expanded, however few rows there are."""
-    with mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", 0):
+    with mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0)):
         yield
 
 

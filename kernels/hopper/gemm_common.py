@@ -116,6 +116,13 @@ class MainloopPipeline:
         self.arrivals.count("full", 32 * self.arrivals.warps, "gathering threads")
         cute.arch.cp_async_mbarrier_arrive_noinc(self.full + stage)
 
+    def wait_full(self, stage, phase):
+        """By a consumer: until the stage is filled. Threads write gathered rows through the generic proxy, and wgmma
+        reads through the async one: the fence puts these in order (PTX ISA, section Async proxy)."""
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+        if self.arrivals.counts["full"] > 1:
+            cute.arch.fence_proxy("async.shared", space="cta")
+
     def release(self, stage, times=1, max_times=None):
         """By a consumer's warps: the stage may be filled again. times, max_times: see Arrivals.arrive."""
         self.arrivals.arrive("empty", self.empty, stage, times, max_times)

@@ -160,7 +160,7 @@ class GemmWgradKernel:
         first = cutlass.min(k_blocks, in_stage)
         pending = stage, k_blocks > 0
         if k_blocks > 0:
-            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            pipeline.wait_full(stage, phase)
         for half in cutlass.range_constexpr(2):
             warpgroup.fence()
             for k_block in cutlass.range(first, unroll=1):

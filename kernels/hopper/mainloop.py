@@ -98,7 +98,7 @@ def multiply(
         pending = stage, False
     previous, has_previous = pending
     for k_tile in cutlass.range(k_tiles, unroll=1):
-        cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+        pipeline.wait_full(stage, phase)
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(cute.size(fragment_b, mode=[2])):
             issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
@@ -106,7 +106,7 @@ def multiply(
     has_previous = has_previous or k_tiles > 0
     if const_expr(tail_k_blocks is not None and has_tail is not None):
         if has_tail:
-            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            pipeline.wait_full(stage, phase)
             warpgroup.fence()
             for k_block in cutlass.range_constexpr(tail_k_blocks):  # in a dynamic loop ptxas may serialise them
                 issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)
@@ -114,7 +114,7 @@ def multiply(
             has_previous = has_tail
     elif const_expr(tail_k_blocks is not None):
         if tail_k_blocks > 0:
-            cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+            pipeline.wait_full(stage, phase)
             warpgroup.fence()
             for k_block in cutlass.range(tail_k_blocks, unroll=1):
                 issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage)

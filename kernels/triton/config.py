@@ -21,8 +21,9 @@ from .launch import cdiv
 FEW, SOME = 48, 256
 SMALLEST_TILE, TILE = 64, 128
 # Up to PACKED rows per expert, up and down read packed weights; above, expanding them first is faster, since every eight
-# rows decode them again. Up to FEW_PACKED rows per expert programs are few, and take fewer rows of the weight.
-PACKED, FEW_PACKED = 32, 1
+# rows decode them again, FP8 at twice the cost of the others. Up to FEW_PACKED rows per expert programs are few, and take
+# fewer rows of the weight.
+PACKED, FEW_PACKED = {"nf4": 32, "mxfp4": 32, "fp8": 16, "nvfp4": 32}, 1
 
 
 class Blocks(NamedTuple):
@@ -196,10 +197,10 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     return SMALLEST_TILE if bucket(num_pairs, num_experts) == "few" else TILE
 
 
-def reads_packed(dtype: torch.dtype, rows) -> bool:
-    """Whether up and down read packed weights; the compiled kernels do in bf16."""
+def reads_packed(format: str, dtype: torch.dtype, rows) -> bool:
+    """Whether up and down read weights packed in this format; the compiled kernels do in bf16."""
     is_taken = dtype == torch.bfloat16 or is_interpreted(rows.token.device)
-    return is_taken and rows.token.numel() <= PACKED * (rows.offsets.numel() - 1)
+    return is_taken and rows.token.numel() <= PACKED[format] * (rows.offsets.numel() - 1)
 
 
 def max_row_tiles(num_pairs: int, num_experts: int) -> int:

@@ -137,7 +137,7 @@ class _Layer:
 
     def operand(self, projection: Projection) -> torch.Tensor | PackedOperand:
         """What `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
-        if projection.format and self.kernels.reads_packed(self.dtype, self.rows):
+        if projection.format and self.kernels.reads_packed(projection.format, self.dtype, self.rows):
             assert projection.scales is not None  # a dense weight alone is without
             return PackedOperand(projection.weight, projection.scales, projection.state, projection.format)
         return self.weight(projection)

@@ -96,7 +96,7 @@ def test_codes_off_the_multiples_of_16_bytes_are_read(device, name):
 
 def test_a_layer_expands_no_weight_for_few_rows_and_every_weight_for_many(device, monkeypatch):
     E, H, I = 2, 64, 64
-    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", 1)
+    monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 1))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     gate_up = PackedWeight.quantize((torch.randn(E, 2 * I, H, device=device) / 8).to(dtype), "nf4")
     down = PackedWeight.quantize((torch.randn(E, H, I, device=device) / 8).to(dtype), "mxfp4")

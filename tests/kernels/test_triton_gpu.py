@@ -24,6 +24,17 @@ ALLOWED = 1.15
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 # In fp16 the Hopper kernels round h and da' once more on the way to their epilogue: 4 or 5 roundings where there are 3.
 ALLOWED_IN_FP16_ON_HOPPER = 1.4
+# Squaring doubles what those do to h; and where the order of a sum moves h across 0, ReLU's whole gradient comes or goes.
+ALLOWED_OF_SQUARES_IN_FP16_ON_HOPPER, ALLOWED_OF_RELU = 1.6, 1.5
+
+
+def allowed_factor(backend, dtype, activation):
+    """How many times the errors of `rounded_once` a backend may have."""
+    if activation == "relu":
+        return ALLOWED_OF_RELU
+    if (backend, dtype) != ("hopper", torch.float16):
+        return ALLOWED
+    return ALLOWED_OF_SQUARES_IN_FP16_ON_HOPPER if activation == "relu2" else ALLOWED_IN_FP16_ON_HOPPER
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +54,7 @@ def check(tensors, dout, ids, layout="concatenated", activation="swiglu", backen
         found = run(tensors, dout, *arguments, backend, **options)
     found_errors = errors(found, expected)
     slack = ROUNDING[dtype] if dout.shape[0] < 100 else 0.0
-    factor = ALLOWED_IN_FP16_ON_HOPPER if (backend, dtype) == ("hopper", torch.float16) else ALLOWED
+    factor = allowed_factor(backend, dtype, activation)
     allowed = {name: factor * error + slack for name, error in least.items()}
     worse = {n: (e, allowed[n]) for n, e in found_errors.items() if e > allowed[n]}
     assert worse == {}

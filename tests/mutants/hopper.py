@@ -166,10 +166,17 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/hopper/gemm_common.py",
-        '        cute.arch.fence_proxy("async.shared", space="cta")\n',
-        "",
+        '        cute.arch.fence_proxy("async.shared", space="cta")\n        cute.arch.barrier(',
+        "        cute.arch.barrier(",
         "TMA may store what lay in shared memory before",
         DOWN,
+    ),
+    Mutation(
+        "kernels/hopper/gemm_common.py",
+        'if self.arrivals.counts["full"] > 1:',
+        'if self.arrivals.counts["full"] < 1:',
+        "wgmma may read what lay in shared memory before the gathered rows",
+        UP,
     ),
     Mutation(
         "kernels/hopper/epilogue.py",

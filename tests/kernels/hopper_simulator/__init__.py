@@ -11,7 +11,7 @@ written while wgmma or TMA reads it. test_hopper_simulator.py compares where val
 
 What only a GPU shows:
     - what the DSL and ptxas make of the source: order of instructions, registers, spills, serialised wgmmas
-    - the proxy and memory order between a cp.async and the wgmma that reads it, and between blocks at the counter
+    - the memory order between blocks at the counter
     - lanes of a warp that poll a barrier apart from each other; here they poll together, as a GPU's do after a branch ends
     - swizzles other than of 128 bytes, boxes that a TMA descriptor does not take, and bank conflicts
     - approximate instructions (ex2, rcp), and sums in another order than here

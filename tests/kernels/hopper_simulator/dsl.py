@@ -181,7 +181,7 @@ arch = SimpleNamespace(
     sync_warp=threads.sync_warp, sync_threads=threads.named_barrier("sync_threads"), barrier=threads.named_barrier("barrier"),
     shuffle_sync=threads.shuffle(lambda lane, source: source), shuffle_sync_bfly=threads.shuffle(lambda lane, mask: lane ^ mask),
     mbarrier_init=threads.mbarrier_init, mbarrier_init_fence=threads.mbarrier_init_fence,
-    mbarrier_wait=lambda pointer, parity: state.gpu.wait(threads.barrier_at(pointer), int(parity)),
+    mbarrier_wait=threads.mbarrier_wait,
     mbarrier_arrive=threads.mbarrier_arrive,
     mbarrier_arrive_and_expect_tx=lambda pointer, size: threads.barrier_at(pointer).arrive(1, size),
     cp_async_mbarrier_arrive_noinc=threads.arrive_when_copied, cp_async_bulk_commit_group=threads.commit_stores,

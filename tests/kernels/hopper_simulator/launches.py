@@ -59,7 +59,7 @@ class SmemAllocator:
         if block.shared is None:
             block.shared = Memory(SHARED_MEMORY + SHARED_BASE, SHARED_BASE)
             block.shared.allocate(address - SHARED_BASE, 16)
-            block.unfenced = np.zeros(len(block.shared.bytes) // 2, bool)
+            block.unfenced, block.copied = (np.zeros(len(block.shared.bytes) // 2, bool) for _ in range(2))
         return SimpleNamespace(**places)
 
 

@@ -111,6 +111,7 @@ class Block:
         self.barriers, self.meetings, self.barriers_are_visible = {}, {}, False
         self.registers = 0  # of a thread of each warp, added up: more than at the start
         self.unfenced = None  # by 16 bits of shared memory: whether TMA might not see what was written
+        self.copied = None  # the same: whether cp.async wrote it, which wgmma sees after a fence alone
 
 
 class Warp:
@@ -133,6 +134,7 @@ class Thread:
         self.copies, self.landing = [], deque()  # cp.async: of now, and on their way
         self.stores, self.store_groups = [], []  # TMA stores: of now, and committed
         self.unfenced = []
+        self.sees_copies = False
 
     def check_at_end(self):
         if self.stores or self.store_groups or self.copies:

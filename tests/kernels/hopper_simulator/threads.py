@@ -109,7 +109,9 @@ def arrive_when_copied(pointer):
             values = np.zeros((len(to), 8), np.uint16)
             read = memory.places((source[:, None] + vector)[sizes > 0], 2)
             values[sizes > 0] = memory.of_width[2][read]
-            shared.of_width[2][shared.places(to[:, None] + vector, 2)] = values
+            places = shared.places(to[:, None] + vector, 2)
+            shared.of_width[2][places] = values
+            thread.block.copied[places] = True
         barrier.arrive()
 
     state.gpu.some_time(land)
@@ -145,6 +147,7 @@ def tma_load(atom, source, target, tma_bar_ptr):
         values = np.zeros(addresses.shape, np.uint16)
         values[inside] = memory.of_width[2][memory.places(addresses[inside], 2)]
         block.shared.of_width[2][places] = values
+        block.copied[places] = False
         barrier.land(2 * places.size)
 
     gpu.some_time(land)
@@ -184,8 +187,14 @@ def written(places):
     thread.unfenced.append(places)
 
 
+def mbarrier_wait(pointer, parity):
+    yield from state.gpu.wait(barrier_at(pointer), int(parity))
+    state.thread.sees_copies = False
+
+
 def fence_proxy(kind, space=None):
     thread = state.thread
+    thread.sees_copies = True
     for places in thread.unfenced:
         thread.block.unfenced[places] = False
     thread.unfenced.clear()
@@ -249,6 +258,8 @@ def gemm(mma, out, a, b, accumulator):
         raise SimulationError(f"wgmma of {mma.columns} columns into {out.columns}")
     rows = a.shared_places()[16 * (thread.warp.index % 4) :][:16]
     operands = [(places, thread.block.shared.of_width[2][places]) for places in (rows, b.shared_places())]
+    if not thread.sees_copies and any(thread.block.copied[places].any() for places, _ in operands):
+        raise SimulationError(f"{thread}: wgmma might not see what cp.async wrote: no fence_proxy")
     thread.warp.issued.append((out, operands, thread.accumulates[mma], mma.kind))
 
 
