@@ -30,7 +30,7 @@ class ProgramError(Exception):
 def _own_flags() -> list[str]:
     """The flags that this Python was started with, such as -u."""
     flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-    return flags[:-1] if flags[-1:] == ["-m"] else flags
+    return flags[:-1] if flags[-1:] in (["-m"], ["-c"]) else flags
 
 
 def _check_startup() -> None:
