@@ -168,6 +168,7 @@ def saved_adapter(rank, folder):
         return model(**batch(**OWN_BATCH[rank])).logits
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter_without_this_package(ranks, tmp_path):
     build("qwen3_moe", **SIZES).save_pretrained(tmp_path / "base")
     logits, _ = ranks.run(saved_adapter, str(tmp_path))
@@ -210,6 +211,7 @@ def trained_at_random(rank, folder, model, *options):
     return held, metrics["train_loss"]
 
 
+@pytest.mark.slow
 def test_the_example_of_qlora_trains_on_ranks_that_share_experts(ranks, tmp_path):
     for losses in ranks.run(trained_by_qlora, str(tmp_path), "--experts-quantization", "mxfp4"):
         assert losses["eval_loss"] < losses["loss_before"]
@@ -217,6 +219,7 @@ def test_the_example_of_qlora_trains_on_ranks_that_share_experts(ranks, tmp_path
     assert model.model.layers[0].mlp.experts.down_proj.shape == (32, 128, 64)
 
 
+@pytest.mark.slow
 def test_the_example_of_qlora_trains_deepseek_v3_from_its_fp8_checkpoint(ranks, tmp_path):
     made_of, hub = module_of("quantization/test_hub_formats"), tmp_path / "hub"
     made_of.SIZES["deepseek_v3"] |= {"vocab_size": 300}

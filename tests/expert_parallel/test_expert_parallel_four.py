@@ -79,6 +79,7 @@ def packed_logits(rank, folder, format):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_four_ranks_pack_save_and_reload_every_format(ranks, format, tmp_path):
     build("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(tmp_path / "hub")

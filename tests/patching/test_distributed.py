@@ -413,7 +413,7 @@ def packed_by_transformers_own(rank, folder, kind):
 @pytest.mark.parametrize(
     "kind, expected",
     [
-        ("data", r"DistributedConfig(fsdp_size=2) does not take packed experts; load the model without it"),
+        ("data", r"DistributedConfig(fsdp_size=2) does not take packed experts; split them by expert parallelism"),
         ("tensor", "tensor parallelism cannot split packed experts; load the model without tp_size, or in bf16"),
     ],
 )
