@@ -63,7 +63,7 @@ def install() -> None:
 
         EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
     if not _replaced:
-        for owner, name, ours in _replacements():
+        for owner, name, ours in list(_replacements()):  # all or, where PEFT is too old, none
             _replaced.append(_Replaced(owner, name, getattr(owner, name), ours))
             setattr(owner, name, ours)
 

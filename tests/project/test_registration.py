@@ -102,3 +102,6 @@ def test_an_old_peft_is_named_with_the_remedy(uninstalled, monkeypatch):
     monkeypatch.setattr(registration.importlib.metadata, "version", lambda name: "0.17.1")
     with pytest.raises(ImportError, match=r"peft 0\.17\.1 is installed, but sonicmoe_hf works with 0\.20 or newer"):
         registration.install()
+    monkeypatch.undo()
+    registration.install()
+    assert ParamWrapper._activate_lora.__module__ == "sonicmoe_hf.lora.peft_wrapper"
