@@ -94,7 +94,8 @@ def test_exit_code_and_traceback_are_the_programs_own(tmp_path, launch_run):
 
 
 def test_a_signal_reaches_the_program_and_ends_it_as_it_would_by_itself(tmp_path):
-    script = write(tmp_path, "waits.py", "import time\nprint('ready', flush=True)\ntime.sleep(100)\n")
+    heed = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)"  # a job in the background ignores it
+    script = write(tmp_path, "waits.py", f"{heed}\nprint('ready', flush=True)\ntime.sleep(100)\n")
     for sent in (signal.SIGTERM, signal.SIGINT):
         with subprocess.Popen(
             _command([str(script)]), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
