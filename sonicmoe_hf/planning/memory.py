@@ -1,7 +1,8 @@
 """How many bytes training takes on one GPU at its peak, and at which moment that is.
 
 Letters: T tokens of a step on this GPU, H hidden size, I experts' inner size, E experts, K experts per token, V
-vocabulary, r rank. All formulas count bytes; a token's are multiplied by T at the end.
+vocabulary, r rank. All formulas count bytes; a token's are multiplied by T at the end. Experts that read a latent have
+its size in place of H.
 
 Where they come from:
 - What a layer keeps for backward was counted by saved-tensor hooks over the modules of Transformers 5.23, with the op of
@@ -269,7 +270,9 @@ def layer_bytes(sizes: ModelSizes, training: Training) -> float:
     elif full:
         total += 2.0 * hidden * 2
     else:
-        total += 2.0 * hidden * len(read_hidden) + (2.0 * hidden if training.experts_r else 0.0)
+        total += 2.0 * hidden * len(read_hidden) + (2.0 * sizes.experts_hidden if training.experts_r else 0.0)
+    if full and sizes.experts_hidden != hidden:  # latents: what the experts read, and what becomes hidden states again
+        total += 2 * 2.0 * sizes.experts_hidden
     total += _attention_bytes(sizes, training)
     read = sizes.projections if full else adapted
     total += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
@@ -317,7 +320,7 @@ def _exchanged(sizes: ModelSizes, training: Training) -> float:
     if training.parallel != "expert parallelism":
         return 0.0
     others = 1 if _gathers_tokens(training) else min(sizes.top_k, training.gpus) - 1
-    return 2.0 * sizes.hidden * others
+    return 2.0 * sizes.experts_hidden * others
 
 
 def _casts(sizes: ModelSizes, training: Training) -> float:
@@ -338,12 +341,12 @@ def _backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float
     need a' only before dx.
     """
     rows = 2.0 * _rows(sizes, training)
-    dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.hidden
+    dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
     kept_h = dh if training.save == "preactivation" else 0.0
     made_h = dh - kept_h
     around = 3 * _stream(sizes, training)
     if training.parallel == "expert parallelism":  # the output's gradient from all ranks, and x's for them
-        around += 2 * (2.0 * sizes.hidden + _exchanged(sizes, training))
+        around += 2 * (2.0 * sizes.experts_hidden + _exchanged(sizes, training))
     while_dx = dh + dx - kept_h + (a if training.full else 0.0)
     before = max(dh + a + made_h, while_dx) + around
     after = (a - kept_h + around) if training.full else 0.0

@@ -38,7 +38,8 @@ class ModelSizes:
 
     layers: decoder layers; moe_layers: those whose experts sonicmoe_hf computes. expert_weights: (E, out, in) of each
     weight of theirs. experts, embeddings, total: parameters; the embeddings' include the head's, which counts once where
-    it is tied. hidden H, inner I, num_experts E, top_k K; up_rows: of the up projection for each of I, 2 with a gate.
+    it is tied. hidden: the model's H; experts_hidden: of the experts' input, H unless they read a latent (nemotron_h).
+    inner I, num_experts E, top_k K; up_rows: of the up projection for each of I, 2 with a gate.
     heads, query, key, value, output: of the attention, features of all heads. head_norms: whether q and k have norms.
     plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
     nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
@@ -55,6 +56,7 @@ class ModelSizes:
     embeddings: int
     total: int
     hidden: int
+    experts_hidden: int
     inner: int
     num_experts: int
     top_k: int
@@ -118,7 +120,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     except ValueError as error:
         raise DoctorError(f"{name}: {error}") from error
     shapes = [shape for layer in layers for shape in _weights_of(layer.experts)]
-    num_experts, up, hidden = shapes[0]
+    num_experts, up, experts_hidden = shapes[0]
     inner = shapes[1][2]
     routers = [layer.router.top_k for layer in layers if layer.router is not None]
     top_k = routers[0] if routers else next(filter(None, (_entry(config, entry) for entry in TOP_K)), None)
@@ -146,7 +148,8 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         experts=sum(parameter.numel() for parameter in parameters if id(parameter) in experts),
         embeddings=sum(parameter.numel() for parameter in embeddings.values()),
         total=sum(parameter.numel() for parameter in parameters),
-        hidden=hidden,
+        hidden=config.hidden_size,
+        experts_hidden=experts_hidden,
         inner=inner,
         num_experts=num_experts,
         top_k=top_k,

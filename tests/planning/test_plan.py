@@ -11,10 +11,11 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from helpers.examples import EXAMPLES, TEXT, load
-from helpers.models import CONFIGS
+from helpers.models import CONFIGS, build, nemotron_h
 from helpers.terminal import make_folders, output_of, sessions
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, OlmoeConfig, Qwen3MoeConfig
 
+import sonicmoe_hf
 from sonicmoe_hf.cli.main import build_parser, main
 from sonicmoe_hf.cli.plan import PARTS, gibibytes
 from sonicmoe_hf.demo import corpus
@@ -22,7 +23,7 @@ from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.errors import DoctorError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.planning.memory import Training, adapter_parameters, memory, stored_bytes
+from sonicmoe_hf.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.planning.sizes import sizes_of_checkpoint, sizes_of_model
 from sonicmoe_hf.planning.ways import LIGER, Batch, shown, ways_of
 
@@ -220,6 +221,38 @@ def test_liger_is_planned_for_where_the_installed_one_knows_the_model():
     assert set(LIGER) <= set(liger.MODEL_TYPE_TO_APPLY_LIGER_FN)
     missing = set(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) & set(FAMILIES) - LIGER
     assert not missing
+
+
+def kept_for_backward(config, tokens):
+    """Bytes a token that the first mixture-of-experts block of a model in bf16 keeps, without its weights."""
+    model = build("nemotron_h", moe_latent_size=config.moe_latent_size).to(torch.bfloat16)
+    sonicmoe_hf.patch_model(model)
+    block = next(layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts"))
+    weights, kept = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True))
+    return sum(nbytes for _, nbytes in kept.values()) / tokens
+
+
+def test_experts_that_read_a_latent_are_planned_with_its_size_and_all_else_with_the_models(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "eager")
+    latent, plain = nemotron_h(), nemotron_h(moe_latent_size=None)
+    sizes, of_plain = sizes_of(latent), sizes_of(plain)
+    assert (sizes.hidden, sizes.experts_hidden) == (latent.hidden_size, latent.moe_latent_size) == (32, 24)
+    assert of_plain.hidden == of_plain.experts_hidden == 32
+    training = Training(method="full", tokens=64, sequence=64)
+    more = layer_bytes(sizes, training) - layer_bytes(of_plain, training)
+    assert more == kept_for_backward(latent, 64) - kept_for_backward(plain, 64)
+    in_loss = [memory(each, Training(method="lora", tokens=10**6, liger=False)).logits for each in (sizes, of_plain)]
+    assert in_loss[0] == in_loss[1]
+    assert memory(sizes, training).activations > sizes.layers * 2 * 32 * 64, "hidden states between layers, in bf16"
 
 
 @pytest.mark.parametrize("family", CONFIGS)
