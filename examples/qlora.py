@@ -56,7 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--random",
         action="store_true",
-        help="random weights at the sizes of --model; trains, saves nothing",
+        help="random weights at the sizes of --model, the experts' as packed bytes; trains, saves nothing",
     )
     parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step.qlora_step [--case NAME ...] [--cap GIB] [--no-liger] [--csv FILE]
 
-Random weights, made and quantized one by one under the limit, so that no moment needs more; random tokens in
+Random weights under the limit, experts packed from the start and linear layers quantized one by one; random tokens in
 sequences of at most 4,096; r = 8, gradient checkpointing, bf16 autocast, adapters and fused AdamW in fp32, embeddings in
 bf16, Liger's kernels with its loss in chunks. Qwen3's experts are NF4 and its attention's linear layers bitsandbytes' NF4
 ("bf16 attention": they stay); gpt-oss's experts are MXFP4 and the rest bf16, as on the hub. A step is forward, backward,

@@ -20,6 +20,7 @@ from ..layer.packed_weight import PackedWeight
 from ..quantization.quantizer import is_transposed, mark_model_packed, order_of, packable
 from ..quantization.shares import await_packed, end_awaiting
 from ..quantization.state import hold_packed
+from .random_bytes import random_packed
 
 if TYPE_CHECKING:
     from transformers.distributed import DistributedConfig
@@ -90,8 +91,9 @@ def random_packed_model(
     distributed_config: DistributedConfig | None = None,
     **options,
 ) -> PreTrainedModel:
-    """A model with random weights of which some are in 4 bits. It is made module by module: at no moment is more than one
-    weight there that is still to be packed.
+    """A model with random weights of which some are packed. It is made module by module. Experts' weights begin as the
+    bytes that are stored, about as large as the model would initialise them, and at no moment is more than one linear
+    layer there that is still to be packed.
 
     Args:
         config: of the model.
@@ -106,17 +108,14 @@ def random_packed_model(
         model = AutoModelForCausalLM.from_config(config, **options)
     if distributed_config is not None:
         device = _distribute(model, distributed_config, experts)
+    std = getattr(config.get_text_config(), "initializer_range", 0.02)
     names = [name for name, _ in model.named_modules()]  # names alone: what is packed must not be held
     for name in logging.tqdm(names, desc="Making random weights"):
         module = model.get_submodule(name)
-        module.to_empty(device=device, recurse=False)
-        model._init_weights(module)
-        if experts is not None:
-            for weight in packable(module):
-                packed = PackedWeight.quantize(
-                    getattr(module, weight), experts, is_transposed(module), order_of(module, weight)
-                )
-                hold_packed(module, weight, packed)
+        weights = packable(module) if experts is not None else ()
+        _initialize(model, module, device, weights)
+        for weight in weights:
+            hold_packed(module, weight, _random_weight(module, weight, experts or "", std, device))
         if linear is not None and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _linear_in_4_bits(module, linear))
@@ -126,6 +125,25 @@ def random_packed_model(
     if linear is not None:
         model.is_loaded_in_4bit = True  # PEFT asks for it before it looks for bitsandbytes' layers
     return model
+
+
+def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tuple[str, ...]) -> None:
+    """Give a module's own parameters and buffers, on the meta device until now, the values that its model begins with;
+    the parameters `left` stay there."""
+    on_meta = {name: module._parameters[name] for name in left}
+    module._parameters.update(dict.fromkeys(left))
+    module.to_empty(device=device, recurse=False)
+    module._parameters.update(on_meta)
+    model._init_weights(module)
+
+
+def _random_weight(experts: nn.Module, name: str, format: str, std: float, device: Any) -> PackedWeight:
+    """A packed weight of random bytes that stands for an experts' parameter on the meta device."""
+    weight, transposed = experts._parameters[name], is_transposed(experts)
+    assert weight is not None  # packable() names what is there
+    num_experts, rows, columns = weight.transpose(1, 2).shape if transposed else weight.shape
+    packed = random_packed((num_experts, rows, columns), format, std, order_of(experts, name), device)
+    return PackedWeight.of(packed, format, weight.dtype, transposed)
 
 
 def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, experts: str | None) -> Any:

@@ -3,23 +3,18 @@
 import json
 import re
 import shutil
-import weakref
 
 import datasets
 import pytest
 import torch
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
-from peft import get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.eval_frame import OptimizedModule
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import sonicmoe_hf
-from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus, run
-from sonicmoe_hf.demo import model as random_models
-from sonicmoe_hf.demo.model import random_model, random_packed_model
 from sonicmoe_hf.layer.backends import VARIABLE
 
 TINY = [
@@ -325,62 +320,6 @@ def test_the_accelerate_loop_lowers_the_held_out_loss():
         ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
     )
     assert after < before
-
-
-def test_a_random_model_is_made_on_the_cpu_where_torch_has_cuda_and_the_machine_no_gpu(tmp_path, monkeypatch):
-    def accelerator(check_available=False):
-        return None if check_available else torch.device("cuda")
-
-    Qwen3MoeConfig(**TINY_SIZES).save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
-    model = random_model(str(tmp_path))
-    assert model.device.type == "cpu" and model.model.rotary_emb.inv_freq.device.type == "cpu"
-
-
-@pytest.mark.parametrize("linear", [None, "nf4"])
-def test_a_random_model_in_4_bits_is_what_the_unpacked_one_is_but_for_its_weights(linear):
-    if linear is not None:
-        pytest.importorskip("bitsandbytes")
-    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
-    dense = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    packed = random_packed_model(config, "nf4", linear, dtype=torch.bfloat16)
-    assert torch.equal(packed.model.rotary_emb.inv_freq, dense.model.rotary_emb.inv_freq)
-    for (name, weight), expected in zip(packed.named_parameters(), dense.parameters(), strict=True):
-        if ".experts." in name:
-            assert isinstance(weight, PackedWeight)
-            weight = weight.dequantize()
-        is_linear = "self_attn" in name and "norm" not in name
-        assert (weight.dtype == torch.uint8) == (is_linear and linear is not None)
-        if weight.dtype != torch.uint8:
-            assert weight.shape == expected.shape and weight.dtype == expected.dtype
-            torch.testing.assert_close(weight.float().std(), expected.float().std(), rtol=0.2, atol=0.0)
-    sonicmoe_hf.patch_model(packed)
-    adapted = get_peft_model(packed, sonicmoe_hf.lora_config(packed, 2))
-    tokens = torch.randint(300, (2, 16))
-    adapted(input_ids=tokens, labels=tokens).loss.backward()
-    trained = {name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert len(trained) == 2 * (4 + 2) and all(gradient is not None for gradient in trained.values())
-
-
-def test_a_random_weight_is_gone_before_the_next_is_packed(monkeypatch):
-    pytest.importorskip("bitsandbytes")
-    unpacked = []
-
-    def packing_alone(pack, weight_of):
-        def packed(source, *arguments):
-            assert not any(weight() is not None for weight in unpacked)
-            unpacked.append(weakref.ref(weight_of(source)))
-            return pack(source, *arguments)
-
-        return packed
-
-    linear = packing_alone(random_models._linear_in_4_bits, lambda module: module.weight)
-    monkeypatch.setattr(random_models, "_linear_in_4_bits", linear)
-    experts = packing_alone(PackedWeight.quantize, lambda weight: weight)
-    monkeypatch.setattr(PackedWeight, "quantize", staticmethod(experts))
-    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
-    random_packed_model(config, "nf4", "nf4", dtype=torch.bfloat16)
-    assert len(unpacked) == config.num_hidden_layers * (4 + 2)
 
 
 def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_path, monkeypatch, capsys):

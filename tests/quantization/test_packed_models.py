@@ -7,15 +7,13 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.checkpoints import edit_config, make, rewrite, tensors_in
+from helpers.memory import LiveBytes
 from helpers.models import VOCABULARY, batch, build, loss_and_gradients
 from helpers.native import save_both
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -224,24 +222,6 @@ def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
 
     straight, resumed = train(False), train(True)
     assert len(straight) == 8 and all(torch.equal(straight[name], resumed[name]) for name in straight)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors alive at once, as seen after every operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.most = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, PackedWeight) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        self.most = max(self.most, sum(nbytes for _, nbytes in self.live.values()))
-        return result
 
 
 @pytest.mark.parametrize("name", FORMATS)

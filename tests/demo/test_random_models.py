@@ -1,0 +1,121 @@
+"""Models with random weights at any sizes: what they hold, how it is made, and that they run."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from helpers.examples import TINY_SIZES
+from helpers.memory import LiveBytes
+from helpers.models import CONFIGS, batch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+import sonicmoe_hf
+from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.demo import model as random_models
+from sonicmoe_hf.demo.model import random_model, random_packed_model
+from sonicmoe_hf.demo.random_bytes import random_packed
+from sonicmoe_hf.kernels.minifloat import from_e4m3
+from sonicmoe_hf.kernels.quantized import FORMATS, ORDERS, dequantize
+from sonicmoe_hf.quantization.state import check_stored
+
+STD = 0.02
+SIZES = {  # NF4 needs multiples of 64
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 64},
+    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 192},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_bytes_stand_for_finite_values_of_the_size_that_was_asked_for(name, order):
+    packed = random_packed((6, 320, 256), name, STD, order)
+    check_stored("weight", packed, name)
+    values = dequantize(packed, name, torch.float32)
+    assert values.abs().amax() < 6 * STD
+    # 5 percent of what 6 experts' blocks of fp8 leave to chance, a percent elsewhere
+    torch.testing.assert_close(values.square().mean().sqrt(), torch.tensor(STD), rtol=0.06, atol=0.0)
+    assert all((expert != values[0]).any() for expert in values[1:])
+
+
+def test_random_codes_are_all_that_stand_for_numbers():
+    for name in FORMATS:
+        codes = random_packed((1, 256, 256), name, STD).codes.unique()
+        assert len(codes) == (254 if name == "fp8" else 256)
+        if name == "fp8":
+            assert torch.isfinite(from_e4m3(codes)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", SIZES)
+def test_random_packed_models_run_and_no_dense_weight_was_there(family, name, monkeypatch):
+    monkeypatch.setattr(PackedWeight, "quantize", None)
+    config = CONFIGS[family](**{**SIZES[family], "num_hidden_layers": 2})
+    with LiveBytes() as memory:
+        model = random_packed_model(config, name, dtype=torch.bfloat16)
+    packed = [weight for weight in model.parameters() if isinstance(weight, PackedWeight)]
+    assert len(packed) == 2 * len(sonicmoe_hf.supports(model))
+    assert {(weight.format, weight.dtype, weight.device.type) for weight in packed} == {(name, torch.bfloat16, "cpu")}
+    stored = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    one_expert = max(weight.shape[1:].numel() for weight in packed)
+    assert memory.most <= stored + 2 * one_expert  # in bf16
+    sonicmoe_hf.patch_model(model)
+    inputs = batch()
+    loss = model(**inputs).loss.item()
+    assert abs(loss - math.log(config.vocab_size)) < 0.5, "untrained: every token is about as probable"
+
+
+def test_a_random_model_is_made_on_the_cpu_where_torch_has_cuda_and_the_machine_no_gpu(tmp_path, monkeypatch):
+    def accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    Qwen3MoeConfig(**TINY_SIZES).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    model = random_model(str(tmp_path))
+    assert model.device.type == "cpu" and model.model.rotary_emb.inv_freq.device.type == "cpu"
+
+
+@pytest.mark.parametrize("linear", [None, "nf4"])
+def test_a_random_model_in_4_bits_is_what_the_unpacked_one_is_but_for_its_weights(linear):
+    if linear is not None:
+        pytest.importorskip("bitsandbytes")
+    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
+    dense = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    packed = random_packed_model(config, "nf4", linear, dtype=torch.bfloat16)
+    assert torch.equal(packed.model.rotary_emb.inv_freq, dense.model.rotary_emb.inv_freq)
+    for (name, weight), expected in zip(packed.named_parameters(), dense.parameters(), strict=True):
+        if ".experts." in name:
+            assert isinstance(weight, PackedWeight)
+            weight = weight.dequantize()
+        is_linear = "self_attn" in name and "norm" not in name
+        assert (weight.dtype == torch.uint8) == (is_linear and linear is not None)
+        if weight.dtype != torch.uint8:
+            assert weight.shape == expected.shape and weight.dtype == expected.dtype
+            torch.testing.assert_close(weight.float().std(), expected.float().std(), rtol=0.2, atol=0.0)
+    sonicmoe_hf.patch_model(packed)
+    adapted = get_peft_model(packed, sonicmoe_hf.lora_config(packed, 2))
+    tokens = torch.randint(300, (2, 16))
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    trained = {name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * (4 + 2) and all(gradient is not None for gradient in trained.values())
+
+
+def test_a_random_linear_layer_is_gone_before_the_next_is_packed(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    unpacked = []
+
+    def packing_alone(pack, weight_of):
+        def packed(source, *arguments):
+            assert not any(weight() is not None for weight in unpacked)
+            unpacked.append(weakref.ref(weight_of(source)))
+            return pack(source, *arguments)
+
+        return packed
+
+    linear = packing_alone(random_models._linear_in_4_bits, lambda module: module.weight)
+    monkeypatch.setattr(random_models, "_linear_in_4_bits", linear)
+    config = Qwen3MoeConfig(**{**TINY_SIZES, "hidden_size": 64, "moe_intermediate_size": 64})
+    random_packed_model(config, "nf4", "nf4", dtype=torch.bfloat16)
+    assert len(unpacked) == config.num_hidden_layers * 4
