@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..layer.packed_weight import PackedWeight
+from ..patching.ranks import check_ranks
 from ..quantization.quantizer import is_transposed, mark_model_packed, order_of, packable
 from ..quantization.shares import await_packed, end_awaiting
 from ..quantization.state import hold_packed
@@ -148,6 +149,7 @@ def _random_weight(experts: nn.Module, name: str, format: str, std: float, devic
 
 def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, experts: str | None) -> Any:
     """Split a model on the meta device over ranks as from_pretrained does; returns this rank's device."""
+    check_ranks(model.config, distributed_config)
     modules = [module for module in model.modules() if experts is not None and packable(module)]
     for module in modules:
         await_packed(module, packable(module), experts or "")

@@ -13,6 +13,7 @@ from torch import nn
 
 IMPLEMENTATION = "sonicmoe_hf"  # our name as experts_implementation and as ep_implementation
 PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: what brings them their tokens, if we do
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # E's names in configs
 WHEN_SPLIT = "_sonicmoe_hf_when_split"  # attribute of experts: to be called with them once ranks share them, if we do
 
 
@@ -93,12 +94,14 @@ def is_expert_parallel(experts: Any) -> bool:
     """Whether this module holds only some of the layer's experts (`num_experts` counts the local ones)."""
     if vars(experts).get("_is_expert_parallel"):
         return True
-    config = experts.config
-    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        total = getattr(config, name, None)
-        if isinstance(total, int):
-            return experts.num_experts < total
-    return False
+    total = num_experts_in(experts.config)
+    return total is not None and experts.num_experts < total
+
+
+def num_experts_in(config: Any) -> int | None:
+    """E, of a model's config; None where it does not say, or where layers differ."""
+    found = (getattr(config, name, None) for name in COUNTS)
+    return next((total for total in found if isinstance(total, int)), None)
 
 
 def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:

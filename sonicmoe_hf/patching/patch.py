@@ -35,7 +35,8 @@ from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
-from .quantize import with_packed_experts
+from .quantize import config_for, with_packed_experts
+from .ranks import check_ranks
 from .support import (
     REMEDIES,
     LayerSupport,
@@ -318,7 +319,8 @@ def from_pretrained(
             its linear layers become dense. A BitsAndBytesConfig given as quantization_config is for the linear layers.
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
-        UnsupportedModelError: as patch_model. UnsupportedExpertsError: experts of a size that the format does not take.
+        UnsupportedModelError: as patch_model, or distributed_config has experts shared by ranks whose number does not
+            divide them. UnsupportedExpertsError: experts of a size that the format does not take.
     """
     policy = as_routing_policy(routing)
     asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
@@ -327,6 +329,8 @@ def from_pretrained(
             f"experts_implementation={asked!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or load with "
             f"{auto_class.__name__}.from_pretrained"
         )
+    if kwargs.get("distributed_config") is not None:
+        check_ranks(config_for(pretrained_model_name_or_path, kwargs), kwargs["distributed_config"])
     if experts_quantization is not None:
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
     with named_errors():

@@ -92,9 +92,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             f"quantization_config is a {type(linear).__name__}; beside experts_quantization={format!r} it may be a "
             "BitsAndBytesConfig, for the linear layers, or None"
         )
-    config = kwargs.get("config")
-    if not isinstance(config, PreTrainedConfig):
-        config = AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
+    config = config_for(name, kwargs)
     declared = declared_quantization(config) or _modelopts(name, kwargs)
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
@@ -114,6 +112,14 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         hub = declared if declared["quant_method"] in METHODS else None
         config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
+
+
+def config_for(name, kwargs: dict) -> PreTrainedConfig:
+    """The config with which from_pretrained(name, **kwargs) would build a model."""
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        return config
+    return AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
 
 
 def _modelopts(name, kwargs: dict) -> dict | None:
