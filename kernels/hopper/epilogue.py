@@ -16,8 +16,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .config import CONSUMER_WARPS, EPI_TILE_N, VECTOR, WARPGROUP_M, Tile
-from .gemm_common import epilogue_layout, partition, set_up_shared, shared_vector, storage, tiles_and_counter
-from .mainloop import consumer_fragments, multiply_tile, narrow_fragment
+from .gemm_common import Layouts, epilogue_layout, partition, set_up_shared, shared_vector, storage, tiles_and_counter
+from .mainloop import consumer_fragments, multiply_tile, narrow_tile
 from .rounding_error import RESIDUAL_BYTES, Residual
 from .varlen import varlen_epi_tiles
 from .varlen_m import VarlenMKernel, add_bias, extra_atoms
@@ -41,11 +41,11 @@ class EpilogueWarpsKernel(VarlenMKernel):
 
     def set_up_epilogue(self, computed_with: bool = False):
         """computed_with: the epilogue warps do more with the product than to store it."""
-        self.layout_epilogue = epilogue_layout(self.dtype, 2 * self.epi_tiles)
+        self.layouts = Layouts(self.layout_a, self.layout_b, epilogue_layout(self.dtype, 2 * self.epi_tiles))
         self.extra_arrivals = {"tile_full": CONSUMER_WARPS // 2, "tile_empty": self.num_epilogue_warps}
         self.has_residual = computed_with and self.dtype is cutlass.BFloat16
         spare = 2 * self.epi_tiles * RESIDUAL_BYTES * 8 // self.dtype.width if self.has_residual else 0
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout_epilogue, self.stages, 4, spare)
+        self.Storage = storage(self.dtype, self.layouts, self.stages, 4, spare)
 
     def residual_of(self, shared):
         """The residuals of the tile in shared memory, or None."""
@@ -69,39 +69,53 @@ class EpilogueWarpsKernel(VarlenMKernel):
 
     @cute.jit
     def run_warps(
-        self, atom_a, source: cute.Tensor, atom_w, tensor_w, extra: cutlass.Constexpr, token: cute.Tensor,
-        table: cute.Tensor, last: Int32, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue,
+        self,
+        operands: cutlass.Constexpr,
+        extra: cutlass.Constexpr,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: cutlass.Constexpr,
+        bias,
+        layouts: cutlass.Constexpr,
         epilogue_arguments: cutlass.Constexpr,
-    ):  # fmt: skip
+    ):
         """Every warp's role; `epilogue_arguments`: what `run_epilogue_warp` takes beside `shared` and the warp."""
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tiles, counter = tiles_and_counter(table, last)
         shared = set_up_shared(
-            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(),
-            self.extra_arrivals, (atom_w, *extra_atoms(extra)), counter, self.num_work_tiles(tiles),
-            4 + CONSUMER_WARPS, static=self.static,
-        )  # fmt: skip
+            self.Storage,
+            layouts,
+            self.stages,
+            self.producer_arrivals(),
+            self.extra_arrivals,
+            (operands.atom_b, *extra_atoms(extra)),
+            counter,
+            self.num_work_tiles(tiles),
+            4 + CONSUMER_WARPS,
+            static=self.static,
+        )
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp < self.gather_warps:
-                self.produce(atom_a, source, atom_w, tensor_w, extra, shared, token, tiles)
+                self.produce(operands, extra, shared, token, tiles)
             else:
                 self.run_epilogue_warp(shared, warp - self.gather_warps, *epilogue_arguments)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.run_consumer(tiled_mma, narrow_mma, shared, bias)
+            self.run_consumer(mma, shared, bias)
         shared.arrivals.check()
 
     @cute.jit
-    def run_consumer(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, bias):
+    def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, bias):
         """A consumer's role: its half of every tile of the product (+ bias), into shared memory."""
         shared.arrivals.begin("consumers", CONSUMER_WARPS)
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
-        fragment_a, fragment_b, accumulator = consumer_fragments(tiled_mma, shared, half, self.columns)
-        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
-        store, coordinates = self.store_of(tiled_mma, shared, half)
+        fragment_a, fragment_b, accumulator = consumer_fragments(mma.whole, shared, half, self.columns)
+        narrow = narrow_tile(mma.narrow, shared, self.last_columns)
+        store, coordinates = self.store_of(mma.whole, shared, half)
         values, residual = store.retile(accumulator), self.residual_of(shared)
         stage, phase, empty_phase = Int32(0), Int32(0), Int32(1)
         expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
@@ -109,10 +123,14 @@ class EpilogueWarpsKernel(VarlenMKernel):
         while expert >= 0:
             has_rows = Int32(first + WARPGROUP_M * half < end)
             stage, phase = multiply_tile(
-                tiled_mma, narrow_mma, (accumulator,), (fragment_a,), fragment_b, narrow_b, self.last_columns,
+                mma.whole,
+                (accumulator,),
+                (fragment_a,),
+                fragment_b,
+                narrow,
                 column_tile == self.column_tiles - 1,
-                self.mainloop_arguments(shared.pipeline, stage, phase, has_rows),
-            )  # fmt: skip
+                self.half_tile_params(shared.pipeline, stage, phase, has_rows),
+            )
             if const_expr(bias is not None):
                 width, limit = self.columns // self.halves, bias.shape[1] // self.halves
                 count = cute.size(values) // self.halves
@@ -130,7 +148,7 @@ class EpilogueWarpsKernel(VarlenMKernel):
             tile_count += 1
 
     @cute.jit
-    def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, atom_out, tensor_out, computed):
+    def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, out: cutlass.Constexpr, computed):
         """An epilogue warp's role: the first one stores the tile by TMA, all of them fill the tensor `computed`."""
         shared.arrivals.begin("epilogue", self.num_epilogue_warps)
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
@@ -141,12 +159,12 @@ class EpilogueWarpsKernel(VarlenMKernel):
             for half in cutlass.range_constexpr(2):
                 first = top + WARPGROUP_M * half
                 cute.arch.mbarrier_wait(tile_full + half, tile_phase)
-                if const_expr(atom_out is not None):
+                if const_expr(out is not None):
                     if epilogue_warp == 0 and first < end:
-                        self.store_half_tile(shared.epilogue, atom_out, tensor_out, first, end, column_tile, half)
+                        self.store_half_tile(shared.epilogue, out, first, end, column_tile, half)
                 if const_expr(computed is not None):
                     self.epilogue_half_tile(shared, computed, first, end, column_tile, half, epilogue_warp)
-                if const_expr(atom_out is not None):
+                if const_expr(out is not None):
                     if epilogue_warp == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
@@ -160,12 +178,12 @@ class EpilogueWarpsKernel(VarlenMKernel):
         """An epilogue warp's part of what is computed from half a tile, for kernels that compute with the product."""
         raise NotImplementedError(f"{type(self).__name__} computes nothing from the product")
 
-    def store_half_tile(self, epi_tiles, atom_out, tensor_out, first, end, column_tile, half):
+    def store_half_tile(self, epi_tiles, out, first, end, column_tile, half):
         """Issue the TMA stores of half a tile; by one warp."""
         per_side = self.epi_tiles // self.halves
         for i in range(self.epi_tiles):
             side = () if self.halves == 1 else (i // per_side,)
-            from_out, to_out = partition(atom_out, epi_tiles, varlen_epi_tiles(tensor_out, first, end, *side))
+            from_out, to_out = partition(out.atom, epi_tiles, varlen_epi_tiles(out.tensor, first, end, *side))
             box = column_tile * per_side + i % per_side
-            cute.copy(atom_out, from_out[None, half * self.epi_tiles + i], to_out[None, box])
+            cute.copy(out.atom, from_out[None, half * self.epi_tiles + i], to_out[None, box])
         cute.arch.cp_async_bulk_commit_group()

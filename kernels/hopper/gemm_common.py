@@ -71,14 +71,41 @@ def one_stage(layout):
     return cute.slice_(layout, (None, None, 0))
 
 
+@dataclass(frozen=True)
+class Operands:
+    """A and B of a product, and the TMA loads of their stages; atom_a is None where rows of A are gathered."""
+
+    atom_a: cute.CopyAtom | None
+    a: cute.Tensor
+    atom_b: cute.CopyAtom
+    b: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Swizzled shared memory: the stages of A and B, and the epi tiles."""
+
+    a: cute.ComposedLayout
+    b: cute.ComposedLayout
+    epilogue: cute.ComposedLayout
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a kernel stores by TMA."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
 def load_atom(tensor, smem_layout, box):
     """A TMA load of `box` from `tensor` into one stage of `smem_layout`."""
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, box)
 
 
-def store_atom(tensor, smem_layout, box):
+def output(tensor, smem_layout, box) -> Output:
     """A TMA store of `box` to `tensor` from one stage of `smem_layout`."""
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, box)
+    return Output(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, box))
 
 
 def partition(atom, smem, gmem):
@@ -128,16 +155,16 @@ class MainloopPipeline:
         self.arrivals.arrive("empty", self.empty, stage, times, max_times)
 
 
-def storage(dtype, layout_a, layout_b, layout_epilogue, stages: int, extra_barriers: int, spare: int = 0):
+def storage(dtype, layouts: Layouts, stages: int, extra_barriers: int, spare: int = 0):
     """Shared memory: barriers, shared work tiles, the stages of A and B, epi tiles, and `spare` elements behind those."""
 
     @cute.struct
     class Storage:
         barriers_: cute.struct.MemRange[cutlass.Int64, 2 * stages + 2 * SCHEDULER_STAGES + extra_barriers]
         work_tiles: cute.struct.MemRange[Int32, 4 * SCHEDULER_STAGES]
-        a: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_a)], 1024]
-        b: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_b)], 1024]
-        epilogue: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout_epilogue) + spare], 1024]
+        a: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.a)], 1024]
+        b: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.b)], 1024]
+        epilogue: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.epilogue) + spare], 1024]
 
     return Storage
 
@@ -164,9 +191,18 @@ class Shared:
 
 
 def set_up_shared(
-    Storage, layout_a, layout_b, layout_epilogue, stages: int, producer_arrivals: int, extra_arrivals: dict[str, int],
-    atoms, counter, num_work_tiles, working_warps: int, consumer_warps: int = CONSUMER_WARPS, static: bool = False,
-) -> Shared:  # fmt: skip
+    Storage,
+    layouts: Layouts,
+    stages: int,
+    producer_arrivals: int,
+    extra_arrivals: dict[str, int],
+    atoms,
+    counter,
+    num_work_tiles,
+    working_warps: int,
+    consumer_warps: int = CONSUMER_WARPS,
+    static: bool = False,
+) -> Shared:
     """Lay out shared memory and initialise barriers: of the pipeline, of the scheduler, then the extra ones; by every
     thread.
 
@@ -177,7 +213,7 @@ def set_up_shared(
     memory = SmemAllocator().allocate(Storage)
     a, b, epilogue = (
         part.get_tensor(layout.outer, swizzle=layout.inner)
-        for part, layout in ((memory.a, layout_a), (memory.b, layout_b), (memory.epilogue, layout_epilogue))
+        for part, layout in ((memory.a, layouts.a), (memory.b, layouts.b), (memory.epilogue, layouts.epilogue))
     )
     arrivals = Arrivals(
         {"full": producer_arrivals, "empty": consumer_warps, **arrive_counts(working_warps - 1), **extra_arrivals}

@@ -1,5 +1,7 @@
 """down and up_backward_input: out[r] = source[r] @ weight[e]^T (+ bias[e]), rows sorted by expert."""
 
+from dataclasses import dataclass
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -7,10 +9,22 @@ from cutlass import Int32, const_expr
 
 from .config import CONSUMER_WARPS, EPI_TILE_N, MAX_PINGPONG_COLUMNS, THREADS, TILE_M, WARPGROUP_M, Tile
 from .epilogue import EpilogueWarpsKernel
-from .gemm_common import epilogue_layout, one_stage, partition, set_up_shared, storage, store_atom, tiles_and_counter
-from .mainloop import advance_by, consumer_fragments, multiply, multiply_tile, narrow_fragment
+from .gemm_common import (
+    EpilogueStore,
+    Layouts,
+    Operands,
+    Output,
+    epilogue_layout,
+    one_stage,
+    output,
+    partition,
+    set_up_shared,
+    storage,
+    tiles_and_counter,
+)
+from .mainloop import Mma, advance_by, consumer_fragments, multiply, multiply_tile, narrow_tile
 from .varlen import varlen_epi_tiles, varlen_rows
-from .varlen_m import VarlenMKernel, add_bias, extra_atoms, extra_depth
+from .varlen_m import VarlenMKernel, add_bias, extra_atoms
 
 
 class CooperativeGemmDownKernel(EpilogueWarpsKernel):
@@ -33,28 +47,40 @@ class CooperativeGemmDownKernel(EpilogueWarpsKernel):
         self, source: cute.Tensor, weight: cute.Tensor, bias, rank_rows, factor, out: cute.Tensor, token: cute.Tensor,
         table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        atom_a, tensor_a, atom_b, tensor_b = self.set_up_operands(source, weight)
+        operands = self.set_up_operands(source, weight)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
-        box = WARPGROUP_M, EPI_TILE_N
-        atom_out, tensor_out = store_atom(varlen_rows(out), one_stage(self.layout_epilogue), box)
-        self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, *extra, atom_out, tensor_out, bias, token, table, last, self.tiled_mma,
-            self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        self.kernel(operands, extra, stored, bias, token, table, last, self.mma, self.layouts).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
-        self, atom_a: cute.CopyAtom, tensor_a: cute.Tensor, atom_b: cute.CopyAtom, tensor_b: cute.Tensor,
-        atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor, atom_out: cute.CopyAtom,
-        tensor_out: cute.Tensor, bias, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
-        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
-    ):  # fmt: skip
-        self.run_warps(
-            atom_a, tensor_a, atom_b, tensor_b,
-            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
-            tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, (atom_out, tensor_out, None),
-        )  # fmt: skip
+        self,
+        operands: Operands,
+        extra,
+        out: Output,
+        bias,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: Mma,
+        layouts: Layouts,
+    ):
+        self.run_warps(operands, extra, token, table, last, mma, bias, layouts, (out, None))
+
+
+@dataclass(frozen=True)
+class RowStore:
+    """Where a consumer stores rows, and what by: the (row, column) of every value of its accumulators, the epi tiles in
+    shared memory, the bias or None."""
+
+    store: EpilogueStore
+    coordinates: cute.Tensor
+    epi_tiles: cute.Tensor
+    out: Output
+    bias: cute.Tensor | None
 
 
 class PingpongGemmDownKernel(CooperativeGemmDownKernel):
@@ -91,47 +117,63 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
         return super().set_up_extra(rows, factor)
 
     def set_up_epilogue(self):
-        self.layout_epilogue = epilogue_layout(self.dtype, 2 * self.epi_stages)
-        self.Storage = storage(self.dtype, self.layout_a, self.layout_b, self.layout_epilogue, self.stages, 2)
+        self.layouts = Layouts(self.layout_a, self.layout_b, epilogue_layout(self.dtype, 2 * self.epi_stages))
+        self.Storage = storage(self.dtype, self.layouts, self.stages, 2)
 
     @cute.jit
     def run_warps(
-        self, atom_a, source: cute.Tensor, atom_w, tensor_w, extra: cutlass.Constexpr, token: cute.Tensor,
-        table: cute.Tensor, last: Int32, tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue,
+        self,
+        operands: cutlass.Constexpr,
+        extra: cutlass.Constexpr,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: cutlass.Constexpr,
+        bias,
+        layouts: cutlass.Constexpr,
         epilogue_arguments: cutlass.Constexpr,
-    ):  # fmt: skip
+    ):
         """Every warp's role."""
-        atom_out, tensor_out, _ = epilogue_arguments
+        out, _ = epilogue_arguments
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         warps = CONSUMER_WARPS // 2  # of one consumer
         tiles, counter = tiles_and_counter(table, last)
         shared = set_up_shared(
-            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, self.producer_arrivals(), {"order": warps},
-            (atom_w, atom_out, *extra_atoms(extra)), counter, self.num_work_tiles(tiles), 1 + CONSUMER_WARPS,
-            consumer_warps=warps if self.rows == TILE_M else CONSUMER_WARPS, static=self.static,
-        )  # fmt: skip
+            self.Storage,
+            layouts,
+            self.stages,
+            self.producer_arrivals(),
+            {"order": warps},
+            (operands.atom_b, out.atom, *extra_atoms(extra)),
+            counter,
+            self.num_work_tiles(tiles),
+            1 + CONSUMER_WARPS,
+            consumer_warps=warps if self.rows == TILE_M else CONSUMER_WARPS,
+            static=self.static,
+        )
         if warpgroup == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atom_a, source, atom_w, tensor_w, extra, shared, token, tiles)
+                self.produce(operands, extra, shared, token, tiles)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.run_pingpong_consumer(tiled_mma, narrow_mma, shared, warpgroup - 1, atom_out, tensor_out, bias)
+            self.run_pingpong_consumer(mma, shared, warpgroup - 1, out, bias)
         shared.arrivals.check()
 
     @cute.jit
     def run_pingpong_consumer(
-        self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, consumer, atom_out, tensor_out, bias
+        self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, consumer, out: cutlass.Constexpr, bias
     ):
         """The role of a consumer, 0 or 1: every other tile."""
         shared.arrivals.begin("consumers", CONSUMER_WARPS, groups=2)
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
-            consumer_fragments(tiled_mma, shared, half, self.columns) for half in range(2)
+            consumer_fragments(mma.whole, shared, half, self.columns) for half in range(2)
         )
-        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
-        store, coordinates = self.store_of(tiled_mma, shared, consumer)
-        third_a = consumer_fragments(tiled_mma, shared, 2, self.columns)[0] if self.rows > TILE_M else None
+        narrow = narrow_tile(mma.narrow, shared, self.last_columns)
+        store, coordinates = self.store_of(mma.whole, shared, consumer)
+        to = RowStore(store, coordinates, shared.epilogue, out, bias)
+        third_a = consumer_fragments(mma.whole, shared, 2, self.columns)[0] if self.rows > TILE_M else None
         own_order, other_order = shared.extra_barriers + consumer, shared.extra_barriers + 1 - consumer
         stage, phase = Int32(0), Int32(0)
         expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
@@ -143,38 +185,24 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
                 arrivals = ()
                 if const_expr(self.rows > TILE_M):
                     arrivals = 2 - Int32(first + TILE_M < end), 2  # for the other consumer too
-                mainloop = self.mainloop_arguments(shared.pipeline, stage, phase, None, other_order, arrivals)
+                params = self.tile_params(shared.pipeline, stage, phase, other_order, arrivals)
                 if first + WARPGROUP_M < end:
                     stage, phase = multiply_tile(
-                        tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b,
-                        self.last_columns, is_last, mainloop,
-                    )  # fmt: skip
+                        mma.whole, (top, bottom), (top_a, bottom_a), fragment_b, narrow, is_last, params
+                    )
                 else:
-                    stage, phase = multiply_tile(
-                        tiled_mma, narrow_mma, (top,), (top_a,), fragment_b, narrow_b, self.last_columns, is_last,
-                        mainloop,
-                    )  # fmt: skip
-                self.store_rows(
-                    store, top, coordinates, shared, atom_out, tensor_out, bias, expert, first, end, column_tile
-                )
+                    stage, phase = multiply_tile(mma.whole, (top,), (top_a,), fragment_b, narrow, is_last, params)
+                self.store_rows(top, to, expert, first, end, column_tile)
                 if first + WARPGROUP_M < end:
-                    self.store_rows(
-                        store, bottom, coordinates, shared, atom_out, tensor_out, bias, expert, first + WARPGROUP_M,
-                        end, column_tile,
-                    )  # fmt: skip
+                    self.store_rows(bottom, to, expert, first + WARPGROUP_M, end, column_tile)
             else:
                 if const_expr(third_a is None):
                     stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
                 else:
                     if first + TILE_M < end:
-                        stage, phase = multiply(
-                            tiled_mma, (top,), (third_a,), fragment_b,
-                            *self.mainloop_arguments(shared.pipeline, stage, phase),
-                        )  # fmt: skip
-                        self.store_rows(
-                            store, top, coordinates, shared, atom_out, tensor_out, bias, expert, first + TILE_M, end,
-                            column_tile,
-                        )  # fmt: skip
+                        params = self.tile_params(shared.pipeline, stage, phase)
+                        stage, phase = multiply(mma.whole, (top,), (third_a,), fragment_b, params)
+                        self.store_rows(top, to, expert, first + TILE_M, end, column_tile)
                     else:
                         stage, phase = advance_by(stage, phase, self.k_tiles + self.extra_k_tiles, self.stages)
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
@@ -183,23 +211,29 @@ class PingpongGemmDownKernel(CooperativeGemmDownKernel):
 
     @cute.jit
     def store_rows(
-        self, store: cutlass.Constexpr, accumulator: cute.Tensor, coordinates, shared: cutlass.Constexpr, atom_out,
-        tensor_out, bias, expert: Int32, first: Int32, end: Int32, column_tile: Int32,
-    ):  # fmt: skip
+        self,
+        accumulator: cute.Tensor,
+        to: cutlass.Constexpr,
+        expert: Int32,
+        first: Int32,
+        end: Int32,
+        column_tile: Int32,
+    ):
         """Store 64 rows of a tile (+ bias), except what is past row `end` or the last column."""
+        store, bias = to.store, to.bias
         values = store.retile(accumulator)
-        from_out, to_out = partition(atom_out, shared.epilogue, varlen_epi_tiles(tensor_out, first, end))
+        from_out, to_out = partition(to.out.atom, to.epi_tiles, varlen_epi_tiles(to.out.tensor, first, end))
         for start in cutlass.range_constexpr(0, self.epi_tiles, self.epi_stages):
             epi_tiles = range(start, min(start + self.epi_stages, self.epi_tiles))
             store.wait()
             for i in epi_tiles:
                 if const_expr(bias is not None):
                     column = column_tile * self.columns
-                    add_bias(values, coordinates, i * store.size, store.size, bias, expert, column, bias.shape[1])
+                    add_bias(values, to.coordinates, i * store.size, store.size, bias, expert, column, bias.shape[1])
                 store.write(i - start, lambda v, start=i * store.size: values[start + v])
             store.publish()
             if store.is_storing_warp:
                 for i in epi_tiles:
                     box = column_tile * self.epi_tiles + i
-                    cute.copy(atom_out, from_out[None, store.stage(i - start)], to_out[None, box])
+                    cute.copy(to.out.atom, from_out[None, store.stage(i - start)], to_out[None, box])
                 cute.arch.cp_async_bulk_commit_group()

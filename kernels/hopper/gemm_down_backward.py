@@ -3,6 +3,8 @@
 da' = dout W2,  dh = w da' act'(h),  a' = w act(h),  dw = <da', act(h)>      (paper, section 3)
 """
 
+from dataclasses import dataclass
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -11,8 +13,21 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .activations import activate, activate_ungated
 from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
-from .gemm_common import global_vector
-from .varlen_m import extra_depth
+from .gemm_common import Layouts, Operands, global_vector
+from .mainloop import Mma
+
+
+@dataclass(frozen=True)
+class RowTensors:
+    """What the epilogue warps read of every row: h [R, 2I], routing_weight [P], pair [R]; and what they write, or None:
+    dh [R, 2I], a [R, I], parts [column tiles, R] of dw."""
+
+    h: cute.Tensor
+    routing_weight: cute.Tensor
+    dh: cute.Tensor | None
+    a: cute.Tensor | None
+    parts: cute.Tensor | None
+    pair: cute.Tensor
 
 
 class GemmDownBackwardKernel(EpilogueWarpsKernel):
@@ -37,33 +52,30 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
         dh, a, parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        _, tensor_dout, atom_w, tensor_w = self.set_up_operands(dout, weight)
+        operands = self.set_up_operands(dout, weight)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue(computed_with=True)
-        self.kernel(
-            tensor_dout, atom_w, tensor_w, *extra, h, routing_weight, dh, a, parts, pair, token, table, last,
-            self.tiled_mma, self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        tensors = RowTensors(h, routing_weight, dh, a, parts, pair)
+        self.kernel(operands, extra, tensors, token, table, last, self.mma, self.layouts).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
-        self, tensor_dout: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_rank_rows,
-        tensor_rank_rows, atom_factor, tensor_factor, h: cute.Tensor, routing_weight: cute.Tensor, dh, a,
-        parts, pair: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, tiled_mma: cute.TiledMma,
-        narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout, layout_epilogue: cute.ComposedLayout,
-    ):  # fmt: skip
-        self.run_warps(
-            None, tensor_dout, atom_w, tensor_w,
-            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
-            tiled_mma, narrow_mma, None, layout_a, layout_b, layout_epilogue,
-            (h, routing_weight, dh, a, parts, pair),
-        )  # fmt: skip
+        self,
+        operands: Operands,
+        extra,
+        tensors: RowTensors,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: Mma,
+        layouts: Layouts,
+    ):
+        self.run_warps(operands, extra, token, table, last, mma, None, layouts, (tensors,))
 
     @cute.jit
-    def run_epilogue_warp(
-        self, shared: cutlass.Constexpr, epilogue_warp, h: cute.Tensor, routing_weight: cute.Tensor, dh, a, parts,
-        pair: cute.Tensor,
-    ):  # fmt: skip
+    def run_epilogue_warp(self, shared: cutlass.Constexpr, epilogue_warp, tensors: cutlass.Constexpr):
         """An epilogue warp's role: every third group of WARP_ROWS rows, over all the tile's columns."""
         shared.arrivals.begin("epilogue", self.num_epilogue_warps)
         tile_full, tile_empty = shared.extra_barriers, shared.extra_barriers + 2
@@ -79,17 +91,13 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
                 first = top + WARPGROUP_M * half
                 groups = (cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0) + WARP_ROWS - 1) // WARP_ROWS
                 row = first + own_group * WARP_ROWS + lane_row
-                routed = self.load(h_now, h, routing_weight, pair, row, end, column_tile)
+                routed = self.load(h_now, tensors, row, end, column_tile)
                 cute.arch.mbarrier_wait(tile_full + half, tile_phase)
                 for group in cutlass.range(own_group, groups, self.num_epilogue_warps, unroll=1):
                     row = first + group * WARP_ROWS + lane_row
-                    routed_next = self.load(
-                        h_next, h, routing_weight, pair, row + self.num_epilogue_warps * WARP_ROWS, end, column_tile
-                    )
-                    self.epilogue_rows(
-                        shared, half, h_now, routed, dh, a, parts, row, row - first, end,
-                        column_tile, h.shape[1] // self.sides,
-                    )  # fmt: skip
+                    next_row = row + self.num_epilogue_warps * WARP_ROWS
+                    routed_next = self.load(h_next, tensors, next_row, end, column_tile)
+                    self.epilogue_rows(shared, half, h_now, routed, tensors, row, row - first, end, column_tile)
                     routed = routed_next
                     for v in cutlass.range_constexpr(cute.size(h_now)):
                         h_now[v] = h_next[v]
@@ -103,11 +111,9 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
             tile_count += 1
 
     @cute.jit
-    def load(
-        self, into, h: cute.Tensor, routing_weight: cute.Tensor, pair: cute.Tensor, row: Int32, end: Int32,
-        column_tile: Int32,
-    ):  # fmt: skip
+    def load(self, into, tensors: cutlass.Constexpr, row: Int32, end: Int32, column_tile: Int32):
         """This thread's vectors of h in a row, up to row `end`; returns the row's routing weight."""
+        h, routing_weight, pair = tensors.h, tensors.routing_weight, tensors.pair
         copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
         inner = h.shape[1] // self.sides
         weight = Float32(0.0)
@@ -147,10 +153,19 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def epilogue_rows(
-        self, shared: cutlass.Constexpr, half: cutlass.Constexpr, h_values, routed: Float32, dh, a, parts, row: Int32,
-        row_in_half: Int32, end: Int32, column_tile: Int32, width: cutlass.Constexpr,
-    ):  # fmt: skip
-        """dh, a' and dw of one row a thread, an epi tile of da's columns (`width` in all) at a time."""
+        self,
+        shared: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        h_values,
+        routed: Float32,
+        tensors: cutlass.Constexpr,
+        row: Int32,
+        row_in_half: Int32,
+        end: Int32,
+        column_tile: Int32,
+    ):
+        """dh, a' and dw of one row a thread, an epi tile of da's columns at a time."""
+        parts, width = tensors.parts, tensors.h.shape[1] // self.sides
         lane = cute.arch.lane_idx()
         da, a_values = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, self.dtype)
         partial = Float32(0.0)
@@ -170,7 +185,7 @@ class GemmDownBackwardKernel(EpilogueWarpsKernel):
                     h_values[i] = value.to(self.dtype)
                 a_values[v] = (routed * act).to(self.dtype)
             if row < end:
-                self.write(dh, a, h_values, a_values, row, column, epi_tile)
+                self.write(tensors.dh, tensors.a, h_values, a_values, row, column, epi_tile)
         if const_expr(parts is not None):
             for distance in (1, 2, 4):
                 partial += cute.arch.shuffle_sync_bfly(partial, distance)

@@ -8,9 +8,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .activations import activate, activate_ungated
 from .config import EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
 from .epilogue import WARP_ROWS, EpilogueWarpsKernel
-from .gemm_common import global_vector, one_stage, store_atom
+from .gemm_common import Layouts, Operands, global_vector, one_stage, output
+from .mainloop import Mma
 from .varlen import varlen_h
-from .varlen_m import extra_depth
 
 
 class GemmUpKernel(EpilogueWarpsKernel):
@@ -34,30 +34,31 @@ class GemmUpKernel(EpilogueWarpsKernel):
         self, x: cute.Tensor, gate_up: cute.Tensor, bias, rank_rows, factor, h, a, token: cute.Tensor, table: cute.Tensor,
         last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        _, tensor_x, atom_w, tensor_w = self.set_up_operands(x, gate_up)
+        operands = self.set_up_operands(x, gate_up)
         extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue(computed_with=a is not None)
-        atom_h, tensor_h = None, None
+        out = None
         if const_expr(h is not None):
-            box = WARPGROUP_M, EPI_TILE_N
-            atom_h, tensor_h = store_atom(varlen_h(h, self.in_order), one_stage(self.layout_epilogue), box)
-        self.kernel(
-            tensor_x, atom_w, tensor_w, *extra, atom_h, tensor_h, a, bias, token, table, last, self.tiled_mma,
-            self.narrow_mma, self.layout_a, self.layout_b, self.layout_epilogue,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+            out = output(varlen_h(h, self.in_order), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        self.kernel(operands, extra, out, a, bias, token, table, last, self.mma, self.layouts).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
-        self, tensor_x: cute.Tensor, atom_w: cute.CopyAtom, tensor_w: cute.Tensor, atom_rank_rows, tensor_rank_rows,
-        atom_factor, tensor_factor, atom_h, tensor_h, a, bias, token: cute.Tensor, table: cute.Tensor, last: Int32,
-        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
-        layout_epilogue: cute.ComposedLayout,
-    ):  # fmt: skip
-        self.run_warps(
-            None, tensor_x, atom_w, tensor_w,
-            extra_depth(atom_rank_rows, tensor_rank_rows, atom_factor, tensor_factor), token, table, last,
-            tiled_mma, narrow_mma, bias, layout_a, layout_b, layout_epilogue, (atom_h, tensor_h, a),
-        )  # fmt: skip
+        self,
+        operands: Operands,
+        extra,
+        out,
+        a,
+        bias,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: Mma,
+        layouts: Layouts,
+    ):
+        self.run_warps(operands, extra, token, table, last, mma, bias, layouts, (out, a))
 
     @cute.jit
     def epilogue_half_tile(

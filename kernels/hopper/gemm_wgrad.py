@@ -6,6 +6,7 @@ nothing of other experts, or of unwritten rows, gets in. An expert without rows 
 """
 
 import math
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -15,6 +16,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .config import CONSUMER_WARPS, EPI_TILE_N, THREADS, TILE_K, VECTOR, WARPGROUP_M, Tile
 from .gemm_common import (
+    EpilogueStore,
+    Layouts,
+    MainloopPipeline,
+    Output,
     advance,
     epilogue_layout,
     epilogue_store,
@@ -22,20 +27,22 @@ from .gemm_common import (
     look_up_tokens,
     one_stage,
     operand_layout,
+    output,
     partition,
     set_up_shared,
     storage,
-    store_atom,
     tiles_and_counter,
 )
 from .mainloop import (
+    MainloopParams,
+    Mma,
     columns_of_last_tile,
     consumer_fragments,
     consumer_mma,
     issue,
     multiply,
     multiply_tile,
-    narrow_fragment,
+    narrow_tile,
 )
 from .ptx import copy_async
 from .tile_scheduler import NO_WORK, rasterize
@@ -49,6 +56,38 @@ MAX_ROW_TILES_WITHOUT_GROUPS = 8  # up to as many row tiles of an expert pass ov
 GROUP = 4  # row tiles that do so where there are more
 ROWS_PER_PASS = 16  # rows that the producer warps copy at a time
 SLAB_BYTES = TILE_K * 128  # of 64 columns of the gathered side, which lie together, swizzled over eight rows
+
+
+@dataclass(frozen=True)
+class HalfStore:
+    """Where a consumer stores half a tile, and what by: the epi tiles in shared memory, and `out`."""
+
+    store: EpilogueStore
+    epi_tiles: cute.Tensor
+    out: Output
+
+
+@dataclass(frozen=True)
+class PendingStore:
+    """The last tile's lower half, which is still to be stored.
+
+    accumulator: its products. place: its expert (-1: none), half, column tile, and whether there are rows.
+    """
+
+    accumulator: cute.Tensor
+    to: HalfStore
+    place: tuple
+
+
+@dataclass(frozen=True)
+class HalvesParams:
+    """What `multiply_halves` takes beside the operands; stage and phase are where it begins."""
+
+    pipeline: MainloopPipeline
+    stage: Int32
+    phase: Int32
+    k_blocks: Int32
+    pending_store: PendingStore
 
 
 class GemmWgradKernel:
@@ -77,43 +116,59 @@ class GemmWgradKernel:
         self.last_columns, narrow_mma = columns_of_last_tile(width, self.columns), None
         if const_expr(self.last_columns):
             narrow_mma = consumer_mma(self.dtype, False, False, self.last_columns)
-        layout_a = operand_layout(self.dtype, WGRAD_TILE_M, False, self.stages)
-        layout_b = operand_layout(self.dtype, self.columns, False, self.stages)
-        layout_epilogue = epilogue_layout(self.dtype, 2 * (self.columns // EPI_TILE_N), self.column_major)
+        layouts = Layouts(
+            operand_layout(self.dtype, WGRAD_TILE_M, False, self.stages),
+            operand_layout(self.dtype, self.columns, False, self.stages),
+            epilogue_layout(self.dtype, 2 * (self.columns // EPI_TILE_N), self.column_major),
+        )
         quarter = operand_layout(self.dtype, QUARTER, False, self.stages)
         atom, tensor = load_atom(varlen_columns(direct), one_stage(quarter), (QUARTER, TILE_K))
         target = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
-        atom_out, tensor_out = store_atom(target, one_stage(layout_epilogue), (WARPGROUP_M, EPI_TILE_N))
-        self.Storage = storage(self.dtype, layout_a, layout_b, layout_epilogue, self.stages, 0)
-        self.kernel(
-            atom, tensor, gathered, atom_out, tensor_out, token, offsets, table, last,
-            consumer_mma(self.dtype, False, False, self.columns), narrow_mma, layout_a, layout_b, layout_epilogue,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        stored = output(target, one_stage(layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        self.Storage = storage(self.dtype, layouts, self.stages, 0)
+        mma = Mma(consumer_mma(self.dtype, False, False, self.columns), narrow_mma)
+        self.kernel(atom, tensor, gathered, stored, token, offsets, table, last, mma, layouts).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
-        self, atom: cute.CopyAtom, tensor: cute.Tensor, gathered: cute.Tensor, atom_out: cute.CopyAtom,
-        tensor_out: cute.Tensor, token: cute.Tensor, offsets: cute.Tensor, table: cute.Tensor, last: Int32,
-        tiled_mma: cute.TiledMma, narrow_mma, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout,
-        layout_epilogue: cute.ComposedLayout,
-    ):  # fmt: skip
+        self,
+        atom: cute.CopyAtom,
+        tensor: cute.Tensor,
+        gathered: cute.Tensor,
+        out: Output,
+        token: cute.Tensor,
+        offsets: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: Mma,
+        layouts: Layouts,
+    ):
         warpgroup_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         _, counter = tiles_and_counter(table, last)
         num_work_tiles = (offsets.shape[0] - 1) * (self.row_tiles * self.column_tiles)
         shared = set_up_shared(
-            self.Storage, layout_a, layout_b, layout_epilogue, self.stages, 1 + 32 * PRODUCER_WARPS, {},
-            (atom, atom_out), counter, num_work_tiles, PRODUCER_WARPS + CONSUMER_WARPS,
-        )  # fmt: skip
+            self.Storage,
+            layouts,
+            self.stages,
+            1 + 32 * PRODUCER_WARPS,
+            {},
+            (atom, out.atom),
+            counter,
+            num_work_tiles,
+            PRODUCER_WARPS + CONSUMER_WARPS,
+        )
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(REGISTERS[0])
             self.produce(atom, tensor, gathered, shared, token, offsets)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[1])
-            self.run_consumer(tiled_mma, narrow_mma, shared, warpgroup_index - 1, atom_out, tensor_out)
+            self.run_consumer(mma, shared, warpgroup_index - 1, out)
         shared.arrivals.check()
 
     @cute.jit
-    def run_consumer(self, tiled_mma, narrow_mma, shared: cutlass.Constexpr, consumer, atom_out, tensor_out):
+    def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, consumer, out: cutlass.Constexpr):
         """The role of a consumer, 0 or 1: its 128 rows of every tile.
 
         The lower half is stored after the first MMAs of the next tile's upper half: until then TMA reads what was
@@ -121,41 +176,43 @@ class GemmWgradKernel:
         """
         shared.arrivals.begin("consumers", CONSUMER_WARPS)
         (top_a, fragment_b, top), (bottom_a, _, bottom) = (
-            consumer_fragments(tiled_mma, shared, 2 * consumer + half, self.columns) for half in range(2)
+            consumer_fragments(mma.whole, shared, 2 * consumer + half, self.columns) for half in range(2)
         )
-        narrow_b = narrow_fragment(narrow_mma, shared, self.last_columns)
+        narrow = narrow_tile(mma.narrow, shared, self.last_columns)
         thread = cute.arch.thread_idx()[0] % 128
         store = epilogue_store(
-            tiled_mma, shared.epilogue, self.dtype, thread, consumer, self.columns // EPI_TILE_N, self.column_major
+            mma.whole, shared.epilogue, self.dtype, thread, consumer, self.columns // EPI_TILE_N, self.column_major
         )
-        store_arguments = bottom, store, shared, atom_out, tensor_out
+        to = HalfStore(store, shared.epilogue, out)
         stage, phase = Int32(0), Int32(0)
-        # expert (-1: none), half, column tile, whether there are rows
-        pending_store = Int32(-1), Int32(0), Int32(0), Int32(0)
+        pending = Int32(-1), Int32(0), Int32(0), Int32(0)  # PendingStore.place
         expert, start, end, tile = shared.scheduler.receive(Int32(0))
         tile_count = Int32(1)
         while expert >= 0:
             row_tile, column_tile = self.tile_coordinates(tile)
+            k_blocks, pending_store = (end - start + 15) // 16, PendingStore(bottom, to, pending)
             stage, phase = multiply_tile(
-                tiled_mma, narrow_mma, (top, bottom), (top_a, bottom_a), fragment_b, narrow_b, self.last_columns,
+                mma.whole,
+                (top, bottom),
+                (top_a, bottom_a),
+                fragment_b,
+                narrow,
                 column_tile == self.column_tiles - 1,
-                (shared.pipeline, stage, phase, (end - start + 15) // 16, store_arguments, pending_store),
+                HalvesParams(shared.pipeline, stage, phase, k_blocks, pending_store),
                 mainloop=self.multiply_halves,
-            )  # fmt: skip
-            self.store_half(top, *store_arguments[1:], expert, 4 * row_tile + 2 * consumer, column_tile, start < end)
-            pending_store = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(start < end)
+            )
+            self.store_half(top, to, expert, 4 * row_tile + 2 * consumer, column_tile, start < end)
+            pending = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(start < end)
             expert, start, end, tile = shared.scheduler.receive(tile_count)
             tile_count += 1
-        self.store_pending(*store_arguments, pending_store)
+        self.store_pending(PendingStore(bottom, to, pending))
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def multiply_halves(
-        self, tiled_mma, accumulators, fragments_a, fragment_b, pipeline: cutlass.Constexpr, stage: Int32, phase: Int32,
-        k_blocks: Int32, store_arguments, pending_store,
-    ):  # fmt: skip
+    def multiply_halves(self, tiled_mma, accumulators, fragments_a, fragment_b, params: cutlass.Constexpr):
         """The products of `k_blocks` k blocks of 16 rows; the last tile's lower half is stored after the first of
         them."""
+        pipeline, stage, phase, k_blocks = params.pipeline, params.stage, params.phase, params.k_blocks
         in_stage = cute.size(fragment_b, mode=[2])
         first = cutlass.min(k_blocks, in_stage)
         pending = stage, k_blocks > 0
@@ -172,35 +229,38 @@ class GemmWgradKernel:
             warpgroup.commit_group()
             if const_expr(half == 0):
                 warpgroup.wait_group(1)
-                self.store_pending(*store_arguments, pending_store)
+                self.store_pending(params.pending_store)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         if k_blocks > 0:
             stage, phase = advance(stage, phase, pipeline.stages)
         left = k_blocks - first
-        return multiply(
-            tiled_mma, accumulators, fragments_a, fragment_b, pipeline, stage, phase, left // in_stage,
-            tail_k_blocks=left % in_stage, pending=pending,
-        )  # fmt: skip
+        params = MainloopParams(
+            pipeline, stage, phase, left // in_stage, tail_k_blocks=left % in_stage, pending=pending
+        )
+        return multiply(tiled_mma, accumulators, fragments_a, fragment_b, params)
 
     @cute.jit
-    def store_pending(
-        self, accumulator: cute.Tensor, store: cutlass.Constexpr, shared: cutlass.Constexpr, atom_out, tensor_out,
-        pending_store,
-    ):  # fmt: skip
-        expert, half, column_tile, has_rows = pending_store
+    def store_pending(self, pending: cutlass.Constexpr):
+        expert, half, column_tile, has_rows = pending.place
         if expert >= 0:
-            self.store_half(accumulator, store, shared, atom_out, tensor_out, expert, half, column_tile, has_rows > 0)
+            self.store_half(pending.accumulator, pending.to, expert, half, column_tile, has_rows > 0)
 
     @cute.jit
     def store_half(
-        self, accumulator: cute.Tensor, store: cutlass.Constexpr, shared: cutlass.Constexpr, atom_out, tensor_out,
-        expert: Int32, half: Int32, column_tile: Int32, has_rows,
-    ):  # fmt: skip
+        self,
+        accumulator: cute.Tensor,
+        to: cutlass.Constexpr,
+        expert: Int32,
+        half: Int32,
+        column_tile: Int32,
+        has_rows,
+    ):
         """Store 64 rows of a tile's columns, the `half`-th, except what is past the last row or column; zeros where the
         expert has no rows."""
+        store = to.store
         values = store.retile(accumulator)
-        boxes = cute.local_tile(tensor_out[None, None, expert], (WARPGROUP_M, EPI_TILE_N), (half, None))
-        from_out, to_out = partition(atom_out, shared.epilogue, boxes)
+        boxes = cute.local_tile(to.out.tensor[None, None, expert], (WARPGROUP_M, EPI_TILE_N), (half, None))
+        from_out, to_out = partition(to.out.atom, to.epi_tiles, boxes)
         store.wait()
         for i in cutlass.range_constexpr(self.columns // EPI_TILE_N):
             if has_rows:
@@ -211,7 +271,7 @@ class GemmWgradKernel:
         if store.is_storing_warp:
             for i in cutlass.range_constexpr(self.columns // EPI_TILE_N):
                 box = column_tile * (self.columns // EPI_TILE_N) + i
-                cute.copy(atom_out, from_out[None, store.stage(i)], to_out[None, box])
+                cute.copy(to.out.atom, from_out[None, store.stage(i)], to_out[None, box])
             cute.arch.cp_async_bulk_commit_group()
 
     def tile_coordinates(self, tile):

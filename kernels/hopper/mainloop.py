@@ -4,6 +4,8 @@ A stage has TILE_K = 64 columns of both operands: four k blocks of 16. The wgmma
 released when the group after it has been issued, so that the tensor cores always have work.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -11,7 +13,46 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .config import EPI_TILE_N, TILE_K, WARPGROUP_M
-from .gemm_common import Shared, advance, major_mode
+from .gemm_common import MainloopPipeline, Shared, advance, major_mode
+
+
+@dataclass(frozen=True)
+class Mma:
+    """The MMAs of a consumer: of a whole tile, and of a narrower last one, or None."""
+
+    whole: cute.TiledMma
+    narrow: cute.TiledMma | None
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A narrower last tile: its MMA, its B and how many columns it has."""
+
+    mma: cute.TiledMma
+    fragment_b: cute.Tensor
+    columns: int
+
+
+@dataclass(frozen=True)
+class MainloopParams:
+    """What `multiply` takes beside the operands: the pipeline, and the stage and phase where it begins.
+
+    k_tiles: how many stages are multiplied. tail_k_blocks: how many k blocks of one more stage are: a number, where
+    `has_tail`, or an Int32. unused: how many further stages are released unread. order_barrier: every warp arrives there
+    when all stages have arrived. arrivals: what `release` takes beside a stage. pending: (the stage before, whether there
+    is one), whose MMAs are in flight and are added to.
+    """
+
+    pipeline: MainloopPipeline
+    stage: Int32
+    phase: Int32
+    k_tiles: Int32
+    unused: Int32 | None = None
+    order_barrier: cute.Pointer | None = None
+    arrivals: tuple = ()
+    tail_k_blocks: int | Int32 | None = None
+    has_tail: bool | None = None
+    pending: tuple | None = None
 
 
 def consumer_mma(dtype, k_major_a: bool, k_major_b: bool, columns: int):
@@ -38,13 +79,14 @@ def consumer_fragments(tiled_mma, shared: Shared, half, columns: int):
     return fragment_a, fragment_b, accumulator
 
 
-def narrow_fragment(narrow_mma, shared: Shared, columns: int):
-    """B of a narrower last tile, or None."""
+def narrow_tile(narrow_mma, shared: Shared, columns: int) -> Narrow | None:
+    """What a consumer needs for a narrower last tile, or None."""
     if narrow_mma is None:
         return None
     narrow_mma.set(warpgroup.Field.ACCUMULATE, True)
     first = cute.local_tile(shared.b, (columns, TILE_K), (0, 0, None))
-    return narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
+    fragment_b = narrow_mma.make_fragment_B(narrow_mma.get_slice(0).partition_B(first))
+    return Narrow(narrow_mma, fragment_b, columns)
 
 
 @cute.jit
@@ -81,17 +123,12 @@ def commit_stage(pipeline: cutlass.Constexpr, previous: Int32, has_previous, sta
 
 
 @cute.jit
-def multiply(
-    tiled_mma, accumulators, fragments_a, fragment_b, pipeline: cutlass.Constexpr, stage: Int32, phase: Int32,
-    k_tiles: Int32, unused=None, order_barrier=None, arrivals=(), tail_k_blocks=None, has_tail=None, pending=None,
-):  # fmt: skip
-    """accumulator = A B^T, summed over `k_tiles` stages, for each of a tuple of accumulators and A's.
-
-    tail_k_blocks: how many k blocks of one more stage are added: a number, where `has_tail`, or an Int32. unused: how
-    many further stages are released unread. order_barrier: every warp arrives there when all stages have arrived.
-    arrivals: what `release` takes beside a stage. pending: (the stage before, whether there is one), whose MMAs are in
-    flight and are added to. Returns the pipeline's next stage and phase.
-    """
+def multiply(tiled_mma, accumulators, fragments_a, fragment_b, params: cutlass.Constexpr):
+    """accumulator = A B^T, summed over the stages that `params`, a MainloopParams, names, for each of a tuple of
+    accumulators and A's. Returns the pipeline's next stage and phase."""
+    pipeline, stage, phase, k_tiles = params.pipeline, params.stage, params.phase, params.k_tiles
+    unused, order_barrier, arrivals = params.unused, params.order_barrier, params.arrivals
+    tail_k_blocks, has_tail, pending = params.tail_k_blocks, params.has_tail, params.pending
     if const_expr(pending is None):
         for accumulator in accumulators:
             accumulator.fill(0.0)
@@ -135,19 +172,25 @@ def multiply(
 
 @cute.jit
 def multiply_tile(
-    tiled_mma, narrow_mma, accumulators, fragments_a, fragment_b, narrow_b, last_columns: cutlass.Constexpr, is_last,
-    arguments, mainloop: cutlass.Constexpr = multiply,
-):  # fmt: skip
-    """`mainloop`, which takes `arguments` beside the operands, on a tile; on the last tile of the columns with narrower
+    tiled_mma,
+    accumulators,
+    fragments_a,
+    fragment_b,
+    narrow: cutlass.Constexpr,
+    is_last,
+    params: cutlass.Constexpr,
+    mainloop: cutlass.Constexpr = multiply,
+):
+    """`mainloop`, which takes `params` beside the operands, on a tile; on the last tile of the columns with narrower
     instructions where there are any."""
-    if const_expr(narrow_mma is None):
-        stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, *arguments)
+    if const_expr(narrow is None):
+        stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, params)
     else:
         stage, phase = Int32(0), Int32(0)
         if is_last:
-            layout = cute.make_layout(narrow_mma.partition_shape_C((WARPGROUP_M, last_columns)))
-            narrow = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
-            stage, phase = mainloop(narrow_mma, narrow, fragments_a, narrow_b, *arguments)
+            layout = cute.make_layout(narrow.mma.partition_shape_C((WARPGROUP_M, narrow.columns)))
+            narrow_accumulators = tuple(cute.make_tensor(whole.iterator, layout) for whole in accumulators)
+            stage, phase = mainloop(narrow.mma, narrow_accumulators, fragments_a, narrow.fragment_b, params)
         else:
-            stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, *arguments)
+            stage, phase = mainloop(tiled_mma, accumulators, fragments_a, fragment_b, params)
     return stage, phase

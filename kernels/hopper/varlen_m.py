@@ -14,8 +14,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from .config import EPI_TILE_N, K_BLOCK, TILE_K, TILE_M, VECTOR, WARPGROUP_M, Tile
-from .gemm_common import advance, epilogue_store, load_atom, look_up_tokens, one_stage, operand_layout, partition
-from .mainloop import columns_of_last_tile, consumer_mma
+from .gemm_common import (
+    Operands,
+    advance,
+    epilogue_store,
+    load_atom,
+    look_up_tokens,
+    one_stage,
+    operand_layout,
+    partition,
+)
+from .mainloop import MainloopParams, Mma, columns_of_last_tile, consumer_mma
 from .ptx import copy_async
 from .tile_scheduler import NO_WORK, rasterize
 
@@ -49,26 +58,9 @@ class Gather:
         return targets_in_stage[place] + lap * (len(targets_in_stage) * self.rows_per_pass * TILE_K * 2)
 
 
-@dataclass(frozen=True)
-class ExtraDepth:
-    """An adapter's operands, by TMA: rows [P, J] in the order of the rows, factor [E, N, J] in the weight's order.
-
-    They are more depth: [source | rows] @ [weight | factor]^T. Their stages follow those of source and weight.
-    """
-
-    atom_rows: cute.CopyAtom
-    rows: cute.Tensor
-    atom_factor: cute.CopyAtom
-    factor: cute.Tensor
-
-
-def extra_depth(atom_rows, rows, atom_factor, factor) -> ExtraDepth | None:
-    """A kernel's arguments as one, or None without an adapter."""
-    return None if rows is None else ExtraDepth(atom_rows, rows, atom_factor, factor)
-
-
-def extra_atoms(extra: ExtraDepth | None):
-    return () if extra is None else (extra.atom_rows, extra.atom_factor)
+def extra_atoms(extra: Operands | None):
+    """The TMA loads of an adapter's operands, if there is one."""
+    return () if extra is None else (extra.atom_a, extra.atom_b)
 
 
 class VarlenMKernel:
@@ -88,8 +80,8 @@ class VarlenMKernel:
         self.halves = 2 if gated else 1
         self.epi_tiles = self.epi_stages = self.columns // EPI_TILE_N
 
-    def set_up_operands(self, source, weight):
-        """Layouts and TMA atoms of the operands; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
+    def set_up_operands(self, source, weight) -> Operands:
+        """The operands, and their layouts and MMAs; `weight` is [E, N, K], or for gated kernels [E, 2I, K]."""
         k_major = weight.stride[2] == 1
         per_half = weight.shape[1] // self.halves
         self.column_tiles = math.ceil(per_half / (self.columns // self.halves))
@@ -104,20 +96,25 @@ class VarlenMKernel:
         if const_expr(self.last_columns):
             self.narrow_mma = consumer_mma(self.dtype, True, k_major, self.last_columns)
         atom_a, tensor_a = (None, source) if const_expr(self.gather) else self.row_atom(source)
-        return atom_a, tensor_a, *self.weight_atom(weight)
+        return Operands(atom_a, tensor_a, *self.weight_atom(weight))
 
-    def set_up_extra(self, rows, factor):
-        """What ExtraDepth holds, or four times None without an adapter: rows [P, J], factor [E, N, J] in the order of the
-        weight. The last stage's k blocks are computed as far as there are any of the J columns."""
+    def set_up_extra(self, rows, factor) -> Operands | None:
+        """An adapter's operands, or None without one: rows [P, J] in the order of the rows, factor [E, N, J] in the order
+        of the weight. They are more depth: [source | rows] @ [weight | factor]^T, and their stages follow those of source
+        and weight. The last stage's k blocks are computed as far as there are any of the J columns."""
         if rows is None:
-            return None, None, None, None
+            return None
         rank = rows.shape[1]
         if self.last_columns > 128:  # 192 of 256, where ptxas runs out of registers and serialises the wgmmas
             self.last_columns, self.narrow_mma = 0, None
         self.extra_k_tiles = math.ceil(rank / TILE_K)
         self.whole_k_tiles = self.k_tiles + rank // TILE_K
         self.tail_k_blocks = math.ceil(rank % TILE_K / K_BLOCK)
-        return *self.row_atom(rows), *self.weight_atom(factor)
+        return Operands(*self.row_atom(rows), *self.weight_atom(factor))
+
+    @property
+    def mma(self) -> Mma:
+        return Mma(self.tiled_mma, self.narrow_mma)
 
     def row_atom(self, rows):
         """TMA loads of 64 rows of a stage."""
@@ -138,18 +135,34 @@ class VarlenMKernel:
         half_b = operand_layout(self.dtype, self.columns // self.halves, stride_k == 1, self.stages)
         return load_atom(view, one_stage(half_b), (self.columns // self.halves, TILE_K))
 
-    def mainloop_arguments(self, pipeline, stage, phase, has_rows=None, order_barrier=None, arrivals=()):
-        """What `multiply` takes beside the operands, for a tile, or for half a tile, whose stages are released unread
-        unless it `has_rows`."""
-        tail_k_blocks = self.tail_k_blocks or None
-        if has_rows is None:
-            k_tiles = Int32(self.whole_k_tiles)
-            return pipeline, stage, phase, k_tiles, None, order_barrier, arrivals, tail_k_blocks, True
+    def tile_params(self, pipeline, stage, phase, order_barrier=None, arrivals=()) -> MainloopParams:
+        """What `multiply` takes for a whole tile."""
+        return MainloopParams(
+            pipeline,
+            stage,
+            phase,
+            k_tiles=Int32(self.whole_k_tiles),
+            order_barrier=order_barrier,
+            arrivals=arrivals,
+            tail_k_blocks=self.tail_k_blocks or None,
+            has_tail=True,
+        )
+
+    def half_tile_params(self, pipeline, stage, phase, has_rows) -> MainloopParams:
+        """What `multiply` takes for half a tile, whose stages are released unread unless it `has_rows`."""
         k_tiles = has_rows * self.whole_k_tiles
         unused = self.k_tiles - k_tiles
         if self.extra_k_tiles:
             unused = (1 - has_rows) * (self.k_tiles + self.extra_k_tiles)
-        return pipeline, stage, phase, k_tiles, unused, order_barrier, arrivals, tail_k_blocks, has_rows > 0
+        return MainloopParams(
+            pipeline,
+            stage,
+            phase,
+            k_tiles=k_tiles,
+            unused=unused,
+            tail_k_blocks=self.tail_k_blocks or None,
+            has_tail=has_rows > 0,
+        )
 
     def whole_work_tiles(self, tiles):
         """(how many work tiles are whole, how many more are cut into the halves of their rows). Where rows are gathered,
@@ -199,14 +212,19 @@ class VarlenMKernel:
 
     @cute.jit
     def produce(
-        self, atom_a, tensor_a, atom_b, tensor_b, extra: cutlass.Constexpr, shared: cutlass.Constexpr,
-        token: cute.Tensor, tiles: cute.Tensor,
-    ):  # fmt: skip
+        self,
+        operands: cutlass.Constexpr,
+        extra: cutlass.Constexpr,
+        shared: cutlass.Constexpr,
+        token: cute.Tensor,
+        tiles: cute.Tensor,
+    ):
         """The producer warps' role: fill the pipeline for every work tile of this block.
 
         The next work tile is found, and its tokens are looked up, while stages of this one are waited for. What is loaded
         for that is used a stage later at the earliest, so that nothing waits for it.
         """
+        atom_a, tensor_a = operands.atom_a, operands.a
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         scheduler, full, empty = shared.scheduler, shared.pipeline.full, shared.pipeline.empty
         shared.arrivals.begin("producer", self.gather_warps)
@@ -246,7 +264,7 @@ class VarlenMKernel:
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if warp == 0:
                     shared.pipeline.announce(stage, tma_bytes)
-                    self.load_b(atom_b, tensor_b, shared, expert, column_tile, k_tile, stage)
+                    self.load_b(operands.atom_b, operands.b, shared, expert, column_tile, k_tile, stage)
                 if const_expr(self.gather):
                     self.gather_a(tensor_a, gather, k_tile, stage, has_bottom)
                     shared.pipeline.arrive_when_copied(stage)
@@ -267,13 +285,13 @@ class VarlenMKernel:
         """Fill the stages of the extra depth, which is loaded by TMA also where the source is gathered: the gathering
         threads only arrive. Returns the pipeline's next stage and phase."""
         full, empty = shared.pipeline.full, shared.pipeline.empty
-        halves, tma_bytes = self.partition_a(extra.atom_rows, extra.rows, shared, first, end, has_bottom)
+        halves, tma_bytes = self.partition_a(extra.atom_a, extra.a, shared, first, end, has_bottom)
         for k_tile in cutlass.range(self.extra_k_tiles, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             if warp == 0:
                 shared.pipeline.announce(stage, tma_bytes)
-                self.load_b(extra.atom_factor, extra.factor, shared, expert, column_tile, k_tile, stage)
-                self.load_a(extra.atom_rows, halves, full + stage, first, end, k_tile, stage)
+                self.load_b(extra.atom_b, extra.b, shared, expert, column_tile, k_tile, stage)
+                self.load_a(extra.atom_a, halves, full + stage, first, end, k_tile, stage)
             if const_expr(self.gather):
                 shared.pipeline.arrive_when_copied(stage)
             stage, phase = advance(stage, phase, self.stages)

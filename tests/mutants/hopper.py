@@ -145,8 +145,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/hopper/gemm_wgrad.py",
-        "pending_store = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(start < end)",
-        "pending_store = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(1)",
+        "pending = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(start < end)",
+        "pending = expert, 4 * row_tile + 2 * consumer + 1, column_tile, Int32(1)",
         "half of the gradient of an expert without rows is not zero",
         WEIGHT_GRADIENT,
     ),

@@ -38,6 +38,12 @@ class Kind:
     def __call__(self, value):
         return self.convert(value)
 
+    def __or__(self, other):
+        """An annotation, as `Int32 | None`."""
+        return object
+
+    __ror__ = __or__
+
     def __repr__(self):
         return self.name
 
