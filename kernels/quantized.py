@@ -14,7 +14,7 @@ scale of its own, so fp8 and nvfp4 keep them apart: a weight's order says which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -183,14 +183,35 @@ def quantize(
     Raises:
         ValueError: NaN or infinity in the weight, or K no multiple of the format's block.
     """
-    shapes = stored_shapes(name, tuple(weight_ENK.shape), order)
-    device = weight_ENK.device
+    return _quantize(
+        weight_ENK, stored_shapes(name, tuple(weight_ENK.shape), order), weight_ENK.device, name, order, mean
+    )
+
+
+def requantize(
+    packed: Quantized,
+    name: str,
+    wanted: str,
+    dtype: torch.dtype,
+    order: str = "whole",
+    mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
+) -> Quantized:
+    """A weight in the format `name`, in the format `wanted`: what `quantize` makes of `dequantize` in `dtype`, with one
+    expert dense at a time. Raises ValueError as `quantize`."""
+    shape = weight_shape(packed, name)
+    experts = (dequantize_expert(packed, name, dtype, expert) for expert in range(shape[0]))
+    return _quantize(experts, stored_shapes(wanted, shape, order), packed.codes.device, wanted, order, mean)
+
+
+def _quantize(
+    experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device, name: str, order: str, mean
+) -> Quantized:
     if name == "nf4":
-        return _quantize_nf4_weight(weight_ENK, shapes, mean)
+        return _quantize_nf4_weight(experts, shapes, device, mean)
     codes = torch.empty(shapes.codes, dtype=torch.uint8, device=device)
     scales = torch.empty(shapes.scales, dtype=torch.float32 if name == "fp8" else torch.uint8, device=device)
     state = None if shapes.state is None else torch.empty(shapes.state, device=device)
-    for expert, weight in enumerate(weight_ENK):
+    for expert, weight in enumerate(experts):
         if name == "mxfp4":
             codes[expert], scales[expert] = _quantize_mxfp4(weight)
         elif name == "fp8":
@@ -201,13 +222,13 @@ def quantize(
     return Quantized(codes, scales, state)
 
 
-def _quantize_nf4_weight(weight_ENK: torch.Tensor, shapes: Shapes, mean) -> Quantized:
-    codes, scales = (torch.empty(shape, dtype=torch.uint8, device=weight_ENK.device) for shape in shapes[:2])
-    absmax = torch.empty(shapes.scales, device=weight_ENK.device)
-    for expert, weight in enumerate(weight_ENK):
+def _quantize_nf4_weight(experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device, mean) -> Quantized:
+    codes, scales = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])
+    absmax = torch.empty(shapes.scales, device=device)
+    for expert, weight in enumerate(experts):
         codes[expert], absmax[expert] = _quantize_nf4(weight)
     assert shapes.state is not None
-    state = torch.empty(shapes.state, device=weight_ENK.device)
+    state = torch.empty(shapes.state, device=device)
     _quantize_scales(absmax.view(-1), scales.view(-1), state, mean(absmax.view(-1)))
     return Quantized(codes, scales, state)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..kernels.quantized import Quantized, check_quantized, dequantize, quantize, weight_shape
+from ..kernels.quantized import Quantized, check_quantized, dequantize, quantize, requantize, weight_shape
 from ..private.torch import to_copy, tree_leaves, without_torch_function, wrapper_of
 
 aten = torch.ops.aten
@@ -96,6 +96,18 @@ class PackedWeight(torch.Tensor):
         """The dense weight, of this shape, in `dtype` (default: its own)."""
         dense = dequantize(self.packed, self.format, dtype or self.dtype)
         return dense.transpose(1, 2) if self.is_transposed else dense
+
+    def requantized(
+        self, format: str, order: str = "whole", mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean
+    ) -> PackedWeight:
+        """What `quantize` makes of the dense weight, of which one expert is there at a time. `order` and `mean` are as
+        there."""
+        return type(self)(
+            requantize(self.packed, self.format, format, self.dtype, order, mean),
+            format,
+            self.dtype,
+            self.is_transposed,
+        )
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

@@ -316,7 +316,8 @@ def from_pretrained(
         experts_quantization: "nf4", "mxfp4", "fp8" or "nvfp4": experts are packed and frozen, one weight after the other
             as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
             DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
-            its linear layers become dense. A BitsAndBytesConfig given as quantization_config is for the linear layers.
+            its linear layers become dense; FP8 becomes the others, one expert after the other. A BitsAndBytesConfig
+            given as quantization_config is for the linear layers.
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
         UnsupportedModelError: as patch_model, or distributed_config has experts shared by ranks whose number does not

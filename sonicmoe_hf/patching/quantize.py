@@ -28,6 +28,7 @@ from ..quantization.quantizer import (
 from ..quantization.state import hold_packed
 from .own_configs import use_own_configs
 
+FOUR_BITS = tuple(format for format in FORMATS if format != "fp8")  # what a checkpoint in FP8 may become
 MODELOPTS_FILE = "hf_quant_config.json"
 FOR_FILE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
@@ -99,7 +100,8 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
     stored = format_in_checkpoint(declared)
     if stored not in FORMATS:
         raise ValueError(f"the checkpoint is quantized already ({stored}), which is none of our formats: {TO_BF16}")
-    if stored != format:
+    is_of_hub = declared["quant_method"] in METHODS
+    if stored != format and not (is_of_hub and stored == "fp8" and format in FOUR_BITS):
         raise ValueError(
             f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that "
             "format, or convert the checkpoint to bf16 first: sonicmoe-hf convert SRC DST"
@@ -109,7 +111,7 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             f"quantization_config cannot be given for a checkpoint that is quantized already ({stored}); leave it out"
         )
     if declared["quant_method"] != QUANT_METHOD:  # as the hub has it
-        hub = declared if declared["quant_method"] in METHODS else None
+        hub = {**declared, "experts": stored} if is_of_hub else None
         config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
 

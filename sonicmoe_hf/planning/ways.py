@@ -5,12 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
-from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import DoctorError
 from ..kernels.quantized import FORMATS
-from ..model_patches import NATIVE_FAMILIES
 from .measured import Speed, speed_of
 from .memory import GIB, METHODS, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
@@ -213,7 +210,7 @@ def _qlora(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
         if gpus == 1:
             is_linear_packed = format == "nf4" and sizes.quantization is None  # by bitsandbytes
             linear = "nf4" if is_linear_packed else "bf16"
-            training = _as_converted(sizes, replace(common, experts=format, linear=linear, r=8, experts_r=8))
+            training = replace(common, experts=format, linear=linear, r=8, experts_r=8)
             name = f"{way}{' linear too' if is_linear_packed else ''}, r=8, one GPU + checkpointing"
             yield name, training, _of_qlora(sizes, batch, training)
         if sizes.quantization in (None, format):
@@ -224,18 +221,17 @@ def _qlora(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
                     options += ["--no-gradient-checkpointing"] * (not training.checkpointing)
                     yield name, training, _finetune(sizes, batch, training, options)
         if gpus > 1 and divides:
-            settings = replace(common, experts=format, parallel="expert parallelism", gpus=gpus, r=8, experts_r=8)
-            training = _as_converted(sizes, settings)
+            training = replace(common, experts=format, parallel="expert parallelism", gpus=gpus, r=8, experts_r=8)
             name = f"{way}, r=8, expert parallelism + checkpointing"
             yield name, training, _of_qlora(sizes, batch, training)
 
 
 def _formats(sizes: ModelSizes) -> Iterator[str]:
-    """Formats that the experts can have: the checkpoint's own, and NF4 of an FP8 one; of plain ones all that their sizes
-    take."""
+    """Formats that the experts can have: the checkpoint's own, and NF4 of the hub's FP8; of plain ones all that their
+    sizes take."""
     stored = sizes.quantization
-    converted = ["nf4"] if stored == "fp8" and not sizes.is_packed and _has_native_layout(sizes) else []
-    for format in FORMATS if stored is None else [stored, *converted]:
+    smaller = ["nf4"] if stored == "fp8" and not sizes.is_packed else []
+    for format in FORMATS if stored is None else [stored, *smaller]:
         try:
             stored_bytes(sizes, format)
         except (KeyError, ValueError):  # no format of ours; not for experts of this size
@@ -243,26 +239,12 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
         yield format
 
 
-def _has_native_layout(sizes: ModelSizes) -> bool:
-    return sizes.model_type.removeprefix(NATIVE_PREFIX) in NATIVE_FAMILIES
-
-
-def _as_converted(sizes: ModelSizes, training: Training) -> Training:
-    """The settings with which a checkpoint is trained that is converted before: Liger knows no native layout."""
-    return training if sizes.quantization in (None, training.experts) else replace(training, liger=False)
-
-
 def _of_qlora(sizes: ModelSizes, batch: Batch, training: Training) -> str:
-    """examples/qlora.py, of a checkpoint that is converted before if it has another format."""
-    before, name = "", shlex.quote(sizes.name)
-    if sizes.quantization not in (None, training.experts):
-        folder = shlex.quote(f"{PurePosixPath(sizes.name).name}-{training.experts}")
-        before = f"sonicmoe-hf convert {name} {folder} --layout native --quantize {training.experts} && "
-        name = folder
-    parts = [_launcher(training), "examples/qlora.py --model", name]
-    if not before and not sizes.is_packed:
+    """examples/qlora.py, which is told the format of experts that no conversion has packed."""
+    parts = [_launcher(training), "examples/qlora.py --model", shlex.quote(sizes.name)]
+    if not sizes.is_packed:
         parts.append(f"--experts-quantization {training.experts}")
-    return before + " ".join([*parts, batch.options])
+    return " ".join([*parts, batch.options])
 
 
 _KINDS = {"full": _full, "lora": _lora, "qlora": _qlora}

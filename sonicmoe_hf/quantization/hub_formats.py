@@ -15,9 +15,9 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from ..errors import CheckpointError
 from ..kernels.minifloat import from_e2m1, from_e4m3
 from ..kernels.quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, scales_in_fp32
-from ..layer.packed_weight import as_parameter
+from ..layer.packed_weight import PackedWeight, as_parameter
 from .loading_errors import noted
-from .shares import gathered_rows
+from .shares import gathered_rows, pack_share, share_of
 from .state import checked_weight
 
 TO_BF16 = "load the bf16 checkpoint that it was made from"
@@ -175,7 +175,7 @@ def _states(experts: list[Quantized]) -> torch.Tensor:
 
 
 class _TakeExperts(ConversionOps):
-    """A packed weight of what a checkpoint has of its experts."""
+    """A packed weight of what a checkpoint has of its experts, in its format or in another that the quantizer wants."""
 
     def __init__(self, hf_quantizer, format: HubFormat, sources: list[str]):
         self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
@@ -183,11 +183,25 @@ class _TakeExperts(ConversionOps):
 
     @noted
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
-        parts = [self._part(input_dict, source, full_layer_name) for source in self.sources]
         module, name = get_module_from_name(model, full_layer_name)
-        packed = _joined(parts, self.format.name)
-        weight = checked_weight(full_layer_name, packed, self.format.name, getattr(module, name))
-        return {full_layer_name: as_parameter(weight)}
+        wanted, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        dense = getattr(module, name)
+        if wanted == self.format.name:
+            return {full_layer_name: as_parameter(self._weight(input_dict, full_layer_name, dense))}
+
+        def pack(mean=torch.mean):
+            order = "concatenated" if len(self.sources) > 1 else "whole"
+            return self._weight(input_dict, full_layer_name, dense).requantized(wanted, order, mean)
+
+        if share is None:
+            return {full_layer_name: as_parameter(pack())}
+        device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
+        return {full_layer_name: as_parameter(pack_share(pack, wanted, dense.shape, device, share))}
+
+    def _weight(self, input_dict, layer: str, dense: torch.Tensor) -> PackedWeight:
+        """The weight as the checkpoint has it, which stands for a dense one on the meta device."""
+        packed = _joined([self._part(input_dict, source, layer) for source in self.sources], self.format.name)
+        return checked_weight(layer, packed, self.format.name, dense)
 
     def _part(self, input_dict, source: str, layer: str) -> list[Quantized]:
         tensors = [input_dict.get(f"{source}{end}$", []) for end in ("", *self.format.scales)]

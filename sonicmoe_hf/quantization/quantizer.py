@@ -40,7 +40,8 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 class ExpertsQuantizationConfig(QuantizationConfigMixin):
     """experts: a name of FORMATS. linear: a BitsAndBytesConfig (or its dict) for the linear layers, or None.
 
-    hub: the quantization_config of a checkpoint whose experts are in that format under the hub's names; it is not saved.
+    hub: the quantization_config of a checkpoint whose experts are packed under the hub's names, and as "experts" the
+    format that they have there; it is not saved.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class ExpertsQuantizer(HfQuantizer):
         hub = self.quantization_config.hub
         if hub is None:
             return super().update_weight_conversions(weight_conversions, *model)
-        return with_hub_converters(weight_conversions, self, HUB_FORMATS[self.quantization_config.experts])
+        return with_hub_converters(weight_conversions, self, HUB_FORMATS[hub["experts"]])
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         weights = check_packable(model, self.quantization_config.experts)

@@ -7,6 +7,7 @@ What it holds is a packed weight of these experts alone, with the values that on
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -108,10 +109,23 @@ def quantize_share(weight: torch.Tensor, format: str, is_transposed: bool, order
     Raises:
         ValueError: as PackedWeight.quantize, on every rank; or NF4's scales have scales of their own across ranks.
     """
-    check_part(format, share.experts(len(weight)), weight[0].numel())
+    pack = functools.partial(PackedWeight.quantize, weight, format, is_transposed, order)
+    return pack_share(pack, format, weight.shape, weight.device, share)
+
+
+def pack_share(
+    pack: Callable[..., PackedWeight], format: str, shape: torch.Size, device: torch.device, share: Share
+) -> PackedWeight:
+    """What `pack(mean=...)` makes of a rank's experts, whose weight has this shape, with the mean of the whole weight.
+    All ranks of the share's group call it.
+
+    Raises:
+        ValueError: what `pack` raises, on every rank; or NF4's scales have scales of their own across ranks.
+    """
+    values = shape[1:].numel()
+    check_part(format, share.experts(shape[0]), values)
     if format != "nf4":
-        return PackedWeight.quantize(weight, format, is_transposed, order)
-    scales_per_expert = weight[0].numel() // FORMATS[format]
+        return pack()
 
     def mean(absmax: torch.Tensor) -> torch.Tensor:
         of_all = absmax.new_empty(share.num_parts * absmax.numel())
@@ -119,9 +133,9 @@ def quantize_share(weight: torch.Tensor, format: str, is_transposed: bool, order
         return of_all.mean()
 
     try:
-        packed = PackedWeight.quantize(weight, format, is_transposed, order, mean)
+        packed = pack(mean=mean)
     except ValueError:
-        mean(torch.full((len(weight) * scales_per_expert,), torch.nan, device=weight.device))  # the others wait
+        mean(torch.full((shape[0] * values // FORMATS[format],), torch.nan, device=device))  # the others wait
         raise
     assert packed.state is not None  # NF4 has one
     if not bool(torch.isfinite(packed.state).all()):

@@ -85,6 +85,7 @@ def refusals(rank, folder):
     for name, sizes, options in (
         ("damaged", APART, {}),
         ("narrow", APART, {}),
+        ("damaged fp8", APART, {}),
         ("hub", {**APART, "ep_implementation": "all_to_all"}, {}),
         ("hub", {"fsdp_size": WORLD}, {}),
         ("hub", APART, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}),
@@ -113,9 +114,14 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
         model.model.layers[1].mlp.experts.down_proj[0, 0, 0] = torch.nan  # an expert of the first rank
     model.save_pretrained(tmp_path / "damaged")
     build("qwen3_moe", hidden_size=64, moe_intermediate_size=64, num_experts=2).save_pretrained(tmp_path / "narrow")
-    for damaged, narrow, theirs, sharded, linear, nan in ranks.run(refusals, str(tmp_path)):
+    made_of, fp8 = module_of("quantization/test_hub_formats"), tmp_path / "damaged fp8"
+    made_of.SIZES["qwen3_moe"] |= {"hidden_size": 192}
+    stored, _ = made_of.make_fp8(fp8, "qwen3_moe")
+    stored["model.layers.1.mlp.experts.0.down_proj.weight_scale_inv"].fill_(torch.nan)
+    rewrite(fp8, stored)
+    for damaged, narrow, damaged_fp8, theirs, sharded, linear, nan in ranks.run(refusals, str(tmp_path)):
         assert "NaN or infinite" in damaged
-        assert "NaN or infinite" in nan
+        assert "NaN or infinite" in nan and "NaN or infinite" in damaged_fp8
         assert 'use "mxfp4"' in narrow
         assert 'ep_implementation="sonicmoe_hf"' in theirs and 'ep_implementation="sonicmoe_hf"' in sharded
         assert "leave out quantization_config" in linear
@@ -143,10 +149,20 @@ def from_hub(rank, folder, format):
     return logits, held, found
 
 
-@pytest.mark.parametrize(("format", "family"), [("fp8", "deepseek_v3"), ("fp8", "qwen3_moe"), ("nvfp4", "qwen3_moe")])
-def test_ranks_take_their_experts_of_a_hub_checkpoint_as_they_are(ranks, format, family, tmp_path):
-    if format == "fp8":  # a rank's 72 rows of 144 end inside a block
-        module_of("quantization/test_hub_formats").make_fp8(tmp_path / "hub", family)
+@pytest.mark.parametrize(
+    ("stored", "format", "family"),
+    [
+        ("fp8", "fp8", "deepseek_v3"),
+        ("fp8", "fp8", "qwen3_moe"),
+        ("fp8", "nf4", "deepseek_v3"),
+        ("nvfp4", "nvfp4", "qwen3_moe"),
+    ],
+)
+def test_ranks_hold_of_a_hub_checkpoint_what_one_rank_does(ranks, stored, format, family, tmp_path):
+    if stored == "fp8":  # a rank's 72 rows of 144 end inside a block
+        made_of = module_of("quantization/test_hub_formats")
+        made_of.SIZES[family] |= {"hidden_size": 192 if format == "nf4" else 144}
+        made_of.make_fp8(tmp_path / "hub", family)
     else:
         made_of = module_of("checkpoints/test_nvfp4")
         make(tmp_path / "hub", family, **made_of.SIZES)

@@ -101,8 +101,8 @@ def test_deepseek_v3_fits_one_node_in_nf4_with_its_experts_and_their_adapters_sp
     fitting, _ = shown(ways)
     (way,) = fitting
     assert way.name == "QLoRA NF4, r=8, expert parallelism + checkpointing"
-    assert "sonicmoe-hf convert" in way.command and "--model DeepSeek-V3-nf4" in way.command
-    assert not way.training.liger, "which knows no native layout"
+    assert "DeepSeek-V3 --experts-quantization nf4" in way.command and "convert" not in way.command
+    assert way.training.liger
     on_experts, on_attention = adapter_parameters(sizes, way.training)
     assert way.memory.adapters == 12 * (on_experts / 8 + on_attention)
     assert way.memory.experts == stored_bytes(sizes, "nf4") / 8

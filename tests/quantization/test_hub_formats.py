@@ -5,6 +5,7 @@ gradients, which sum over more.
 """
 
 import copy
+import json
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from sonicmoe_hf import CheckpointError, PackedWeight, convert_checkpoint, from_pretrained, inspect_checkpoint
+from sonicmoe_hf import (
+    CheckpointError,
+    PackedWeight,
+    UnsupportedExpertsError,
+    convert_checkpoint,
+    from_pretrained,
+    inspect_checkpoint,
+    quantize_experts,
+)
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.kernels.quantized import quantize
 from sonicmoe_hf.quantization.hub_formats import HUB_FORMATS
@@ -100,6 +109,34 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
     assert found[0].keys() == found[1].keys() and len(found[0]) >= 6
     errors = {name: (found[0][name] - wanted).norm() / wanted.norm() for name, wanted in found[1].items()}
     assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("family", SIZES | UNGATED)
+def test_fp8_experts_become_4_bits_while_they_stream_in_as_the_dequantized_do(family, format, tmp_path, monkeypatch):
+    sizes = (SIZES | UNGATED)[family]
+    width = "moe_latent_size" if family in UNGATED else "hidden_size"
+    monkeypatch.setitem(sizes, width, 192)  # NF4 needs multiples of 64
+    make_fp8(tmp_path / "fp8", family)
+    dense = quantize_experts(from_pretrained(tmp_path / "dense", dtype=torch.bfloat16), format)
+    monkeypatch.setattr(PackedWeight, "dequantize", None)  # one expert is dense at a time
+    model = from_pretrained(tmp_path / "fp8", experts_quantization=format, dtype=torch.bfloat16)
+    assert {weight.format for weight in packed_in(model).values()} == {format}
+    assert same_bits(model.state_dict(), dense.state_dict())
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert saved["experts"] == format and "hub" not in saved
+    assert same_bits(from_pretrained(tmp_path / "saved").state_dict(), model.state_dict())
+
+
+def test_what_is_wrong_with_fp8_experts_that_become_4_bits_is_named(tmp_path):
+    stored, _ = make_fp8(tmp_path / "fp8", "qwen3_moe")
+    with pytest.raises(UnsupportedExpertsError, match=r"nf4 stores 64 values .* 144 input features"):
+        from_pretrained(tmp_path / "fp8", experts_quantization="nf4")
+    stored[f"{LAYER}_scale_inv"].fill_(float("nan"))
+    rewrite(tmp_path / "fp8", stored)
+    with pytest.raises(CheckpointError, match="gate_up_proj_scale_inv has NaN or infinite"):
+        from_pretrained(tmp_path / "fp8", experts_quantization="nvfp4")
 
 
 @pytest.mark.parametrize("kind", ["fp32", "ue8m0"])

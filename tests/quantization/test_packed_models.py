@@ -238,7 +238,8 @@ def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
 
 
 @pytest.mark.parametrize("source, asked, match", [
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {}, r"'nf4', but the checkpoint is quantized already \(fp8\)"),
+    ({"quant_method": "mxfp4"}, {}, r"'nf4', but the checkpoint is quantized already \(mxfp4\)"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"experts_quantization": "fp8"}, r"quantized already \(nvfp4\)"),
     ({"quant_method": "sonicmoe_hf", "experts": "mxfp4"}, {}, r"quantized already \(mxfp4\)"),
     ({"quant_method": "sonicmoe_hf", "experts": "nf4"}, {"quantization_config": BitsAndBytesConfig()}, "cannot be given"),
     (None, {"quantization_config": Mxfp4Config()}, "is a Mxfp4Config"),
