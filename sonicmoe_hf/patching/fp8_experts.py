@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import FP8_BLOCK, Quantized, stored_shapes
-from ..layer.experts_module import IMPLEMENTATION
+from ..layer.experts_module import IMPLEMENTATION, has_gate
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private.transformers import fp8_experts_functions
 from ..quantization.state import check_stored
@@ -31,6 +31,8 @@ def why_not_taken(experts: Any) -> str | None:
         return (
             f"activation_scheme is {experts.activation_scheme!r}, scales of activations that only FP8 arithmetic uses"
         )
+    if not has_gate(experts):
+        return "it has no gate, and such experts are taken from the checkpoint alone"
     for name in WEIGHTS:
         weight, scales = getattr(experts, name, None), getattr(experts, name + SCALES, None)
         if weight is None or scales is None:

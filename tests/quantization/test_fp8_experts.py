@@ -108,6 +108,48 @@ def test_adapters_train_beside_them(load, patched_first):
     assert {name: error for name, error in errors.items() if error > 1e-5} == {}
 
 
+@pytest.mark.parametrize(
+    "gate",
+    [
+        {},
+        {"limit": 0.5},
+        {"swiglu_alpha": 1.7, "swiglu_limit": 0.5},
+        {"gate_softcap": 0.7, "up_softcap": 0.5},
+    ],
+    ids=["silu", "clamped silu", "clamped swiglu", "softcapped swiglu"],
+)
+def test_every_gate_that_their_attributes_ask_for_is_computed(load, gate):
+    model, _ = load("qwen3_moe")
+    experts = fp8_experts(model)[0]
+    if not all(hasattr(experts, name) for name in gate):
+        pytest.skip("this version of Transformers has no such gate")
+    vars(experts).update(gate)
+    sonicmoe_hf.patch_model(model)
+    theirs = copy.deepcopy(experts)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(theirs, name, nn.Parameter(getattr(experts, name).dequantize()))  # their products take dense weights
+    theirs.config = copy.deepcopy(experts.config)
+    theirs.config._experts_implementation = "eager"
+    x, index = torch.randn(12, 144), torch.rand(12, 8).topk(2).indices
+    weights = torch.rand(12, 2)
+    expected = theirs(x, index, weights)
+    assert (experts(x, index, weights) - expected).norm() <= 1e-6 * expected.norm()
+    plain = model.model.layers[1].mlp.experts
+    plain.load_state_dict(experts.state_dict())
+    assert (plain(x, index, weights) - expected).norm() > 0.01 * expected.norm() or not gate
+
+
+def test_experts_without_a_gate_and_gates_of_another_activation_are_refused_with_the_remedy(load):
+    model, _ = load("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.limit, experts.act_fn = 0.5, nn.GELU()
+    assert "its clamped gate has another activation than silu" in sonicmoe_hf.supports(model)[1].reason
+    model.model.layers[1].mlp.experts = type(experts)(experts.config, (128, 128), has_gate=False)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp: .*it has no gate.*experts_quantization=\"fp8\""):
+        sonicmoe_hf.patch_model(model)
+    assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())
+
+
 def test_what_no_packed_weight_is_stays_refused_with_the_remedy(load):
     remedy = 'experts_quantization="fp8"'
     sound, _ = load("qwen3_moe")
