@@ -20,7 +20,8 @@ class Inspection(NamedTuple):
     folder: where it is. family, layout: names of NATIVE_FAMILIES and CHECKPOINT_LAYOUTS; description: the layout in
     words.
     quantization: "nf4", "mxfp4", "nvfp4", "fp8" or None. dtypes: bytes per stored dtype. parameters, nbytes, files: in
-    all. bytes_per_expert_weight: that are stored, scales included.
+    all. expert_parameters: how many of the parameters are experts' weights, biases left out; expert_nbytes: what stores
+    them, scales included.
     layers, num_experts, hidden_size, intermediate_size: of the experts (the first layer's).
     conversions: for each target, what would be written.
     """
@@ -38,8 +39,14 @@ class Inspection(NamedTuple):
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    bytes_per_expert_weight: float
+    expert_parameters: int
+    expert_nbytes: int
     conversions: dict[str, str]
+
+    @property
+    def bytes_per_expert_weight(self) -> float:
+        """Stored for one weight of the experts, in the mean, scales included: 2 in bf16, 1.0002 in FP8."""
+        return self.expert_nbytes / self.expert_parameters
 
 
 def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> Inspection:
@@ -55,6 +62,7 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         dtypes[name] = dtypes.get(name, 0) + header.nbytes
     planned = {target: plan(source, target) for target in TARGETS}
     sizes = next(iter(source.expected.blocks.values()))
+    expert_parameters, expert_nbytes = _experts_weights(source)
     return Inspection(
         folder=source.folder,
         family=source.family.name,
@@ -69,20 +77,21 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         num_experts=sizes.num_experts,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
-        bytes_per_expert_weight=_bytes_per_expert_weight(source),
+        expert_parameters=expert_parameters,
+        expert_nbytes=expert_nbytes,
         conversions={target: _outlook(source, target, tensors) for target, tensors in planned.items()},
     )
 
 
-def _bytes_per_expert_weight(source: Source) -> float:
-    """What is stored for one value of the experts' weights, in the mean."""
+def _experts_weights(source: Source) -> tuple[int, int]:
+    """Of the experts' weights, biases left out: (how many values, the bytes that store them)."""
     nbytes = values = 0
     for block in source.expected.blocks:
         for named in source.expert_tensors(block):
             if not named.stored.is_bias:
                 values += torch.Size(named.shape).numel()
                 nbytes += sum(source.tensors[name].nbytes for name in source.stored_names(named))
-    return nbytes / values
+    return values, nbytes
 
 
 def _outlook(source: Source, target: str, planned: list[Planned]) -> str:

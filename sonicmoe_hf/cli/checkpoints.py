@@ -195,10 +195,22 @@ def _run_inspect(arguments) -> int:
 
     inspection = inspect_checkpoint(arguments.path, arguments.revision)
     if arguments.json:
-        print(json.dumps({**inspection._asdict(), "folder": str(inspection.folder)}, indent=2))
+        of_a_weight = {"bytes_per_expert_weight": inspection.bytes_per_expert_weight}
+        print(json.dumps({**inspection._asdict(), **of_a_weight, "folder": str(inspection.folder)}, indent=2))
     else:
         _print_inspection(inspection)
     return 0
+
+
+def _experts_size(inspection) -> str:
+    """What the experts' weights take, and beside it what they would take in bf16."""
+    each = inspection.bytes_per_expert_weight
+    stored = f"{inspection.expert_nbytes / 1e9:.2f} GB, {each:.5g} bytes a weight"
+    if inspection.quantization is None:
+        return stored
+    return (
+        f"{stored} with its scales ({8 * each:.4g} bits); {2 * inspection.expert_parameters / 1e9:.2f} GB in bfloat16"
+    )
 
 
 def _print_inspection(inspection) -> None:
@@ -218,8 +230,9 @@ def _print_inspection(inspection) -> None:
     table.add_row(
         "experts",
         f"{inspection.layers} layers of {inspection.num_experts}, hidden size {inspection.hidden_size}, "
-        f"intermediate size {inspection.intermediate_size}, {inspection.bytes_per_expert_weight:.4f} bytes a weight",
+        f"intermediate size {inspection.intermediate_size}",
     )
+    table.add_row("their weights", _experts_size(inspection))
     for target, words in inspection.conversions.items():
         table.add_row(f"convert to {target}", escape(words))
     Console().print(table)

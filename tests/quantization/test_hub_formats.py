@@ -160,16 +160,28 @@ def test_conversion_moves_fp8_blocks_into_native_order_and_back(kind, tmp_path, 
     assert experts and all(torch.equal(converted[name], dense[name].bfloat16()) for name in experts)
 
 
-def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys):
+def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")  # of the terminal, which else breaks lines
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     make(tmp_path / "bf16", "qwen3_moe", **sizes)
     for name, nbytes in (("fp8", 1 + 4 / 128**2), ("nvfp4", (8 + 1) / 16 + 4 / 128**2), ("mxfp4", 17 / 32)):
         convert_checkpoint(tmp_path / "bf16", tmp_path / name, quantize=name)
         found = inspect_checkpoint(tmp_path / name)
         assert found.quantization == name and found.bytes_per_expert_weight == pytest.approx(nbytes, rel=1e-6)
-    assert inspect_checkpoint(tmp_path / "bf16").bytes_per_expert_weight == 2
-    assert main(["inspect", str(tmp_path / "fp8")]) == 0
-    assert "1.0002 bytes a weight" in " ".join(capsys.readouterr().out.split())
+    dense, packed = inspect_checkpoint(tmp_path / "bf16"), inspect_checkpoint(tmp_path / "fp8")
+    assert dense.bytes_per_expert_weight == 2 and dense.expert_nbytes == 2 * dense.expert_parameters
+    assert packed.expert_parameters == dense.expert_parameters == 8 * 3 * 128 * 128
+    assert packed.expert_nbytes == 8 * 3 * (128 * 128 + 4)
+    for name, words in (
+        ("bf16", "0.00 GB, 2 bytes a weight │"),
+        ("fp8", "0.00 GB, 1.0002 bytes a weight with its scales (8.002 bits); 0.00 GB in bfloat16"),
+    ):
+        capsys.readouterr()
+        assert main(["inspect", str(tmp_path / name)]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+    assert main(["inspect", str(tmp_path / "fp8"), "--json"]) == 0
+    of_fp8 = json.loads(capsys.readouterr().out)
+    assert of_fp8["bytes_per_expert_weight"] == packed.bytes_per_expert_weight == 1 + 4 / 128**2
 
 
 def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others():
