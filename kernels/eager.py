@@ -194,7 +194,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     for e, span in _spans(rows):
         h = _add_extra(x_TH[rows.token[span]] @ gate_up_E2IH[e].T, extra, e, span)
         h_R2I[span] = h if bias_E2I is None else h + bias_E2I[e]
-        if want_a:
+        if a_RI is not None:
             h = h_R2I[span].to(accumulation_dtype(x_TH.dtype))
             a_RI[span] = _activate_h(h, interleaved, activation)[0].to(a_RI.dtype)
     return h_R2I if want_h else None, a_RI
@@ -232,11 +232,11 @@ def down_backward(
         weight = weight_P[rows.pair[span], None]
         da = _add_extra(dout @ down_EHI[e], extra, e, span).to(dtype) if want_dh or want_dw else 1.0
         a, gradients = _activate_h(h_R2I[span].to(dtype), interleaved, activation, weight * da)
-        if want_dh:
+        if dh_R2I is not None:
             dh_R2I[span] = _join(gradients, interleaved).to(dh_R2I.dtype)
-        if want_a:
+        if a_RI is not None:
             a_RI[span] = (weight * a).to(a_RI.dtype)
-        if want_dw:
+        if dw_P is not None:
             dw = (da * a).sum(-1)
             if bias_EH is not None:
                 dw = dw + dout.to(dtype) @ bias_EH[e].to(dtype)

@@ -47,7 +47,7 @@ def ungated_activation(h, name):
     raise ValueError(f"unknown activation {name!r}")
 
 
-def split_gate_up(h, interleaved):
+def split_gate_up(h, interleaved) -> tuple[torch.Tensor, torch.Tensor]:
     """h [..., 2I] -> gate [..., I], up [..., I]."""
     return (h[..., 0::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
 

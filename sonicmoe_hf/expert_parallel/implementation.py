@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +28,8 @@ class SonicMoEExpertParallelism(EPImplementation):
     def __init__(self, experts, ep_mesh, tp_mesh):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
-        self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), self.num_local_experts)
+        num_local: Any = self.num_local_experts
+        self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), num_local)
         self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
         setattr(experts, PARALLELISM, self)
         when_split = vars(experts).pop(WHEN_SPLIT, None)
@@ -80,19 +83,19 @@ class SonicMoEExpertParallelism(EPImplementation):
         routing = Routing(routing.expert_index, weights, routing.token_index)
         hidden_states = self.with_summed_gradient(hidden_states)
         if self.shares_batch:
-            return self._on_shared_batch(hidden_states, routing)
-        return self._exchange_part(hidden_states, routing)
+            return self._on_shared_batch(hidden_states, routing, self.batch_group)
+        return self._exchange_part(hidden_states, routing, self.batch_group)
 
     def _exchange(self, x_TH, routing: Routing):
         by = by_gathering if self.ranks.size == 2 else by_all_to_all
         return by(x_TH, routing, self.ranks, self.experts_forward)
 
-    def _on_shared_batch(self, x_TH, routing: Routing):
+    def _on_shared_batch(self, x_TH, routing: Routing, group: dist.ProcessGroup):
         expert = self.ranks.local(routing.expert_index)
         here = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
-        return sum_over_ranks(self.experts_forward(x_TH, here, routing.weights), self.batch_group)
+        return sum_over_ranks(self.experts_forward(x_TH, here, routing.weights), group)
 
-    def _exchange_part(self, x_TH, routing: Routing):
+    def _exchange_part(self, x_TH, routing: Routing, group: dist.ProcessGroup):
         """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""
         num_tokens, size = len(x_TH), self.tp_mesh.size()
         start, stop = (num_tokens * part // size for part in (self.tp_mesh.get_local_rank(),
@@ -101,4 +104,4 @@ class SonicMoEExpertParallelism(EPImplementation):
         is_mine_P = (token_P >= start) & (token_P < stop)
         mine = Routing(torch.where(is_mine_P, expert_P, -1), weight_P, token_P - start)
         out = self._exchange(x_TH[start:stop], mine)
-        return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), self.batch_group)
+        return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), group)

@@ -280,7 +280,7 @@ def _setup_context(ctx, arguments, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.given = [tensor is not None for tensor in inputs]
     x, *others = inputs
-    keep_x = not plan.h or needs.gate_up or needs.gate_up_a
+    keep_x = not plan.h or bool(needs.gate_up) or bool(needs.gate_up_a)
     keep_x = keep_x or torch_op.transformed()  # there, for the refusal of second derivatives
     ctx.save_for_backward(*saved, x if keep_x else None, *others, *rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,7 +130,7 @@ class PackedWeight(torch.Tensor):
     __torch_function__ = without_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
         operation = OPERATIONS.get(function)
         if operation is not None:
             result = operation(*args, **(kwargs or {}))
@@ -155,7 +156,7 @@ class PackedWeight(torch.Tensor):
     def data(self, value):
         if not self._is_like(value):
             raise RuntimeError(NOT_DENSE.format(operation="weight.data = ...", format=self.format))
-        torch.Tensor.data.__set__(self, value)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
         self._hold(value.packed)
 
     @property
@@ -183,7 +184,9 @@ class PackedWeight(torch.Tensor):
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            memo[id(self)] = _rebuilt(*self.clone().__reduce_ex__(2)[1][:-1], isinstance(self, nn.Parameter))
+            copied = self._map(torch.clone)
+            options = self.format, self.dtype, self.is_transposed, isinstance(self, nn.Parameter)
+            memo[id(self)] = _rebuilt(*copied.packed, *options)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
@@ -231,7 +234,7 @@ def _copy(weight, source, non_blocking=False):
     return weight
 
 
-OPERATIONS = {
+OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: alias,
     aten.alias.default: alias,
     aten.clone.default: _clone,

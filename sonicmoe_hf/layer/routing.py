@@ -187,7 +187,8 @@ def _round_rows(
 
 def _fake_round_rows(scores, ranking, top_k_index, valid, uniform, weighting, options):
     expert = scores.new_empty(options.num_pairs, dtype=torch.int32)
-    rows = fake_rows(expert, *scores.shape, options.backend)
+    num_tokens, num_experts = scores.shape
+    rows = fake_rows(expert, num_tokens, num_experts, options.backend)
     tensors = [scores.new_empty(options.num_pairs, dtype=options.dtype), expert, *rows]
     return tensors if valid is None else [*tensors, scores.new_empty((), dtype=torch.bool)]
 

@@ -42,7 +42,7 @@ class Op:
         hints = typing.get_type_hints(function)
         result = hints.pop("return")
         self._groups = []  # (what makes the argument of its fields, or None; where they stand, flat)
-        parameters = []
+        parameters: list[inspect.Parameter] = []
         for name, hint in hints.items():
             is_tuple = isinstance(hint, type) and issubclass(hint, tuple)
             fields = typing.get_type_hints(hint) if is_tuple else {name: hint}
@@ -54,7 +54,7 @@ class Op:
         def flat(*arguments):
             return function(*self.nest(arguments))
 
-        flat.__signature__ = inspect.Signature(
+        vars(flat)["__signature__"] = inspect.Signature(
             [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters],
             return_annotation=result,
         )

@@ -248,7 +248,7 @@ class _TakeDense(ConversionOps):
             )
         try:
             if is_packed and is_split and self.format.name == "fp8":
-                dense = _dense_part_of_fp8(*tensors, parameter)
+                dense = _dense_part_of_fp8(weight, tensors[1], parameter)
             else:
                 dense = self.format.dense(*tensors) if is_packed else weight
         except CheckpointError as error:

@@ -7,6 +7,7 @@ registration.py makes its quant_method "sonicmoe_hf" in a checkpoint's config.js
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -159,7 +160,7 @@ class ExpertsQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: ExpertsQuantizationConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
-        self.linear = None
+        self.linear: Any = None
         if quantization_config.linear is not None:
             linear = copy.deepcopy(quantization_config.linear)
             self.linear = AutoHfQuantizer.from_config(linear, pre_quantized=self.pre_quantized)

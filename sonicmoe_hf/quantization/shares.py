@@ -56,7 +56,7 @@ class Awaited:
     """
 
     def __init__(self, experts: nn.Module, names: tuple[str, ...]):
-        self.placeholders = {name: experts._parameters.pop(name) for name in names}
+        self.placeholders: dict[str, Any] = {name: experts._parameters.pop(name) for name in names}
         self.handles = [
             experts.register_state_dict_pre_hook(functools.partial(self._reveal)),
             experts.register_state_dict_post_hook(functools.partial(self._show_placeholders)),
@@ -86,6 +86,7 @@ def await_packed(experts: nn.Module, names: tuple[str, ...], format: str) -> Non
     def when_split(experts):
         for name in names:
             weight, share = experts._parameters[name], share_of(experts, name)
+            assert share is not None  # now that ranks share them
             try:
                 check_part(format, share.experts(len(weight) // share.num_parts), weight[0].numel())
             except ValueError as error:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..patching.balance import ScaleHook, count_labels
+from ..patching.calls import ModelCall
 from ..patching.patch import is_patched, patch_state
 
 
@@ -26,7 +27,8 @@ class LossWithScale:
         if state is None or state.balancing is None or not state.balancing.loss_weight:
             return self.compute_loss(model, inputs, *args, **kwargs)
         share = self._share(inputs, kwargs.get("num_items_in_batch"))  # before the Trainer takes the labels out
-        state.of_loss = calls = []
+        calls: list[ModelCall] = []
+        state.of_loss = calls
         try:
             result = self.compute_loss(model, inputs, *args, **kwargs)
         finally:
