@@ -85,10 +85,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     switch = argparse.BooleanOptionalAction
     model.add_argument("--bf16", action=switch, help="compute in bf16 (autocast); default: for LoRA")
     model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA")
-    model.add_argument("--dtype", choices=("float32", "bfloat16"),
-                       help="of the weights; default: bfloat16 for LoRA with --bf16, else float32")  # fmt: skip
-    model.add_argument("--experts-quantization", choices=tuple(FORMATS),
-                       help="hold the experts packed in 4 or 8 bits and frozen; with --lora")  # fmt: skip
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the weights; default: bfloat16 for LoRA with --bf16, else float32",
+    )
+    model.add_argument(
+        "--experts-quantization",
+        choices=tuple(FORMATS),
+        help="hold the experts packed in 4 or 8 bits and frozen; with --lora",
+    )
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
     model.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
     model.add_argument("--compile", metavar="BACKEND", nargs="?", const="inductor", help="torch.compile the model")
@@ -102,14 +108,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--sequence-length", type=int, default=512)
 
     moe = parser.add_argument_group("sonicmoe-hf")
-    moe.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="top_k",
-                     help="of tokens per expert; default: top_k, no token rounding")  # fmt: skip
+    moe.add_argument(
+        "--rounding",
+        choices=("top_k", *ROUNDINGS),
+        default="top_k",
+        help="of tokens per expert; default: top_k, no token rounding",
+    )
     moe.add_argument("--tile", type=int, help=f"rows; default: {SMALL_MODEL_TILE} for the small model, else 128")
     moe.add_argument("--min-tiles-per-expert", type=float, help=f"default: {TokenRounding.min_tiles_per_expert}")
     moe.add_argument("--start", type=moment, help="of token rounding: step, or fraction of training; default: 0.0")
     moe.add_argument("--end", type=moment, help="likewise; default: 1.0")
-    moe.add_argument("--per-layer-loss", type=float,
-                     help=f"balancing loss; default: {PER_LAYER_LOSS} for the small model, else none")  # fmt: skip
+    moe.add_argument(
+        "--per-layer-loss",
+        type=float,
+        help=f"balancing loss; default: {PER_LAYER_LOSS} for the small model, else none",
+    )
     moe.add_argument("--bias-update", type=float, help="of correction biases (DeepSeek-V3 and its kin), such as 1e-3")
     moe.add_argument("--save", choices=SAVE_POLICIES, default="preactivation", help="what layers keep for backward")
     moe.add_argument("--backend", help=f"overrides the automatic choice, as {VARIABLE} does")

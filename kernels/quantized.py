@@ -139,9 +139,11 @@ def stored_dtypes(name: str, part: str) -> tuple[torch.dtype, ...]:
 
 def check_quantized(packed: Quantized, name: str) -> None:
     """Raise ValueError where the parts of a packed weight do not fit together."""
-    dims, letters = (5, "experts, parts, blocks of rows, kinds of rows, blocks of columns") if name == "fp8" else (
-        3, "experts, rows, blocks",
-    )  # fmt: skip
+    dims, letters = (
+        (5, "experts, parts, blocks of rows, kinds of rows, blocks of columns")
+        if name == "fp8"
+        else (3, "experts, rows, blocks")
+    )
     if packed.scales.dim() != dims:
         raise ValueError(f"{name} scales have {packed.scales.dim()} dimensions; they need {dims}: {letters}")
     order = packed.state if name == "nvfp4" else packed.codes

@@ -54,8 +54,16 @@ _MODULES = {  # of this package: what of each is exported here
     "lora.convert": ("convert_adapter",),
     "lora.merge": ("merge_adapter",),
     "patching.divergence": ("serving_divergence",),
-    "patching.patch": ("PatchReport", "from_pretrained", "is_patched", "patch", "patch_model", "set_routing",
-                       "unpatch", "unpatch_model"),
+    "patching.patch": (
+        "PatchReport",
+        "from_pretrained",
+        "is_patched",
+        "patch",
+        "patch_model",
+        "set_routing",
+        "unpatch",
+        "unpatch_model",
+    ),
     "patching.recorded": ("RecordedRouting",),
     "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),
@@ -63,7 +71,7 @@ _MODULES = {  # of this package: what of each is exported here
     "patching.quantize": ("quantize_experts",),
     "trainer.balancing": ("LoadBalancing",),
     "trainer.callbacks": ("ExpertLoadCallback", "TokenRoundingCallback", "attach"),
-}  # fmt: skip
+}
 _EXPORTED_MODULES = {"backends": "layer.backends", "functional": "layer.moe_experts", "routing": "layer.routing"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -113,8 +113,10 @@ class _DenseTwin(torch.autograd.Function):
 
 
 def dense_bound(shape: Shape):
-    rows = [torch.randn(shape.T * shape.K, n, device="cuda", dtype=torch.bfloat16)
-            for n in (shape.H, shape.width, shape.I, shape.H)]  # fmt: skip
+    rows = [
+        torch.randn(shape.T * shape.K, n, device="cuda", dtype=torch.bfloat16)
+        for n in (shape.H, shape.width, shape.I, shape.H)
+    ]
     return lambda x, gate_up, down, expert, weight: _DenseTwin.apply(x, gate_up, down, *rows)
 
 

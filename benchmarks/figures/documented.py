@@ -54,5 +54,5 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/token-rounding.md", "| option | default | meaning |"): "defaults",
     ("docs/token-rounding.md", "| rounding | n | max. rows of a layer |"): "formulas",
     ("docs/trainers.md", "| tool | versions | command | what was seen |"): "versions, and runs on a CPU",
-}  # fmt: skip
+}
 WITHOUT_COMMIT = {"quality_corpus.csv"}  # a list of packages

@@ -18,8 +18,13 @@ SHAPES = {  # name in the documents: config of the CSVs, shape
 LARGE = ("7B", "Qwen3-30B-A3B", "OLMoE", "gpt-oss-20b")
 ALL = (*LARGE, "small")
 OURS, TRITON, SONIC, SCATTER, GROUPED, BOUND = (
-    "hopper", "triton", "sonicmoe (Transformers)", "ScatterMoE", "grouped_mm", "dense cuBLAS (bound)",
-)  # fmt: skip
+    "hopper",
+    "triton",
+    "sonicmoe (Transformers)",
+    "ScatterMoE",
+    "grouped_mm",
+    "dense cuBLAS (bound)",
+)
 WHOLE, FROZEN = "forward+backward", "frozen"
 
 

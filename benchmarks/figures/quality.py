@@ -161,21 +161,40 @@ def starved(results: Results) -> Iterator[Table | Sentence]:
         "| model and steps counted | tiles per expert | balancing loss | without rows, `nearest` | `balanced` | top-k |",
         [
             [
-                "3.7 M runs, last 20 of 300", "4", "of every layer, weight 0.01",
-                (cpu[0], every[0]), cpu[1], dead("top_k", 128, preset="cpu"),
+                "3.7 M runs, last 20 of 300",
+                "4",
+                "of every layer, weight 0.01",
+                (cpu[0], every[0]),
+                cpu[1],
+                dead("top_k", 128, preset="cpu"),
             ],
             [
-                "26.8 M runs, last 20 of 1,300", "4 or 2", "of every layer, weight 0.01",
-                (gpu[0], every[1]), gpu[1], gpu[2],
+                "26.8 M runs, last 20 of 1,300",
+                "4 or 2",
+                "of every layer, weight 0.01",
+                (gpu[0], every[1]),
+                gpu[1],
+                gpu[2],
             ],
-            ["the same, in a single step", "2", "the same", single("nearest", "2.0"), single("balanced", "2.0"), top_k],
+            [
+                "the same, in a single step",
+                "2",
+                "the same",
+                single("nearest", "2.0"),
+                single("balanced", "2.0"),
+                top_k,
+            ],
             ["the same", "1", "the same", single("nearest", "1.0"), "", top_k],
             [
-                "26.8 M, one run, last 20 of 2,400", "", "none", "", "",
+                "26.8 M, one run, last 20 of 2,400",
+                "",
+                "none",
+                "",
+                "",
                 (Figure(256 * none.value, f"256 * {none.source}"), every[1]),
             ],
         ],
-    )  # fmt: skip
+    )
 
 
 def balance(results: Results) -> Iterator[Table | Sentence]:

@@ -25,8 +25,11 @@ QWEN3 = "Qwen3-30B-A3B"
 QWEN3_PARAMETERS = 30_532_122_624
 GIB = 2.0**30
 LIGER, FSDP2, PLAIN, COMPILED = (
-    "Liger, spread load", "Liger, spread load, FSDP2, 2 GPUs", "spread load", "spread load, compiled layers",
-)  # fmt: skip
+    "Liger, spread load",
+    "Liger, spread load, FSDP2, 2 GPUs",
+    "spread load",
+    "spread load, compiled layers",
+)
 STEPS = {  # row of the table: config, shape, launch of train_step.csv
     "the paper's 7B, all 40, 24,576, one GPU": ("7B", "40,24576", LIGER),
     "the same, FSDP2 on two GPUs": ("7B", "40,24576", FSDP2),
@@ -363,7 +366,9 @@ def recipes(results: Results) -> Iterator[Table | Sentence]:
     for label, gpus, layers, recipe in (
         (
             "[all weights, one GPU](#all-weights-of-qwen3-30b-a3b-on-one-gpu)",
-            1, 48, "all weights of Qwen3-30B-A3B on one GPU",
+            1,
+            48,
+            "all weights of Qwen3-30B-A3B on one GPU",
         ),
         ("[LoRA](#lora), Liger", 1, 48, "LoRA"),
         ("[SFTTrainer with packing](#sfttrainer-with-packing), Liger", 1, 48, "SFTTrainer with packing, Liger"),
@@ -373,15 +378,19 @@ def recipes(results: Results) -> Iterator[Table | Sentence]:
         ("[ZeRO-3](#zero-3), Liger", 2, 16, "ZeRO-3, 16 layers"),
         (
             "[expert parallelism](#expert-parallelism), token rounding `nearest`",
-            2, 8, "expert parallelism, 8 layers",
+            2,
+            8,
+            "expert parallelism, 8 layers",
         ),
         (
             "[token rounding](#token-rounding-with-balanced-experts) `balanced`, Liger",
-            1, 4, "token rounding, balanced",
+            1,
+            4,
+            "token rounding, balanced",
         ),
         ("the same with top-k", 1, 4, "top-k, Liger"),
         ("[torch.compile](#torchcompile), no Liger", 1, 4, "torch.compile"),
-    ):  # fmt: skip
+    ):
         figures = [
             results.one("recipes", "value", recipe=recipe, metric=metric) for metric in ("tokens_per_s", "peak_GiB")
         ]

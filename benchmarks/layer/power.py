@@ -56,8 +56,13 @@ def sampled(call) -> tuple[float, list[list[str]]]:
     for _ in range(3):
         call()
     torch.cuda.synchronize()
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "--loop-ms=50",
-               f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"]  # fmt: skip
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(QUERY)}",
+        "--format=csv,noheader,nounits",
+        "--loop-ms=50",
+        f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampler:
         began, calls = time.perf_counter(), 0
         while time.perf_counter() - began < SECONDS:

@@ -156,8 +156,11 @@ def check(config, shape, options, add):
                     error = forward_error(out, x, expert, weight, exact)
                     errors[f"{backend} {label}"] = error
                     add(f"{backend} {label}", f"forward, {tokens} tokens", "eager", "error_out", [error])
-            print(f"  {config} {name} {tokens} tokens: "
-                  + ", ".join(f"{label} {error:.5f}" for label, error in errors.items()), flush=True)  # fmt: skip
+            print(
+                f"  {config} {name} {tokens} tokens: "
+                + ", ".join(f"{label} {error:.5f}" for label, error in errors.items()),
+                flush=True,
+            )
             assert max(errors.values()) < 1.2 * min(errors.values()) + 2**-10, "errors differ"
         del packed, dense, exact
 
@@ -207,8 +210,11 @@ def dequantize_bandwidth(config, shape, options, add):
                 add(contender, which, "graph", "us", us[label])
                 add(contender, which, "graph", "bytes_per_second", rates)
                 rate = quantiles(rates)[0]
-                print(f"  {config} {which} {contender}: {quantiles(us[label])[0]:.1f} us, {rate / 1e12:.2f} TB/s, "
-                      f"{rate / BYTES_PER_SECOND:.0%} of 4.3", flush=True)  # fmt: skip
+                print(
+                    f"  {config} {which} {contender}: {quantiles(us[label])[0]:.1f} us, {rate / 1e12:.2f} TB/s, "
+                    f"{rate / BYTES_PER_SECOND:.0%} of 4.3",
+                    flush=True,
+                )
             del weight, packed, copied, call, copy
             clear(options.device)
 
@@ -247,9 +253,15 @@ def generate(config, shape, options, add):
                 ratios = [dense / value for dense, value in zip(found["bf16"], us)]
                 add(f"{backend} {label}", f"forward, {tokens} tokens", "graph", "speedup_over_bf16", ratios)
             wanted = f", wanted {WANTED[tokens]}" if shape._replace(T=QWEN3.T) == QWEN3 and tokens in WANTED else ""
-            print(f"  {config} {tokens} tokens {backend}: " + ", ".join(
-                f"{label} {quantiles(us)[0]:.1f} us (x{quantiles(found['bf16'])[0] / quantiles(us)[0]:.2f})"
-                for label, us in found.items()) + wanted, flush=True)  # fmt: skip
+            print(
+                f"  {config} {tokens} tokens {backend}: "
+                + ", ".join(
+                    f"{label} {quantiles(us)[0]:.1f} us (x{quantiles(found['bf16'])[0] / quantiles(us)[0]:.2f})"
+                    for label, us in found.items()
+                )
+                + wanted,
+                flush=True,
+            )
             del calls
             clear(options.device)
 
@@ -274,8 +286,11 @@ def train(config, shape, options, add):
                 for tensor, error in errors.items():
                     add(f"{backend} {name}", f"LoRA, {tokens} tokens", "eager", f"error_{tensor}", [error])
                     assert error < 1.2 * of_bf16[tensor] + 2**-10, (name, tensor, error, of_bf16[tensor])
-                print(f"  {config} {tokens} tokens {backend} {name}, LoRA r={RANK}: errors "
-                      + " ".join(f"{tensor} {error:.4f}" for tensor, error in errors.items()), flush=True)  # fmt: skip
+                print(
+                    f"  {config} {tokens} tokens {backend} {name}, LoRA r={RANK}: errors "
+                    + " ".join(f"{tensor} {error:.4f}" for tensor, error in errors.items()),
+                    flush=True,
+                )
                 del packed, dense, own
             with on(backend):
                 found = measured(steps, 1, options.rounds, options.device)
@@ -287,9 +302,14 @@ def train(config, shape, options, add):
                 add(label, f"LoRA, {tokens} tokens", "graph", "ratio_to_bf16", ratios)
                 for metric, value in held.get(name, {}).items():
                     add(label, f"LoRA, {tokens} tokens", "eager", metric, [value])
-            print(f"  {config} {tokens} tokens {backend}, LoRA r={RANK}, forward+backward: " + ", ".join(
-                f"{name} {quantiles(us)[0] / 1e3:.3f} ms (x{quantiles(us)[0] / quantiles(found['bf16'])[0]:.3f})"
-                for name, us in found.items()), flush=True)  # fmt: skip
+            print(
+                f"  {config} {tokens} tokens {backend}, LoRA r={RANK}, forward+backward: "
+                + ", ".join(
+                    f"{name} {quantiles(us)[0] / 1e3:.3f} ms (x{quantiles(us)[0] / quantiles(found['bf16'])[0]:.3f})"
+                    for name, us in found.items()
+                ),
+                flush=True,
+            )
             del steps, inputs
             clear(options.device)
 

@@ -166,10 +166,12 @@ def row_counts(layer: Layer):
         padding = (-n_E) % DEFAULT_TILE
         change = n_E - f_E
         facts[name] = {
-            "rows": n_E.sum().item(), "rows_padding": padding.sum().item(),
+            "rows": n_E.sum().item(),
+            "rows_padding": padding.sum().item(),
             "padded_row_factor": (n_E + padding).sum().item() / n_E.sum().item(),
-            "rows_added": change.clamp(min=0).sum().item(), "rows_dropped": (-change).clamp(min=0).sum().item(),
-        }  # fmt: skip
+            "rows_added": change.clamp(min=0).sum().item(),
+            "rows_dropped": (-change).clamp(min=0).sum().item(),
+        }
     return facts
 
 

@@ -169,8 +169,10 @@ def show(rows: list[dict]) -> None:
     by_run = {
         (Case(row["router"], row["balancing"], float(row["rate"]), row["routing"]), row["seed"]): row for row in rows
     }
-    print("| router | balancing | routing | seeds | held-out loss | over none, by seed | load | worst layer | of a step "
-          "| held out | worst layer | dead | dead, held out | rows | s |")  # fmt: skip
+    print(
+        "| router | balancing | routing | seeds | held-out loss | over none, by seed | load | worst layer | of a step "
+        "| held out | worst layer | dead | dead, held out | rows | s |"
+    )
     print("|" + "---|" * 15)
     for case in dict.fromkeys(case for case, _ in sorted(by_run)):
         own = [row for (other, _), row in by_run.items() if other == case]

@@ -65,9 +65,14 @@ def main():
             model = adapted(base, contender, seed)
             parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
             curve = train(
-                model, rows, options.steps, options.learning_rate, seed,
-                lambda model: held_out_loss(model, held_out, dtype), dtype,
-            )  # fmt: skip
+                model,
+                rows,
+                options.steps,
+                options.learning_rate,
+                seed,
+                lambda model: held_out_loss(model, held_out, dtype),
+                dtype,
+            )
             table += [
                 dict(zip(FIELDS, (contender, seed, step, f"{loss:.5f}", parameters))) | origin
                 for step, loss in curve.items()

@@ -57,9 +57,14 @@ def append_row(path: Path, fields: tuple[str, ...], row: dict, device: torch.dev
 
 
 def do_missing(
-    runs: list[Run], preset: Preset, options: argparse.Namespace, path: Path, fields: tuple[str, ...],
-    columns_of: Callable[[Preset, Run], dict], measure: Measure,
-) -> None:  # fmt: skip
+    runs: list[Run],
+    preset: Preset,
+    options: argparse.Namespace,
+    path: Path,
+    fields: tuple[str, ...],
+    columns_of: Callable[[Preset, Run], dict],
+    measure: Measure,
+) -> None:
     """Do the runs without a row in the CSV, and append one as each ends. `columns_of` tells runs apart; `measure` gives
     their figures."""
     began = time.monotonic()

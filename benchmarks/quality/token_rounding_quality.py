@@ -134,8 +134,10 @@ def show(rows: list[dict], balancing: str) -> None:
     table = by_method(rows, balancing)
     comparison = compare(table)
     print(f"balancing loss: {balancing}")
-    print("| method | tiles per expert | runs | held-out loss | over top-k's | bits per byte | rows | starved | dead "
-          "| dead, held-out | load cv, held-out | s |")  # fmt: skip
+    print(
+        "| method | tiles per expert | runs | held-out loss | over top-k's | bits per byte | rows | starved | dead "
+        "| dead, held-out | load cv, held-out | s |"
+    )
     print("|" + "---|" * 12)
     for (method, tile), runs in table.items():
         over = comparison.over_top_k.get((method, tile))

@@ -144,12 +144,19 @@ class CapacityRouting:
 def sizes_of(preset: Preset) -> dict:
     """What the configs of all models here have in common."""
     return {
-        "vocab_size": preset.vocab_size, "hidden_size": preset.hidden_size, "num_hidden_layers": preset.layers,
-        "moe_intermediate_size": preset.expert_size, "num_experts_per_tok": preset.top_k, "norm_topk_prob": True,
-        "num_attention_heads": preset.heads, "num_key_value_heads": preset.heads,
-        "head_dim": preset.hidden_size // preset.heads, "initializer_range": preset.initializer_range,
-        "max_position_embeddings": preset.length, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "vocab_size": preset.vocab_size,
+        "hidden_size": preset.hidden_size,
+        "num_hidden_layers": preset.layers,
+        "moe_intermediate_size": preset.expert_size,
+        "num_experts_per_tok": preset.top_k,
+        "norm_topk_prob": True,
+        "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.heads,
+        "head_dim": preset.hidden_size // preset.heads,
+        "initializer_range": preset.initializer_range,
+        "max_position_embeddings": preset.length,
+        "tie_word_embeddings": True,
+    }
 
 
 def qwen3_config(preset: Preset, **changes) -> Qwen3MoeConfig:

@@ -273,9 +273,12 @@ def check(results: dict[str, dict[str, list[float]]]) -> None:
 
 def write(path: Path, results, options) -> None:
     parts = [
-        f"{options.layers} layers", f"vocabulary {options.sizes['vocab_size']}", f"{options.tokens} tokens a rank",
-        f"{dist.get_world_size()} ranks", *settings_of(options),
-    ]  # fmt: skip
+        f"{options.layers} layers",
+        f"vocabulary {options.sizes['vocab_size']}",
+        f"{options.tokens} tokens a rank",
+        f"{dist.get_world_size()} ranks",
+        *settings_of(options),
+    ]
     common = {"shape": ", ".join(parts), "gpu": provenance.gpu(), **provenance.columns()}
     rows = []
     for name, found in results.items():

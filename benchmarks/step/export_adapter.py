@@ -20,8 +20,14 @@ from safetensors.torch import save_file
 
 import sonicmoe_hf
 
-SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "head_dim": 128,
-         "num_attention_heads": 32, "num_key_value_heads": 4}  # fmt: skip
+SIZES = {
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
 ATTENTION = {"q_proj": (4096, 2048), "k_proj": (512, 2048), "v_proj": (512, 2048), "o_proj": (2048, 4096)}
 
 
@@ -36,12 +42,20 @@ def make(folder: Path, layers: int, rank: int) -> None:
     base, adapter = folder / "base", folder / "adapter"
     for path, name, content in (
         (base, "config.json", {**config, "vocab_size": 151936, "num_experts_per_tok": 8}),
-        (adapter, "adapter_config.json", {
-            "peft_type": "LORA", "r": rank, "lora_alpha": 32, "peft_version": "0.20.0", "target_modules": [*ATTENTION],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-            "base_model_name_or_path": str(base),
-        }),
-    ):  # fmt: skip
+        (
+            adapter,
+            "adapter_config.json",
+            {
+                "peft_type": "LORA",
+                "r": rank,
+                "lora_alpha": 32,
+                "peft_version": "0.20.0",
+                "target_modules": [*ATTENTION],
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+                "base_model_name_or_path": str(base),
+            },
+        ),
+    ):
         path.mkdir(parents=True)
         (path / name).write_text(json.dumps(content))
     save_file(_factors(layers, rank), adapter / "adapter_model.safetensors")
@@ -79,8 +93,10 @@ def main() -> None:
         (path / "adapter_model.safetensors").stat().st_size for path in (arguments.folder / "adapter", done)
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{before / 1e9:.2f} GB -> {after / 1e9:.2f} GB in {seconds:.1f} s, {busy:.1f} s of them computing, "
-          f"peak memory {peak / 1e9:.1f} GB")  # fmt: skip
+    print(
+        f"{before / 1e9:.2f} GB -> {after / 1e9:.2f} GB in {seconds:.1f} s, {busy:.1f} s of them computing, "
+        f"peak memory {peak / 1e9:.1f} GB"
+    )
     shutil.rmtree(arguments.folder)
 
 

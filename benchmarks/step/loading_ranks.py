@@ -128,10 +128,14 @@ def load(rank: int, ranks: int, folder: Path, held_as: str, pipe: Any) -> None:
         model = sonicmoe_hf.from_pretrained(folder, dtype="bfloat16", experts_quantization=held_as, **options)
         seconds = time.perf_counter() - start
     held = sum(getattr(weight, "to_local", lambda w=weight: w)().nbytes for weight in model.parameters())
-    pipe.send({
-        "seconds": seconds, "held_gb": held / 1e9, "peak_own_gb": watched.peak["RssAnon"],
-        "peak_mapped_gb": watched.peak["RssFile"],
-    })  # fmt: skip
+    pipe.send(
+        {
+            "seconds": seconds,
+            "held_gb": held / 1e9,
+            "peak_own_gb": watched.peak["RssAnon"],
+            "peak_mapped_gb": watched.peak["RssFile"],
+        }
+    )
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -44,29 +44,56 @@ MODELS = {
     "7B": Model(
         Qwen3MoeConfig,
         {
-            "hidden_size": 1536, "intermediate_size": 4096, "moe_intermediate_size": 256, "num_experts": 128,
-            "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 24, "num_key_value_heads": 24,
-            "head_dim": 64, "vocab_size": 100352, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+            "hidden_size": 1536,
+            "intermediate_size": 4096,
+            "moe_intermediate_size": 256,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 24,
+            "head_dim": 64,
+            "vocab_size": 100352,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
         },
-        layers=40, trained_layers=16, tokens=24576,
+        layers=40,
+        trained_layers=16,
+        tokens=24576,
     ),
     "OLMoE-1B-7B": Model(  # config.json of allenai/OLMoE-1B-7B-0924
         OlmoeConfig,
         {
-            "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
-            "norm_topk_prob": False, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 50304,
         },
-        layers=16, trained_layers=16,
+        layers=16,
+        trained_layers=16,
     ),
     "gpt-oss-20b": Model(  # config.json of openai/gpt-oss-20b; it has no sdpa
         GptOssConfig,
         {
-            "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
-            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 201088,
         },
-        layers=24, trained_layers=8, tokens=8192, attention="eager",
+        layers=24,
+        trained_layers=8,
+        tokens=8192,
+        attention="eager",
     ),
-}  # fmt: skip
+}
 
 
 class Contender(NamedTuple):
@@ -139,9 +166,11 @@ def build(name: str, layers: int, *, device: str, tiny: bool, dtype=torch.bfloat
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            config_of(name, layers, tiny), dtype=dtype, attn_implementation=MODELS[name].attention,
+            config_of(name, layers, tiny),
+            dtype=dtype,
+            attn_implementation=MODELS[name].attention,
             experts_implementation=implementation,
-        )  # fmt: skip
+        )
     return model.train()
 
 

@@ -152,8 +152,12 @@ def main(arguments=None) -> None:
         for clock in ("GPU", "wall"):
             row, ratio = table[case, f"{clock} ms"], table[case, f"{clock}, over plain"]
             cells.append(f"{float(row['median']):.2f} ({float(row['min']):.2f} to {float(row['max']):.2f})")
-            cells.append("" if case == "plain" else " to ".join(f"{float(ratio[k]) - 1:+.2%}" for k in ("min", "max"))
-                         + f", median {float(ratio['median']) - 1:+.2%}")  # fmt: skip
+            cells.append(
+                ""
+                if case == "plain"
+                else " to ".join(f"{float(ratio[k]) - 1:+.2%}" for k in ("min", "max"))
+                + f", median {float(ratio['median']) - 1:+.2%}"
+            )
         print(f"| {case} | " + " | ".join(cells) + " |")
 
 

@@ -94,9 +94,13 @@ def prepared(run: Run, options):
         raise Unavailable(f"{run.contender} has no packed experts")
     dtype = torch.float32 if options.weights == "fp32" else torch.bfloat16
     model = models.build(
-        run.model, run.layers, device=options.device, tiny=options.tiny, dtype=dtype,
+        run.model,
+        run.layers,
+        device=options.device,
+        tiny=options.tiny,
+        dtype=dtype,
         implementation="grouped_mm" if ours else contender.implementation,
-    )  # fmt: skip
+    )
     models.apply_settings(run.model, model, options)
     if run.attention is not None:
         model.set_attn_implementation(run.attention)
@@ -241,9 +245,10 @@ def options_of(arguments=None):
         "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
     )
     parser.add_argument(
-        "--varying-lengths", action="store_true",
+        "--varying-lengths",
+        action="store_true",
         help="another number of tokens at every step; without cuDNN's attention, which plans anew for each",
-    )  # fmt: skip
+    )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 over the ranks of torchrun, one or more; mode full")
     parser.add_argument("--weights", choices=("bf16", "fp32"), default="bf16", help="what the optimiser keeps")
     parser.add_argument("--profile", action="store_true", help="what each part of a step takes, in place of its time")

@@ -32,10 +32,17 @@ from sonicmoe_hf.kernels.triton.config import PackedBlocks
 CANDIDATES = [
     PackedBlocks(height, warps, registers)
     for height, warps, registers in (
-        (16, 1, None), (32, 1, None), (32, 2, None), (64, 2, None), (64, 4, None), (128, 4, None), (128, 4, 128),
-        (128, 8, None), (256, 8, 128),
+        (16, 1, None),
+        (32, 1, None),
+        (32, 2, None),
+        (64, 2, None),
+        (64, 4, None),
+        (128, 4, None),
+        (128, 4, 128),
+        (128, 8, None),
+        (256, 8, 128),
     )
-]  # fmt: skip
+]
 LAYERS, SHARES = 8, 15
 
 

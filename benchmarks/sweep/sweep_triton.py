@@ -84,7 +84,7 @@ def experiments(shape: Shape, wanted, inputs):
                 2 * R * H * I,
                 lambda r: kernels.down_backward(dout, down, None, h, weight, r, act, False, True, True, True),
             ),
-        }  # fmt: skip
+        }
         for kernel, (flop, call) in calls.items():
             for candidate in CANDIDATES[tile][kernel]:
                 if kernel in wanted:

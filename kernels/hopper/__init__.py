@@ -150,9 +150,15 @@ def _product(fallback, source_RK, weight_ENK, bias_EN, rows, extra):
     (num_rows, _), (num_experts, columns, depth) = source_RK.shape, weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns)
     kernels = _for_tiles(
-        _compiled().gemm_down, gemm_down_tiles(columns, depth), source_RK.dtype, columns, depth,
-        weight_ENK.stride(2) == 1, bias_EN is not None, _rank(extra),
-    )  # fmt: skip
+        _compiled().gemm_down,
+        gemm_down_tiles(columns, depth),
+        source_RK.dtype,
+        columns,
+        depth,
+        weight_ENK.stride(2) == 1,
+        bias_EN is not None,
+        _rank(extra),
+    )
     kernel = kernels[row_bucket(num_rows, num_experts)]
     _run_on_its_device(
         kernel, source_RK, weight_ENK, bias_EN, *_operands(extra), out_RN, rows.token, *_schedule(rows, source_RK)
@@ -169,8 +175,12 @@ def down(a_RI, down_EHI, bias_EH, rows, extra=None):
 def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
     return _product(
         lambda: triton.up_backward_input(dh_R2I, gate_up_E2IH, rows, extra),
-        dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra,
-    )  # fmt: skip
+        dh_R2I,
+        gate_up_E2IH.transpose(1, 2),
+        None,
+        rows,
+        extra,
+    )
 
 
 def down_backward(
@@ -220,5 +230,8 @@ def gate_up_gradient(dh_R2I, x_TH, rows, like_E2IH):
 def down_gradient(dout_TH, a_RI, rows, like_EHI):
     return _gradient(
         lambda: triton.down_gradient(dout_TH, a_RI, rows, like_EHI).transpose(1, 2),
-        dout_TH, a_RI, rows, like_EHI.transpose(1, 2),
-    ).transpose(1, 2)  # fmt: skip
+        dout_TH,
+        a_RI,
+        rows,
+        like_EHI.transpose(1, 2),
+    ).transpose(1, 2)

@@ -32,9 +32,13 @@ from ..announce import announce, is_first_rank
 USUALLY = "usually 15 to 30 s with 16 CPU cores"  # of a layer's, with its first step: benchmarks/results/starting.csv
 VARIABLE = "SONICMOE_HF_CACHE"
 DISTRIBUTIONS = (
-    "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi",
-)  # fmt: skip
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
 
 MAX_LINKS = 40  # on one path, as in Linux
 MAX_PROCESSES = 8

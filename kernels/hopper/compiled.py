@@ -64,8 +64,11 @@ def gemm_down(dtype, rows_of_weight: int, depth: int, depth_contiguous: bool, bi
         _tensor(kind, (cute.sym_int(), rows_of_weight), align=2) if bias else None,
         *_extra(kind, pairs, rows_of_weight, rank, depth_contiguous),
         _tensor(kind, (pairs, rows_of_weight)),
-        _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
-    )  # fmt: skip
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
 
 
 @cached
@@ -81,8 +84,11 @@ def gemm_up(dtype, hidden: int, inner: int, hidden_contiguous: bool, bias: bool,
         *_extra(kind, pairs, width, rank, hidden_contiguous),
         _tensor(kind, (pairs, width)) if want_h else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
-        _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
-    )  # fmt: skip
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
 
 
 @cached
@@ -100,8 +106,12 @@ def gemm_down_backward(dtype, hidden: int, inner: int, hidden_contiguous: bool, 
         _tensor(kind, (pairs, width)) if want_dh else None,
         _tensor(kind, (pairs, inner)) if want_a else None,
         _tensor(cutlass.Float32, (cute.sym_int(), pairs), align=4) if want_dw else None,
-        _indices(pairs), _indices(pairs), *_tiles(), _stream(), options=OPTIONS,
-    )  # fmt: skip
+        _indices(pairs),
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
 
 
 @cached
@@ -113,8 +123,12 @@ def gemm_wgrad(dtype, height: int, width: int, width_contiguous: bool, tile: Til
         _tensor(kind, (cute.sym_int(), width)),
         _tensor(kind, (pairs, height)),
         _weight(kind, height, width, width_contiguous),
-        _indices(pairs), _indices(cute.sym_int()), *_tiles(), _stream(), options=OPTIONS,
-    )  # fmt: skip
+        _indices(pairs),
+        _indices(cute.sym_int()),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
 
 
 def compile_share() -> None:

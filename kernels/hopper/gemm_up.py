@@ -62,9 +62,15 @@ class GemmUpKernel(EpilogueWarpsKernel):
 
     @cute.jit
     def epilogue_half_tile(
-        self, shared: cutlass.Constexpr, a: cute.Tensor, first: Int32, end: Int32, column_tile: Int32,
-        half: cutlass.Constexpr, epilogue_warp,
-    ):  # fmt: skip
+        self,
+        shared: cutlass.Constexpr,
+        a: cute.Tensor,
+        first: Int32,
+        end: Int32,
+        column_tile: Int32,
+        half: cutlass.Constexpr,
+        epilogue_warp,
+    ):
         """a of half a tile: an epilogue warp takes every second unit of WARP_ROWS rows and EPI_TILE_N columns."""
         lane = cute.arch.lane_idx()
         vector, width = lane % (EPI_TILE_N // VECTOR), a.shape[1]

@@ -357,7 +357,7 @@ class GemmWgradKernel:
                             copy_async(
                                 target + stage * (slabs * SLAB_BYTES) + slab * SLAB_BYTES + i * (ROWS_PER_PASS * 128),
                                 source + offsets[i].to(Int64),
-                            )  # fmt: skip
+                            )
                     shared.pipeline.arrive_when_copied(stage)
                     stage, phase = advance(stage, phase, self.stages)
             expert, start, end, tile = next_expert, next_start, next_end, next_tile

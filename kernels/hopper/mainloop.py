@@ -102,9 +102,12 @@ def issue(tiled_mma, accumulators, fragments_a, fragment_b, k_block, stage: Int3
     """Start the MMAs of one k block of a stage."""
     for accumulator, fragment_a in zip(accumulators, fragments_a):
         cute.gemm(
-            tiled_mma, accumulator, fragment_a[None, None, k_block, stage], fragment_b[None, None, k_block, stage],
+            tiled_mma,
             accumulator,
-        )  # fmt: skip
+            fragment_a[None, None, k_block, stage],
+            fragment_b[None, None, k_block, stage],
+            accumulator,
+        )
 
 
 @cute.jit

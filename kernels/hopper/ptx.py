@@ -18,9 +18,15 @@ def copy_async(shared_address, address, size=None, *, loc=None, ip=None):
         operands.append(Int32(size).ir_value(loc=loc, ip=ip))
     code = "cp.async.cg.shared.global.L2::256B [$0], [$1], 16" + (";" if size is None else ", $2;")
     llvm.inline_asm(
-        None, operands, code, "r,l" if size is None else "r,l,r", has_side_effects=True, is_align_stack=False, loc=loc,
+        None,
+        operands,
+        code,
+        "r,l" if size is None else "r,l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        loc=loc,
         ip=ip,
-    )  # fmt: skip
+    )
 
 
 @dsl_user_op
@@ -29,7 +35,13 @@ def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
     operands = [Int32(word).ir_value(loc=loc, ip=ip) for word in (low, high, selector)]
     return Int32(
         llvm.inline_asm(
-            T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", has_side_effects=False, is_align_stack=False,
-            loc=loc, ip=ip,
+            T.i32(),
+            operands,
+            "prmt.b32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            has_side_effects=False,
+            is_align_stack=False,
+            loc=loc,
+            ip=ip,
         )
-    )  # fmt: skip
+    )

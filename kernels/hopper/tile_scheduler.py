@@ -142,9 +142,7 @@ def _next_static(counter, num_work_tiles: Int32, index: Int32, tile_count: Int32
 
 
 @cute.jit
-def _send(
-    slots: cute.Tensor, full, empty, expert: Int32, first: Int32, end: Int32, tile: Int32, tile_count: Int32
-):  # fmt: skip
+def _send(slots: cute.Tensor, full, empty, expert: Int32, first: Int32, end: Int32, tile: Int32, tile_count: Int32):
     stage = tile_count % SCHEDULER_STAGES
     cute.arch.mbarrier_wait(empty + stage, (tile_count // SCHEDULER_STAGES & 1) ^ 1)
     if cute.arch.lane_idx() == 0:

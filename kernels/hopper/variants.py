@@ -17,9 +17,13 @@ def on_triton(hidden: int, inner: int, activation: Activation) -> list[str]:
     """The functions of ../interface.py that run on Triton because of H = hidden or I = inner."""
     small, large = supports_sizes(hidden, inner), supports_sizes(hidden, activation.width(inner))
     needs = {
-        "up": small, "down": small, "down_backward": small, "up_backward_input": large, "gate_up_gradient": large,
+        "up": small,
+        "down": small,
+        "down_backward": small,
+        "up_backward_input": large,
+        "gate_up_gradient": large,
         "down_gradient": small,
-    }  # fmt: skip
+    }
     return [name for name, taken in needs.items() if not taken]
 
 
@@ -41,9 +45,15 @@ def training_step_kernels(
 
 
 def variants(
-    hidden: int, inner: int, dtype: torch.dtype, activation: Activation, transposed: bool, interleaved: bool,
-    bias: bool, rank: int = 0,
-) -> list[tuple[str, tuple]]:  # fmt: skip
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    transposed: bool,
+    interleaved: bool,
+    bias: bool,
+    rank: int = 0,
+) -> list[tuple[str, tuple]]:
     """(function of compiled.py, its parameters) for forward, backward and frozen parts of layers with H = hidden and
     I = inner, whose weights are stored `transposed` and `interleaved` or not, with `bias` or without, with adapters of
     `rank` (a multiple of 8) or, where it is 0, without; any T, E and K."""

@@ -373,9 +373,15 @@ class VarlenMKernel:
 
 @cute.jit
 def add_bias(
-    values, coordinates, start: cutlass.Constexpr, count: cutlass.Constexpr, bias: cute.Tensor, expert: Int32,
-    first: Int32, end: Int32,
-):  # fmt: skip
+    values,
+    coordinates,
+    start: cutlass.Constexpr,
+    count: cutlass.Constexpr,
+    bias: cute.Tensor,
+    expert: Int32,
+    first: Int32,
+    end: Int32,
+):
     """values[start .. start + count] += bias[expert, first + column], nothing past column `end` of the bias."""
     for v in cutlass.range_constexpr(start, start + count):
         if const_expr(v // 2 % 2 == 0):  # the next two are of the same columns, eight rows below

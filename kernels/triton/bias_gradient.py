@@ -46,9 +46,13 @@ def _bias_gradient(source, weight_P, rows, like_EN):
     splits = min(next_power_of_2(cdiv(PROGRAMS_WANTED, max(num_experts * column_tiles, 1))), 64)
     sums = torch.empty(splits, num_experts, columns, dtype=torch.float32, device=source.device)
     launch_kernel(
-        bias_gradient_kernel, (num_experts, column_tiles, splits),
-        (source, weight_P, sums, rows.token, rows.pair, rows.offsets), (), (columns, splits, 16, 128), num_warps=4,
-    )  # fmt: skip
+        bias_gradient_kernel,
+        (num_experts, column_tiles, splits),
+        (source, weight_P, sums, rows.token, rows.pair, rows.offsets),
+        (),
+        (columns, splits, 16, 128),
+        num_warps=4,
+    )
     return torch.empty_like(like_EN).copy_(sums.sum(0))
 
 

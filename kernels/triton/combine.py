@@ -47,9 +47,12 @@ def _launcher(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts
     if weighted and rows_of_token <= MAX_ROWS_PER_STEP:  # one step, too little for what finding the weights takes
         columns = min(next_power_of_2(hidden), 2 * COLUMNS)
     return KernelLauncher(
-        combine_kernel, device, (num_tokens * cdiv(hidden, columns),),
-        constants=(hidden, num_experts, rows_per_step, columns), num_warps=warps,
-    )  # fmt: skip
+        combine_kernel,
+        device,
+        (num_tokens * cdiv(hidden, columns),),
+        constants=(hidden, num_experts, rows_per_step, columns),
+        num_warps=warps,
+    )
 
 
 def combine(y_RH, weight_P, rows, num_tokens):

@@ -86,13 +86,21 @@ class Operands(NamedTuple):
 def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, packed_mxfp4=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
-        "up": up, "up_ungated": rows, "down": rows, "down_backward": rows, "up_backward_input": rows,
+        "up": up,
+        "up_ungated": rows,
+        "down": rows,
+        "down_backward": rows,
+        "up_backward_input": rows,
         "gradient": {"many": gradient},
-        "lora_shrink": {"many": lora_shrink}, "rank_gradient": {"many": rank_gradient},
-        "lora_b_backward": {"many": rank_gradient}, "rank_backward_gathered": {"many": rank_gradient},
-        "packed_nf4": {"some": packed_nf4}, "packed_mxfp4": {"some": packed_mxfp4},
-        "packed_fp8": {"some": packed_mxfp4}, "packed_nvfp4": {"some": packed_mxfp4},
-    }  # fmt: skip
+        "lora_shrink": {"many": lora_shrink},
+        "rank_gradient": {"many": rank_gradient},
+        "lora_b_backward": {"many": rank_gradient},
+        "rank_backward_gathered": {"many": rank_gradient},
+        "packed_nf4": {"some": packed_nf4},
+        "packed_mxfp4": {"some": packed_mxfp4},
+        "packed_fp8": {"some": packed_mxfp4},
+        "packed_nvfp4": {"some": packed_mxfp4},
+    }
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
@@ -135,7 +143,8 @@ TABLE = {
         },
         "packed_nf4": {"few": PackedBlocks(64, 4), "some": PackedBlocks(128, 4, 128)},
         "packed_mxfp4": {"some": PackedBlocks(16, 1)},
-        "packed_fp8": {"some": PackedBlocks(16, 1)}, "packed_nvfp4": {"some": PackedBlocks(16, 1)},  # not swept yet
+        "packed_fp8": {"some": PackedBlocks(16, 1)},
+        "packed_nvfp4": {"some": PackedBlocks(16, 1)},  # not swept yet
         "gradient": {
             "some": GradientBlocks(128, 128, 32, 4, 5, peel=False),
             "many": GradientBlocks(128, 256, 64, 8, 5, descriptors=True),
@@ -146,21 +155,33 @@ TABLE = {
         "rank_backward_gathered": {"many": GradientBlocks(256, 64, 64, 4, 4)},
     },
     ("ampere", 2): _everywhere(
-        Blocks(128, 32, 8, 4), GradientBlocks(128, 128, 32, 8, 4),
-        Blocks(64, 64, 4, 4), GradientBlocks(128, 64, 64, 4, 4), PackedBlocks(128, 4), PackedBlocks(16, 1),
+        Blocks(128, 32, 8, 4),
+        GradientBlocks(128, 128, 32, 8, 4),
+        Blocks(64, 64, 4, 4),
+        GradientBlocks(128, 64, 64, 4, 4),
+        PackedBlocks(128, 4),
+        PackedBlocks(16, 1),
     ),
     ("small", 2): _everywhere(
-        Blocks(128, 32, 8, 3), GradientBlocks(128, 128, 32, 8, 3),
-        Blocks(64, 64, 4, 3), GradientBlocks(128, 64, 32, 4, 3), PackedBlocks(128, 4), PackedBlocks(16, 1),
+        Blocks(128, 32, 8, 3),
+        GradientBlocks(128, 128, 32, 8, 3),
+        Blocks(64, 64, 4, 3),
+        GradientBlocks(128, 64, 32, 4, 3),
+        PackedBlocks(128, 4),
+        PackedBlocks(16, 1),
     ),
     ("any", 4): _everywhere(
         Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2), Blocks(64, 32, 8, 2), GradientBlocks(64, 64, 32, 8, 2)
     ),
     ("interpreter", 0): _everywhere(
-        Blocks(32, 32, 1, 1, descriptors=True), GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
-        Blocks(32, 32, 1, 1), GradientBlocks(32, 32, 16, 1, 1), PackedBlocks(64, 2), PackedBlocks(32, 2),
+        Blocks(32, 32, 1, 1, descriptors=True),
+        GradientBlocks(16, 32, 16, 1, 1, group=2, descriptors=True),
+        Blocks(32, 32, 1, 1),
+        GradientBlocks(32, 32, 16, 1, 1),
+        PackedBlocks(64, 2),
+        PackedBlocks(32, 2),
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache

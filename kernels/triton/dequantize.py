@@ -73,9 +73,15 @@ def _twice_e2m1(code):
 
 @triton.jit
 def dequantize_mxfp4_kernel(
-    words, scales, out, offsets,
-    WORDS_PER_EXPERT: tl.constexpr, WORDS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    out,
+    offsets,
+    WORDS_PER_EXPERT: tl.constexpr,
+    WORDS_PER_SCALE: tl.constexpr,
+    WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """STEPS * WORDS words of one expert, the first value of a byte in its low half."""
     programs: tl.constexpr = (WORDS_PER_EXPERT + WORDS * STEPS - 1) // (WORDS * STEPS)
     expert = tl.program_id(0) // programs

@@ -35,9 +35,15 @@ T_DEPENDENT = ["num_pairs", "num_blocks", "num_tokens", "num_row_tiles", "top_k"
 
 @triton.jit
 def write_tiles(
-    tiles, first_row, end_row, which, num_row_tiles,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE_ROWS: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    first_row,
+    end_row,
+    which,
+    num_row_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
     """Row tiles of expert `which`. For which = E: -1 in the rest of the `num_row_tiles` entries, and behind them the
     state of the tile scheduler (interface.Rows.scheduler_state). first_row, end_row [BINS]: equal past E."""
     bins = tl.arange(0, BINS)
@@ -279,11 +285,15 @@ def _numbers(num_blocks, num_pairs, num_tokens, num_experts):
 def _few(device, dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> KernelLauncher:
     num_blocks = cdiv(num_pairs, FEW_BLOCK)
     return KernelLauncher(
-        dispatch_few_kernel, device, (num_blocks + num_experts + 1,),
+        dispatch_few_kernel,
+        device,
+        (num_blocks + num_experts + 1,),
         _numbers(num_blocks, num_pairs, num_tokens, num_experts),
         (num_experts, next_power_of_2(num_experts + 1), FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels),
-        num_warps=4, debug=not sentinels, sanitize_overflow=False,
-    )  # fmt: skip
+        num_warps=4,
+        debug=not sentinels,
+        sanitize_overflow=False,
+    )
 
 
 @functools.lru_cache(maxsize=SIZES)
@@ -294,23 +304,38 @@ def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, senti
     return Steps(
         num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
         KernelLauncher(
-            dispatch_count_kernel, device, (num_blocks,), (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
-            num_warps=4, debug=token_dtype is not None, sanitize_overflow=False,
+            dispatch_count_kernel,
+            device,
+            (num_blocks,),
+            (num_pairs, num_blocks, num_tokens),
+            (num_experts, bins, BLOCK),
+            num_warps=4,
+            debug=token_dtype is not None,
+            sanitize_overflow=False,
         ),
         KernelLauncher(
-            dispatch_scan_kernel, device, (num_experts + 1 + token_blocks,), (num_blocks, num_tokens),
+            dispatch_scan_kernel,
+            device,
+            (num_experts + 1 + token_blocks,),
+            (num_blocks, num_tokens),
             (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),
-            num_warps=8, debug=not sentinels, sanitize_overflow=False,
+            num_warps=8,
+            debug=not sentinels,
+            sanitize_overflow=False,
         ),
         KernelLauncher(
-            dispatch_place_kernel, device, (num_blocks + num_experts + 1,),
+            dispatch_place_kernel,
+            device,
+            (num_blocks + num_experts + 1,),
             _numbers(num_blocks, num_pairs, num_tokens, num_experts),
-            (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
+            (num_experts, bins, BLOCK, CHUNK, rows_of_tile),
+            num_warps=4,
         ),
-        token_dtype and KernelLauncher(
+        token_dtype
+        and KernelLauncher(
             dispatch_order_kernel, device, (cdiv(num_tokens, 16),), (num_tokens,), (16, 16), num_warps=4
         ),
-    )  # fmt: skip
+    )
 
 
 def _no_rows(num_tokens, num_experts, device):

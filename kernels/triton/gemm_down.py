@@ -58,8 +58,9 @@ def _down_tile(
         product += tl.load(bias_column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     tl.store(
         out + row.to(tl.int64)[:, None] * N + column[None, :],
-        product.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < N)[None, :],
-    )  # fmt: skip
+        product.to(out.dtype.element_ty),
+        mask=(row < end)[:, None] & (column < N)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)

@@ -201,9 +201,13 @@ def down_backward(
 @functools.lru_cache(maxsize=SIZES)
 def _launcher(device, dtype, bias_dtype, bias_strides, hidden, num_rows, num_experts, column_tiles):
     return KernelLauncher(
-        routing_gradient_kernel, device, (max_row_tiles(num_rows, num_experts),), (num_rows,),
-        (hidden, *bias_strides, column_tiles, tile_rows(num_rows, num_experts), 64), num_warps=4,
-    )  # fmt: skip
+        routing_gradient_kernel,
+        device,
+        (max_row_tiles(num_rows, num_experts),),
+        (num_rows,),
+        (hidden, *bias_strides, column_tiles, tile_rows(num_rows, num_experts), 64),
+        num_warps=4,
+    )
 
 
 def routing_gradient(parts, dout_TH, bias_EH, rows):
@@ -211,8 +215,14 @@ def routing_gradient(parts, dout_TH, bias_EH, rows):
     column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
     launcher = _launcher(
-        parts.get_device(), dout_TH.dtype, None if bias_EH is None else bias_EH.dtype, bias_strides(bias_EH),
-        dout_TH.shape[1], num_rows, rows.offsets.shape[0] - 1, column_tiles,
-    )  # fmt: skip
+        parts.get_device(),
+        dout_TH.dtype,
+        None if bias_EH is None else bias_EH.dtype,
+        bias_strides(bias_EH),
+        dout_TH.shape[1],
+        num_rows,
+        rows.offsets.shape[0] - 1,
+        column_tiles,
+    )
     launcher(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
     return dw_P

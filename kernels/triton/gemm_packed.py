@@ -450,8 +450,11 @@ def packed_down(a_RI, down: PackedOperand, bias_EH, rows, extra=None):
         plan = _PackedPlan(a_RI, down, rows)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
-            gemm_packed_down_kernel, (plan.row_tiles * cdiv(columns, plan.height),),
-            (a_RI, *plan.weight, bias_EH, *extra_tensors, out_RN, rows.tiles), (plan.row_tiles,),
-            (columns, length, *plan.format, *bias_strides(bias_EH), *extra_constants, *plan.tile), **plan.options,
-        )  # fmt: skip
+            gemm_packed_down_kernel,
+            (plan.row_tiles * cdiv(columns, plan.height),),
+            (a_RI, *plan.weight, bias_EH, *extra_tensors, out_RN, rows.tiles),
+            (plan.row_tiles,),
+            (columns, length, *plan.format, *bias_strides(bias_EH), *extra_constants, *plan.tile),
+            **plan.options,
+        )
     return out_RN

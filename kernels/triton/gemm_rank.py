@@ -119,8 +119,9 @@ def gemm_rank_wgrad_kernel(
         )
     tl.store(
         out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + j[None, :] * STRIDE_R,
-        product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (j < R)[None, :],
-    )  # fmt: skip
+        product.to(out.dtype.element_ty),
+        mask=(m < M)[:, None] & (j < R)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
@@ -143,8 +144,9 @@ def gemm_rank_backward_kernel(
     is_rank = j < J
     right = tl.load(
         factor + expert.to(tl.int64) * FACTOR_STRIDE_E + n[:, None] * FACTOR_STRIDE_N + j[None, :] * FACTOR_STRIDE_J,
-        mask=is_column[:, None] & is_rank[None, :], other=0.0,
-    )  # fmt: skip
+        mask=is_column[:, None] & is_rank[None, :],
+        other=0.0,
+    )
     product = tl.zeros((WIDTH, COLUMNS), tl.float32)
     out = drank + slice.to(tl.int64) * num_pairs * J
     for first in range(start, end, ROWS):
@@ -154,9 +156,10 @@ def gemm_rank_backward_kernel(
         if token is not None:
             source_row = tl.load(token + row, mask=is_row, other=0)
         wide = tl.load(
-            source + source_row.to(tl.int64)[:, None] * N + n[None, :], mask=is_row[:, None] & is_column[None, :],
+            source + source_row.to(tl.int64)[:, None] * N + n[None, :],
+            mask=is_row[:, None] & is_column[None, :],
             other=0.0,
-        )  # fmt: skip
+        )
         entry = row.to(tl.int64)[:, None] * J + j[None, :]
         is_entry = is_row[:, None] & is_rank[None, :]
         rows_j = tl.load(rank + entry, mask=is_entry, other=0.0)
@@ -170,8 +173,9 @@ def gemm_rank_backward_kernel(
         tl.store(out + entry, part.to(drank.dtype.element_ty), mask=is_entry)
     tl.store(
         gradient + expert.to(tl.int64) * STRIDE_E + n[:, None].to(tl.int64) * STRIDE_N + j[None, :] * STRIDE_R,
-        product.to(gradient.dtype.element_ty), mask=is_column[:, None] & (j < R)[None, :],
-    )  # fmt: skip
+        product.to(gradient.dtype.element_ty),
+        mask=is_column[:, None] & (j < R)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs", "scale_bits"])
@@ -233,18 +237,28 @@ def _gradient_launcher(operands, rank_shape, shape_EMr, strides):
     blocks = blocks_for("rank_gradient", operands, rank_shape[0], num_experts)
     width = _rank_columns(rank, blocks.width)
     return KernelLauncher(
-        gemm_rank_wgrad_kernel, operands.index, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),), (),
+        gemm_rank_wgrad_kernel,
+        operands.index,
+        (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
+        (),
         (num_experts, height, rank_shape[1], rank, *strides, blocks.height, width, blocks.depth, precision(operands)),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
 
 
 def lora_a_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
     launcher = _a_gradient_launcher(
-        source.device, source.dtype, rank_PJ.shape, gradient.dtype, gradient.shape, gradient.stride(),
-        rows.offsets.shape[0] - 1, gathered,
-    )  # fmt: skip
+        source.device,
+        source.dtype,
+        rank_PJ.shape,
+        gradient.dtype,
+        gradient.shape,
+        gradient.stride(),
+        rows.offsets.shape[0] - 1,
+        gathered,
+    )
     launcher(source, rank_PJ, gradient, None, rows.token if gathered else None, rows.pair, rows.offsets)
     return gradient
 
@@ -296,7 +310,7 @@ def _backward_plan(
     tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
     finish = KernelLauncher(
         finish_kernel, operands.index, (tiles,), (num_pairs, bits), (slices, padded, SUMMED, job, ENTRIES), num_warps=4
-    )  # fmt: skip
+    )
     return BackwardPlan(
         product, is_one_pass, is_reordered, summed > 0, parts, parts + summed, finish if tiles else None
     )

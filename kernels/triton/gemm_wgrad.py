@@ -75,8 +75,9 @@ def gemm_wgrad_kernel(
         product = _add_rows(product, direct, gathered, token, first, end, m, n, M, N, DEPTH, True, PRECISION)
     tl.store(
         out + expert.to(tl.int64) * STRIDE_E + m[:, None].to(tl.int64) * STRIDE_M + n[None, :].to(tl.int64) * STRIDE_N,
-        product.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :],
-    )  # fmt: skip
+        product.to(out.dtype.element_ty),
+        mask=(m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):

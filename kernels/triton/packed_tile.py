@@ -242,9 +242,13 @@ def nf4_values(word, table, state, PERMUTED: tl.constexpr, DTYPE: tl.constexpr, 
         code = (word.to(tl.uint32)[:, :, :, None] >> place[None, None, None, :].to(tl.uint32)) & 15
         return (tl.load(state + _VALUE_MAP + code) / _FACTOR).to(DTYPE)
     pairs = tl.inline_asm_elementwise(
-        NF4_BY_PERMUTATIONS if PERMUTED else NF4_OF_WORD, _FOUR_PAIRS, [word, table],
-        dtype=(tl.uint32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
+        NF4_BY_PERMUTATIONS if PERMUTED else NF4_OF_WORD,
+        _FOUR_PAIRS,
+        [word, table],
+        dtype=(tl.uint32,) * 4,
+        is_pure=True,
+        pack=1,
+    )
     return _values_of_pairs(pairs)
 
 

@@ -345,22 +345,30 @@ def round_rows(
     selection, counts = new(2, num_words, num_experts), new(num_experts)
 
     launch_kernel(
-        rounding_keys_kernel, (num_words, cdiv(num_experts, WORD.value)),
+        rounding_keys_kernel,
+        (num_words, cdiv(num_experts, WORD.value)),
         (ranking_TE.contiguous(), top_k_index_TK.contiguous(), valid_T, keys, top_words, totals),
-        (num_tokens, num_words), (num_experts, top_k), num_warps=4,
-    )  # fmt: skip
+        (num_tokens, num_words),
+        (num_experts, top_k),
+        num_warps=4,
+    )
     held = min(max(next_power_of_2(num_tokens), MIN_HELD), MAX_HELD)
     launch_kernel(
-        rounding_select_kernel, (num_experts,), (keys, top_words, selection, counts, totals, uniform_E, fell_back),
+        rounding_select_kernel,
+        (num_experts,),
+        (keys, top_words, selection, counts, totals, uniform_E, fell_back),
         (num_words, top_k, min_pairs),
-        (num_experts, experts, held // WORD.value, num_tokens <= held, tile, rounding), num_warps=max(held // 1024, 8),
-    )  # fmt: skip
+        (num_experts, experts, held // WORD.value, num_tokens <= held, tile, rounding),
+        num_warps=max(held // 1024, 8),
+    )
     tokens = max(min(WORD.value, MAX_PLACED // experts), 1)  # a part of a word
     num_blocks = cdiv(num_tokens, tokens)
     launch_kernel(
-        rounding_place_kernel, (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
+        rounding_place_kernel,
+        (num_blocks + num_experts + 1 + cdiv(num_pairs, FILL),),
         (scores_TE.contiguous(), selection, counts, weight_P, expert_P, *rows),
         (num_tokens, num_words, num_blocks, num_pairs, rows.tiles.shape[0] - 1),
-        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting), num_warps=2,
-    )  # fmt: skip
+        (num_experts, experts, tokens, FILL, tile_rows(num_pairs, num_experts), *weighting),
+        num_warps=2,
+    )
     return Rounded(weight_P, expert_P, rows, fell_back)

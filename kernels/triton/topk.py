@@ -26,9 +26,14 @@ def order_key(score):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def top_k_kernel(
-    scores, index, num_tokens,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    scores,
+    index,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)[None, :]
     is_score = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)
@@ -56,7 +61,11 @@ def top_k(scores_NE, k):
     tokens = ELEMENTS // experts
     if index.numel():
         launch_kernel(
-            top_k_kernel, (cdiv(num_rows, tokens),), (scores_NE, index), (num_rows,),
-            (num_experts, experts, k, tokens), num_warps=4,
-        )  # fmt: skip
+            top_k_kernel,
+            (cdiv(num_rows, tokens),),
+            (scores_NE, index),
+            (num_rows,),
+            (num_experts, experts, k, tokens),
+            num_warps=4,
+        )
     return index

@@ -232,9 +232,12 @@ def _with_names(function, **names):
             f"{function.__qualname__} of this Transformers version does not use {sorted(unknown)}"
         )
     return types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
         function.__closure__,
-    )  # fmt: skip
+    )
 
 
 def _renamed_plan(plan: dict[str, str] | None) -> dict[str, str | None] | None:

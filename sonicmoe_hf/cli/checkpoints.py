@@ -37,21 +37,34 @@ def _add_convert(commands) -> None:
     )
     convert.add_argument("src", metavar="SRC", help="folder or hub id")
     convert.add_argument("dst", metavar="DST", help="new folder")
-    convert.add_argument("--layout", choices=("native", "hub", *ENGINES), required=True,
-                         help="the layout to convert to; vllm and sglang are for adapters")  # fmt: skip
+    convert.add_argument(
+        "--layout",
+        choices=("native", "hub", *ENGINES),
+        required=True,
+        help="the layout to convert to; vllm and sglang are for adapters",
+    )
     convert.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"
     )
-    convert.add_argument("--dequantize", action=argparse.BooleanOptionalAction,
-                         help="MXFP4, FP8 and NVFP4 weights to bfloat16 (default: do it and say so)")  # fmt: skip
-    convert.add_argument("--quantize", choices=("nf4", "mxfp4", "fp8", "nvfp4"),
-                         help="pack the experts: with --layout native to train adapters on them, with --layout hub as "
-                         "engines read them (mxfp4 for gpt-oss, fp8 for the others)")  # fmt: skip
+    convert.add_argument(
+        "--dequantize",
+        action=argparse.BooleanOptionalAction,
+        help="MXFP4, FP8 and NVFP4 weights to bfloat16 (default: do it and say so)",
+    )
+    convert.add_argument(
+        "--quantize",
+        choices=("nf4", "mxfp4", "fp8", "nvfp4"),
+        help="pack the experts: with --layout native to train adapters on them, with --layout hub as "
+        "engines read them (mxfp4 for gpt-oss, fp8 for the others)",
+    )
     _add_writing_options(convert)
     convert.set_defaults(max_shard_size=None)  # which says whether it was given
     convert.add_argument("--revision", help="of a hub id")
-    convert.add_argument("--trained-on", metavar="MODEL", help="for an adapter: the folder or hub id of the model it was "
-                         "trained on (default: what it says)")  # fmt: skip
+    convert.add_argument(
+        "--trained-on",
+        metavar="MODEL",
+        help="for an adapter: the folder or hub id of the model it was trained on (default: what it says)",
+    )
     convert.set_defaults(run=_run_convert)
 
 
@@ -75,9 +88,12 @@ def _add_merge(commands) -> None:
     merge.add_argument("adapter", metavar="ADAPTER", help="folder or hub id")
     merge.add_argument("dst", metavar="DST", help="new folder")
     merge.add_argument("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)")
-    merge.add_argument("--quantize", choices=("keep", "mxfp4", "fp8"),
-                       help="keep: the hub's layout in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) "
-                       "or fp8: pack the experts (default: bfloat16)")  # fmt: skip
+    merge.add_argument(
+        "--quantize",
+        choices=("keep", "mxfp4", "fp8"),
+        help="keep: the hub's layout in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) "
+        "or fp8: pack the experts (default: bfloat16)",
+    )
     _add_writing_options(merge)
     merge.add_argument("--revision", help="of BASE, a hub id")
     merge.set_defaults(run=_run_merge)

@@ -87,8 +87,11 @@ def _add_doctor(commands) -> None:
     doctor.add_argument("model", nargs="?", help="hub id or local folder")
     doctor.add_argument("--json", action="store_true", help='print JSON instead of tables; errors are {"error": ...}')
     doctor.add_argument("--batch-size", type=_at_least(1), help="sequences per forward and device")
-    doctor.add_argument("--sequence-length", type=_at_least(1), help="tokens per sequence; with --batch-size, says "
-                        "whether token rounding applies or falls back to top-k")  # fmt: skip
+    doctor.add_argument(
+        "--sequence-length",
+        type=_at_least(1),
+        help="tokens per sequence; with --batch-size, says whether token rounding applies or falls back to top-k",
+    )
     doctor.add_argument("--tile", type=_at_least(1), help="token rounding's tile in rows (default 128)")
     doctor.set_defaults(run=_run_doctor)
 
@@ -102,8 +105,12 @@ def _add_demo(commands) -> None:
     )
     demo.add_argument("--steps", type=_at_least(4), default=400, help="optimiser steps (default %(default)s)")
     demo.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default %(default)s)")
-    demo.add_argument("--rounding", choices=("top_k", *ROUNDINGS), default="nearest",
-                      help="token rounding's policy, or top_k for none (default %(default)s)")  # fmt: skip
+    demo.add_argument(
+        "--rounding",
+        choices=("top_k", *ROUNDINGS),
+        default="nearest",
+        help="token rounding's policy, or top_k for none (default %(default)s)",
+    )
     demo.add_argument("--tile", type=_at_least(1), default=64, help="tile in rows (default %(default)s)")
     demo.add_argument("--seed", type=_at_least(0), default=0, help="(default %(default)s)")
     demo.set_defaults(run=_run_demo)
@@ -126,10 +133,20 @@ def _add_warmup(commands) -> None:
         "are not for these kernels, 2 if nothing could be compiled.",
     )
     warmup.add_argument("model", nargs="?", help="hub id or local folder")
-    warmup.add_argument("--shape", type=_sizes, action="append", metavar="H,I", default=[],
-                        help="hidden and intermediate size of a layer; may be given several times")  # fmt: skip
-    warmup.add_argument("--layout", choices=sorted(LAYOUTS), default="concatenated",
-                        help="of --shape's weights (default %(default)s, the hub's)")  # fmt: skip
+    warmup.add_argument(
+        "--shape",
+        type=_sizes,
+        action="append",
+        metavar="H,I",
+        default=[],
+        help="hidden and intermediate size of a layer; may be given several times",
+    )
+    warmup.add_argument(
+        "--layout",
+        choices=sorted(LAYOUTS),
+        default="concatenated",
+        help="of --shape's weights (default %(default)s, the hub's)",
+    )
     warmup.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="of --shape (default %(default)s)")
     warmup.add_argument("--bias", action="store_true", help="--shape's experts have biases")
     warmup.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default %(default)s)")

@@ -9,9 +9,15 @@ import re
 from ..planning.memory import GIB, METHODS
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
-    "experts": "experts", "rest": "rest", "gradients": "grads", "optimiser": "Adam", "adapters": "LoRA",
-    "activations": "activ.", "logits": "logits", "communication": "comm.",
-}  # fmt: skip
+    "experts": "experts",
+    "rest": "rest",
+    "gradients": "grads",
+    "optimiser": "Adam",
+    "adapters": "LoRA",
+    "activations": "activ.",
+    "logits": "logits",
+    "communication": "comm.",
+}
 
 
 def gibibytes(text: str) -> float:
@@ -123,9 +129,11 @@ def print_plan(sizes, ways, arguments) -> None:
         for number, way in enumerate(fitting, 1):
             parts = (getattr(way.memory, part) / GIB for part in PARTS)
             table.add_row(
-                str(number), escape(way.name), f"{way.memory.total / GIB:.1f}",
+                str(number),
+                escape(way.name),
+                f"{way.memory.total / GIB:.1f}",
                 *(f"{part:.1f}" if part >= 0.05 else "-" for part in parts),
-            )  # fmt: skip
+            )
         console.print(table, soft_wrap=False)
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(way.command)}")

@@ -42,15 +42,29 @@ def add_run(commands) -> None:
         usage="sonicmoe-hf run [--routing ROUTING] [--tile ROWS] [--save SAVE] [--experts-quantization FORMAT] "
         "[--adapt-experts RANK] -- PROGRAM [ARGUMENT ...]",
     )
-    run.add_argument("--routing", choices=ROUTINGS, default="top_k", metavar="ROUTING",
-                     help=f"in training: {', '.join(ROUTINGS)} (default %(default)s)")  # fmt: skip
+    run.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default="top_k",
+        metavar="ROUTING",
+        help=f"in training: {', '.join(ROUTINGS)} (default %(default)s)",
+    )
     run.add_argument("--tile", type=_positive, metavar="ROWS", help="of token rounding (default 128)")
-    run.add_argument("--save", choices=SAVE_POLICIES, default="preactivation",
-                     help="what layers keep for backward (default %(default)s)")  # fmt: skip
-    run.add_argument("--experts-quantization", choices=FORMATS,
-                     help="hold experts that from_pretrained loads packed and frozen")  # fmt: skip
-    run.add_argument("--adapt-experts", type=_positive, metavar="RANK",
-                     help="add the experts to the program's LoRA, which mostly adapts attention alone")  # fmt: skip
+    run.add_argument(
+        "--save",
+        choices=SAVE_POLICIES,
+        default="preactivation",
+        help="what layers keep for backward (default %(default)s)",
+    )
+    run.add_argument(
+        "--experts-quantization", choices=FORMATS, help="hold experts that from_pretrained loads packed and frozen"
+    )
+    run.add_argument(
+        "--adapt-experts",
+        type=_positive,
+        metavar="RANK",
+        help="add the experts to the program's LoRA, which mostly adapts attention alone",
+    )
     run.set_defaults(run=_run)
 
 

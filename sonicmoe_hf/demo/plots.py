@@ -74,11 +74,16 @@ def draw_load(path: Path, rounded: Rounded, history: dict[str, np.ndarray], step
     image = _draw_rows(before_axes, rounded.before, top, tile)
     before_axes.set_title(
         f"Top-k routing of one batch: {total:,} rows, and {wasted_before:,} more computed as padding "
-        f"({wasted_before / total:.1%}) by tiles of {tile} rows", loc="left", fontsize=12)  # fmt: skip
+        f"({wasted_before / total:.1%}) by tiles of {tile} rows",
+        loc="left",
+        fontsize=12,
+    )
     _draw_rows(after_axes, rounded.after, top, tile)
     after_axes.set_title(
         f"The same batch after token rounding: {rounded.after.sum():,} rows, all in whole tiles; padding {wasted_after}",
-        loc="left", fontsize=12)  # fmt: skip
+        loc="left",
+        fontsize=12,
+    )
     figure.colorbar(image, ax=[before_axes, after_axes], label="rows of the expert (tokens routed to it)", pad=0.01)
     draw_experts(figure, time_axes, history, steps)
     figure.savefig(path, dpi=120)

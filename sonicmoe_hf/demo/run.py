@@ -364,12 +364,18 @@ def _numbers(demo: Demo) -> list[tuple[str, str]]:
     tokens = demo.settings.steps * BATCH_SIZE * SEQUENCE_LENGTH
     held_out = demo.logged("eval_loss").values
     return [
-        ("tokens", f"{tokens:,} in {demo.seconds:.0f} s ({tokens / demo.seconds:,.0f} a second, evaluations included)"),
+        (
+            "tokens",
+            f"{tokens:,} in {demo.seconds:.0f} s ({tokens / demo.seconds:,.0f} a second, evaluations included)",
+        ),
         ("held-out loss (top-k)", f"{held_out[0]:.3f} -> {held_out[-1]:.3f} nats per token"),
         ("rows computed by experts", f"{rows:,}"),
-        ("added, dropped by rounding", f"{total['rows_added']:,} ({total['rows_added'] / rows:.1%}), "
-                                       f"{total['rows_dropped']:,} ({total['rows_dropped'] / rows:.1%})"),
+        (
+            "added, dropped by rounding",
+            f"{total['rows_added']:,} ({total['rows_added'] / rows:.1%}), "
+            f"{total['rows_dropped']:,} ({total['rows_dropped'] / rows:.1%})",
+        ),
         ("padded rows avoided", f"{avoided:,} ({avoided / rows:.1%})"),
         ("busiest expert / mean", f"{history[-1]['moe/load_max_over_mean']:.1f} at the end"),
         ("experts without rows", f"{history[-1]['moe/dead_experts']} at the end"),
-    ]  # fmt: skip
+    ]

@@ -98,8 +98,9 @@ class SonicMoEExpertParallelism(EPImplementation):
     def _exchange_part(self, x_TH, routing: Routing, group: dist.ProcessGroup):
         """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""
         num_tokens, size = len(x_TH), self.tp_mesh.size()
-        start, stop = (num_tokens * part // size for part in (self.tp_mesh.get_local_rank(),
-                                                              self.tp_mesh.get_local_rank() + 1))  # fmt: skip
+        start, stop = (
+            num_tokens * part // size for part in (self.tp_mesh.get_local_rank(), self.tp_mesh.get_local_rank() + 1)
+        )
         expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
         is_mine_P = (token_P >= start) & (token_P < stop)
         mine = Routing(torch.where(is_mine_P, expert_P, -1), weight_P, token_P - start)

@@ -118,10 +118,14 @@ class _Layer:
         self.gate_up = gate_up = Projection(*_GATE_UP[0](inputs), *_GATE_UP[1](options))
         self.down = down = Projection(*_DOWN[0](inputs), *_DOWN[1](options))
         self.gate_up_adapter, self.down_adapter = pack_all(
-            ((gate_up.a, gate_up.b, gate_up.scale, self._is_in_last(gate_up)),
-             (down.a, down.b, down.scale, self._is_in_last(down))),
-            rows.offsets.shape[0] - 1, dtype, self.kernels,
-        )  # fmt: skip
+            (
+                (gate_up.a, gate_up.b, gate_up.scale, self._is_in_last(gate_up)),
+                (down.a, down.b, down.scale, self._is_in_last(down)),
+            ),
+            rows.offsets.shape[0] - 1,
+            dtype,
+            self.kernels,
+        )
 
     def _is_in_last(self, projection: Projection) -> bool:
         """Whether in the logical view [E, out, in], which for a packed weight is not there yet, `in` is contiguous."""

@@ -143,9 +143,13 @@ def moe_experts(
     rows = routing.rows_for(backend, x.shape[0], num_experts)
     if rows is None:
         rows = dispatch(
-            routing.expert_index, x.shape[0], num_experts, routing.token_index,
-            sentinels=routing.sentinels, backend=backend,
-        )  # fmt: skip
+            routing.expert_index,
+            x.shape[0],
+            num_experts,
+            routing.token_index,
+            sentinels=routing.sentinels,
+            backend=backend,
+        )
     weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
     weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
     inputs = Inputs(

@@ -72,9 +72,14 @@ class Routing:
         if weights is None or weights is self.weights or weights.dtype != self.weights.dtype:
             return self
         return Routing(
-            self.expert_index, weights, self.token_index,
-            sentinels=self.sentinels, rows=self.rows, rows_backend=self.rows_backend, is_local=self.is_local,
-        )  # fmt: skip
+            self.expert_index,
+            weights,
+            self.token_index,
+            sentinels=self.sentinels,
+            rows=self.rows,
+            rows_backend=self.rows_backend,
+            is_local=self.is_local,
+        )
 
     def rows_for(self, backend: str, num_tokens: int, num_experts: int) -> Rows | None:
         """The rows, where they are known and serve `backend`: the eager backend's have no tiles, the others' serve all.
@@ -259,15 +264,17 @@ def rounded_routing(
     plain = _differentiable if scores_TE.requires_grad or torch_op.forward_mode() else _round_rows
     run = torch_op.select_variant(_functional, _FORWARD, plain, scores_TE)
     options = _Rounding(
-        policy.rounding, policy.tile_rows, policy.min_pairs(num_experts),
+        policy.rounding,
+        policy.tile_rows,
+        policy.min_pairs(num_experts),
         policy.max_rows(num_tokens, top_k, num_experts),
-        logits_TE.dtype if dtype is None else dtype, backend,
-    )  # fmt: skip
+        logits_TE.dtype if dtype is None else dtype,
+        backend,
+    )
     uniform_E = _uniform(policy.rounding, num_experts, device, batch_group)
     weight_P, expert_P, *rows = run(
-        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E,
-        family.weighting(router), options,
-    )  # fmt: skip
+        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E, family.weighting(router), options
+    )
     if valid_T is None:
         fell_back = False
     else:

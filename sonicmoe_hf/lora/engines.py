@@ -30,14 +30,23 @@ _PER_EXPERT, _THREE_DIMENSIONAL = ServedModel(), ServedModel(is_3d=True)
 SERVED_MODELS = {  # by model_type
     **dict.fromkeys(
         (
-            "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
-            "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
+            "deepseek_v2",
+            "deepseek_v3",
+            "ernie4_5_moe",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm4v_moe",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_next",
         ),
         _PER_EXPERT,
     ),
     "mixtral": ServedModel(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     **dict.fromkeys(("gpt_oss", "qwen3_vl_moe", "qwen3_5_moe"), _THREE_DIMENSIONAL),
-}  # fmt: skip
+}
 
 # linear layers that SGLang fuses, and of which it needs factors for all where there are some for one
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))

@@ -80,8 +80,14 @@ class ModelCall:
     share the outermost call's batch, if stochastic rounding must draw the same there.
     """
 
-    def __init__(self, state: PatchState, name: str, attention_mask: torch.Tensor | None, outer: ModelCall | None,
-                 part_of: ModelCall | None = None):  # fmt: skip
+    def __init__(
+        self,
+        state: PatchState,
+        name: str,
+        attention_mask: torch.Tensor | None,
+        outer: ModelCall | None,
+        part_of: ModelCall | None = None,
+    ):
         self.state: PatchState = state
         self.name = name
         self.module: int | None = None

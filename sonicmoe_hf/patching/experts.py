@@ -65,12 +65,16 @@ CLAMPED_SILU_GATES = {  # _apply_gate of these classes is clamped_silu: where th
 CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interleaved, where alpha is, where limit is)
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts": (True, "alpha", "limit"),
     "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": (
-        False, "alpha", "limit",
+        False,
+        "alpha",
+        "limit",
     ),
     "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": (
-        False, "swiglu_alpha", "swiglu_limit",
+        False,
+        "swiglu_alpha",
+        "swiglu_limit",
     ),
-}  # fmt: skip
+}
 # their act_fn takes gate and up, and is the softcapped swiglu
 SOFTCAPPED_GATES = ("transformers.models.inkling2.modeling_inkling2.Inkling2Experts",)
 

@@ -105,9 +105,15 @@ class RouterHook:
                 _say_top_k(call.state, policy, num_tokens, index_TK.shape[1], num_experts)
             else:
                 rounded, fell_back = rounded_routing(
-                    FAMILIES[self.family_name], router, logits_TE, index_TK, policy, valid_T, dtype=weights_TK.dtype,
+                    FAMILIES[self.family_name],
+                    router,
+                    logits_TE,
+                    index_TK,
+                    policy,
+                    valid_T,
+                    dtype=weights_TK.dtype,
                     batch_group=call.outermost.batch_group,
-                )  # fmt: skip
+                )
         if call.state.counting and not recomputing:
             tile = 1 if policy is None else policy.tile_rows
             rows_E = None if rounded is None else rounded.rows.offsets.diff()

@@ -116,20 +116,28 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
         replace(fixed, moment="loss", activations=kept + final, logits=_loss(sizes, training), communication=root),
         *(
             replace(
-                fixed, moment="first layer's backward", gradients=in_flight + whole,
-                activations=kept + beside + workspace, logits=head, communication=gathered,
+                fixed,
+                moment="first layer's backward",
+                gradients=in_flight + whole,
+                activations=kept + beside + workspace,
+                logits=head,
+                communication=gathered,
             )
             for workspace, whole in ((before, 0.0), (after, own))
         ),
         *(
             replace(
-                fixed, moment="last layer's backward", gradients=earlier + in_flight + whole,
-                activations=left + beside + stream + workspace, logits=last_head, communication=gathered,
+                fixed,
+                moment="last layer's backward",
+                gradients=earlier + in_flight + whole,
+                activations=left + beside + stream + workspace,
+                logits=last_head,
+                communication=gathered,
             )
             for workspace, whole in ((before, 0.0), (after, own))
         ),
         replace(fixed, moment="optimiser's step", gradients=gradients, communication=root),
-    ]  # fmt: skip
+    ]
     return max(candidates, key=lambda candidate: candidate.total)
 
 

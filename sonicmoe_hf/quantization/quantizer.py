@@ -31,8 +31,10 @@ from .state import from_stored, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
 OF_PACKED = (  # attributes of a model with packed experts
-    "_weight_conversions", "_ddp_params_and_buffers_to_ignore", "gather_sharded_state_dict_for_save",
-)  # fmt: skip
+    "_weight_conversions",
+    "_ddp_params_and_buffers_to_ignore",
+    "gather_sharded_state_dict_for_save",
+)
 # bytes a weight, somewhat more than is stored (4.13, 4.25, 8.002 and 4.5 bits): what device_map counts with
 ELEMENT_SIZE = {"nf4": 0.6, "mxfp4": 0.6, "fp8": 1.1, "nvfp4": 0.6}
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")

@@ -33,9 +33,13 @@ def _sharded_as(parameter: Any, value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 class RankStates(TrainerCallback):

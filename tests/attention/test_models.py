@@ -228,9 +228,12 @@ def test_logits_with_a_cache_that_is_filled_in_pieces(kernels, model_type, kind)
         for size in (3, 2, *[1] * 8):
             end = start + size
             out = model(
-                input_ids=ids[:, start:end], attention_mask=mask[:, :end], position_ids=positions[:, start:end],
-                past_key_values=cache, use_cache=True,
-            )  # fmt: skip
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
             pieces.append(out.logits)
             start = end
     is_real = mask.bool()

@@ -129,8 +129,11 @@ def test_rows_of_packed_sequences():
     made = tensors(2, 100, 100, 8, 2, 64, 64)
     positions = torch.stack([torch.cat([torch.arange(40), torch.arange(60)]), torch.arange(100)]).cuda()
     number = torch.stack([(torch.arange(100) >= 40).long(), torch.full((100,), 2)])
-    compare(compute(made, position_ids=positions), made,
-            causal(100, 100) & (number[:, None, :, None] == number[:, None, None]))  # fmt: skip
+    compare(
+        compute(made, position_ids=positions),
+        made,
+        causal(100, 100) & (number[:, None, :, None] == number[:, None, None]),
+    )
 
 
 def test_tokens_after_the_last_sequence_and_queries_without_keys_have_zeros():
@@ -188,8 +191,10 @@ def test_gpt_oss_in_bf16_is_as_near_to_fp32_as_eager(case):
     batch = BATCHES[case]()
     if case == "packed":  # GptOssModel hides position_ids from eager's mask, so eager gets the mask
         number = torch.repeat_interleave(torch.arange(3), torch.tensor([71, 1, 80]))
-        sees = {kind: causal(152, 152, window) & (number[:, None] == number)
-                for kind, window in (("full_attention", None), ("sliding_attention", 32))}  # fmt: skip
+        sees = {
+            kind: causal(152, 152, window) & (number[:, None] == number)
+            for kind, window in (("full_attention", None), ("sliding_attention", 32))
+        }
     exact_model = build(implementation="eager", device="cuda", **options)
 
     def for_eager(dtype):

@@ -76,9 +76,12 @@ def test_a_program_sees_what_it_sees_by_itself(words, tmp_path, launch_run):
 def test_the_command_becomes_the_program(tmp_path):
     script = write(tmp_path, "tell.py", TELL)
     with subprocess.Popen(
-        [*RUN, "--", str(script), "-x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [*RUN, "--", str(script), "-x"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
+    ) as process:
         told = json.loads(process.communicate("from stdin", timeout=300)[0])
     assert told["pid"] == process.pid and told["argv"] == [str(script), "-x"] and told["stdin"] == "from stdin"
 
@@ -98,9 +101,12 @@ def test_a_signal_reaches_the_program_and_ends_it_as_it_would_by_itself(tmp_path
     script = write(tmp_path, "waits.py", f"{heed}\nprint('ready', flush=True)\ntime.sleep(100)\n")
     for sent in (signal.SIGTERM, signal.SIGINT):
         with subprocess.Popen(
-            _command([str(script)]), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            _command([str(script)]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             env=_environment(RunSettings(), os.environ),
-        ) as process:  # fmt: skip
+        ) as process:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(sent)
             assert process.wait(timeout=100) == -sent
@@ -120,9 +126,12 @@ def test_settings_reach_children_of_this_environment_and_nobody_else(tmp_path, l
     assert from_environment(environment) == settings
     other = {**json.loads(environment[VARIABLE]), "prefix": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", ask], env={**os.environ, "PYTHONPATH": str(SITE), VARIABLE: json.dumps(other)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", ask],
+        env={**os.environ, "PYTHONPATH": str(SITE), VARIABLE: json.dumps(other)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "False\n"
 
 
@@ -188,12 +197,15 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize(
     ("words", "own", "rest"),
-    [("run -- x --json -- y", "run", "x --json -- y"),
-     ("run --routing nearest --tile=8 -- -m p --save", "run --routing nearest --tile=8", "-m p --save"),
-     ("run --adapt-experts 8 -m p", "run --adapt-experts 8", "-m p"),
-     ("run script.py --tile 3", "run", "script.py --tile 3"),
-     ("run --help", "run --help", ""), ("doctor -- x", "doctor -- x", "")],
-)  # fmt: skip
+    [
+        ("run -- x --json -- y", "run", "x --json -- y"),
+        ("run --routing nearest --tile=8 -- -m p --save", "run --routing nearest --tile=8", "-m p --save"),
+        ("run --adapt-experts 8 -m p", "run --adapt-experts 8", "-m p"),
+        ("run script.py --tile 3", "run", "script.py --tile 3"),
+        ("run --help", "run --help", ""),
+        ("doctor -- x", "doctor -- x", ""),
+    ],
+)
 def test_the_program_begins_after_two_dashes_or_at_the_first_word_that_is_not_ours(words, own, rest):
     """Launchers may take the dashes out."""
     assert split_program(words.split()) == (own.split(), rest.split())

@@ -103,8 +103,14 @@ def write_rows(folder, rows):
 
 
 def launch(*command, cwd):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                   "HF_DATASETS_CACHE": str(cwd / "cache"), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(cwd / "cache"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
     )

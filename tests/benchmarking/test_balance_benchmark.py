@@ -76,8 +76,10 @@ def test_all_cases_of_a_router_start_alike_and_the_pooled_loss_is_transformers_o
         losses[case.balancing] = out
     aux = load_balancing_loss_func(losses["pooled"].router_logits, tiny.experts, tiny.top_k)
     torch.testing.assert_close(losses["pooled"].loss, losses["none"].loss + 0.5 * aux)
-    rows = [layer.router.e_score_correction_bias for layer in find_layers(
-        load_balance.build(tiny, load_balance.Case("sigmoid"), 0, CPU)[0])]  # fmt: skip
+    rows = [
+        layer.router.e_score_correction_bias
+        for layer in find_layers(load_balance.build(tiny, load_balance.Case("sigmoid"), 0, CPU)[0])
+    ]
     assert len(rows) == tiny.layers, "DeepSeek-V3's router in every layer"
 
 

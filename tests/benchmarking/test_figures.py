@@ -128,5 +128,9 @@ def test_a_figure_may_be_half_a_unit_of_its_last_digit_away(written, value, roun
 
 def test_figures_are_told_from_names():
     assert check.FIGURE.findall("bf16, sm_90, Qwen3-30B-A3B, H200: 1,453, 95.1 and 0.5%; 1.2 to 3.4k") == [
-        "1,453", "95.1", "0.5%", "1.2", "3.4k",
-    ]  # fmt: skip
+        "1,453",
+        "95.1",
+        "0.5%",
+        "1.2",
+        "3.4k",
+    ]

@@ -287,12 +287,18 @@ def test_differences_are_found_where_seeds_are_missing(quality):
     effects = {("top_k", 0): 0.0, ("nearest", 8): 0.02, ("expert_choice", 0): 0.4}
     seeds = {0: 3.0, 1: 3.3, 2: 2.9}
     rows = [
-        {"method": method, "tile": str(tile), "balancing": "layer", "seed": str(seed), "replica": "0",
-         "held_out_loss": str(level + effect + draw.gauss(0, 1e-3))}
+        {
+            "method": method,
+            "tile": str(tile),
+            "balancing": "layer",
+            "seed": str(seed),
+            "replica": "0",
+            "held_out_loss": str(level + effect + draw.gauss(0, 1e-3)),
+        }
         for (method, tile), effect in effects.items()
         for seed, level in seeds.items()
         if (method, seed) != ("nearest", 1)
-    ]  # fmt: skip
+    ]
     table = command.by_method([*rows, {**rows[0], "balancing": "none"}], "layer")
     comparison = command.compare(table)
     assert comparison.freedom == 8 - (3 + 3 - 1)

@@ -111,13 +111,20 @@ def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that
     parts = step_parts.attribute(events, steps=2)
     found = {part: round(2e3 * ms) for part, ms in parts.gpu.items()}
     assert found == {
-        step_parts.ROUTER: 24, step_parts.PRODUCTS: 300, step_parts.COMBINE: 20, step_parts.BLOCK: 2, step_parts.REST: 4,
-    }  # fmt: skip
+        step_parts.ROUTER: 24,
+        step_parts.PRODUCTS: 300,
+        step_parts.COMBINE: 20,
+        step_parts.BLOCK: 2,
+        step_parts.REST: 4,
+    }
     assert parts.outside(step_parts.PRODUCTS) == pytest.approx(46 / 346)
     assert parts.outside(step_parts.PRODUCTS, step_parts.COMBINE) == pytest.approx(26 / 346)
     assert {part: round(2e3 * ms) for part, ms in parts.host.items()} == {
-        step_parts.ROUTER: 50, step_parts.EXPERTS: 90, step_parts.BLOCK: 30, step_parts.REST: 10,
-    }  # fmt: skip
+        step_parts.ROUTER: 50,
+        step_parts.EXPERTS: 90,
+        step_parts.BLOCK: 30,
+        step_parts.REST: 10,
+    }
     assert parts.kernels[step_parts.ROUTER, "gemv"][1] == 1.0  # launches a step
 
 

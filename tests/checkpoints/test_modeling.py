@@ -174,8 +174,14 @@ def test_generation_equals_the_familys_own(family, tmp_path):
 def test_device_maps_place_and_offload_layers(family, tmp_path):
     model = build(family).eval()
     _, folder = save_both(model, tmp_path)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
-              "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
     native = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
     assert next(layer for layer in find_layers(native) if "layers.1" in layer.name).experts.c_fc.is_meta
     with torch.no_grad():

@@ -51,9 +51,10 @@ def test_its_experts_are_taken_bit_for_bit(checkpoint, declared_in_its_own_file,
     model = from_pretrained(folder, experts_quantization="nvfp4")
     experts = model.model.layers[1].mlp.experts
     for name, weight, rows, half in (
-        ("gate_proj", experts.gate_up_proj, slice(64), 0), ("up_proj", experts.gate_up_proj, slice(64, 128), 1),
+        ("gate_proj", experts.gate_up_proj, slice(64), 0),
+        ("up_proj", experts.gate_up_proj, slice(64, 128), 1),
         ("down_proj", experts.down_proj, slice(64), 0),
-    ):  # fmt: skip
+    ):
         theirs = f"model.layers.1.mlp.experts.2.{name}.weight"
         assert weight.format == "nvfp4" and torch.equal(weight.codes[2, rows], stored[theirs])
         assert torch.equal(weight.scales[2, rows], stored[f"{theirs}_scale"].view(torch.uint8))

@@ -137,8 +137,9 @@ def test_a_patch_report_reads_as_doctor_does(tmp_path):
         transformers.AutoConfig.from_pretrained(save_config(tmp_path))
     )
     assert str(sonicmoe_hf.patch_model(model)).splitlines() == [
-        "4 mixture-of-experts layers patched; routing: top-k", "  model.layers[0-3].mlp (qwen3_moe): everything works",
-    ]  # fmt: skip
+        "4 mixture-of-experts layers patched; routing: top-k",
+        "  model.layers[0-3].mlp (qwen3_moe): everything works",
+    ]
     rounding = str(sonicmoe_hf.patch_model(model, "token_rounding")).splitlines()[0]
     assert "TokenRounding(rounding='nearest'" in rounding and rounding.endswith("in training")
 
@@ -168,9 +169,12 @@ def test_doctor_says_where_token_rounding_is_not_known(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "remedy"),
-    [("mxfp4", "Mxfp4Config(dequantize=True)"), ("fp8", "FineGrainedFP8Config(dequantize=True)"),
-     ("bitsandbytes", "a checkpoint that is not quantized")],
-)  # fmt: skip
+    [
+        ("mxfp4", "Mxfp4Config(dequantize=True)"),
+        ("fp8", "FineGrainedFP8Config(dequantize=True)"),
+        ("bitsandbytes", "a checkpoint that is not quantized"),
+    ],
+)
 def test_doctor_never_passes_quantized_experts_as_supported(capsys, tmp_path, method, remedy):
     code, facts = doctor_json(capsys, save_config(tmp_path, quantization_config={"quant_method": method}))
     (layers,) = facts["model"]["layers"]
@@ -204,9 +208,10 @@ def test_doctor_finds_what_a_multimodal_config_declares_of_its_text_model(capsys
               "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
     text = {**SMALL, "num_experts": 8, "moe_intermediate_size": 16, "head_dim": 32}
     config = transformers.Qwen3VLMoeConfig(
-        text_config={**text, **(declared if place == "inside" else {})}, vision_config=vision,
+        text_config={**text, **(declared if place == "inside" else {})},
+        vision_config=vision,
         **(declared if place == "outside" else {}),
-    )  # fmt: skip
+    )
     config.save_pretrained(tmp_path)
     code, facts = doctor_json(capsys, str(tmp_path))
     assert code == 1 and facts["model"]["quantization"] == "fp8" and not facts["model"]["supported"]

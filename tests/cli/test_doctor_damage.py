@@ -78,7 +78,7 @@ def test_any_entry_of_any_wrong_kind_gives_a_report_or_one_line(family, tmp_path
         ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is ['qwen3_moe'], which Transformers"),
         ("qwen3_moe", {"dtype": "int8"}, "dtype, which is 'int8'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_with_its_value(family, damage, words, tmp_path, capsys):
     line = refusal(
         capsys, write(tmp_path, {**entries_of(family), **damage}), "--batch-size", "8", "--sequence-length", "128"
@@ -91,10 +91,14 @@ def test_what_is_wrong_is_named_with_its_value(family, damage, words, tmp_path, 
     [
         ("deepseek_v3", {"num_nextn_predict_layers": 1e9}, "num_nextn_predict_layers is 1000000000.0; 0 to 10000"),
         ("qwen3_moe", {"n_layer": 10**6}, "n_layer is 1000000; 0 to 10000"),
-        ("qwen3_moe", {"vision_config": {"depths": [2, 10**9]}}, "vision_config.depths is [2, 1000000000]; 0 to 10000"),
+        (
+            "qwen3_moe",
+            {"vision_config": {"depths": [2, 10**9]}},
+            "vision_config.depths is [2, 1000000000]; 0 to 10000",
+        ),
         ("qwen3_moe", {"num_hidden_layers": 9}, "more than 30 modules; look at its largest numbers: "),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_would_take_hours_to_build_is_named_at_once(family, damage, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(config_only, "MAX_MODULES", 30)
     assert words in refusal(capsys, write(tmp_path, {**entries_of(family), **damage}))

@@ -79,9 +79,13 @@ def test_a_folder_that_another_user_keeps_closed_is_named(hub, elsewhere, capsys
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["doctor", "--tile", "9" * 5000, "model"], "is not a whole number"), (["inspect"], "required: PATH"),
-     (["doctor", "--colour"], "unrecognized arguments"), (["doctor", "one", "two"], "unrecognized arguments: two")],
-)  # fmt: skip
+    [
+        (["doctor", "--tile", "9" * 5000, "model"], "is not a whole number"),
+        (["inspect"], "required: PATH"),
+        (["doctor", "--colour"], "unrecognized arguments"),
+        (["doctor", "one", "two"], "unrecognized arguments: two"),
+    ],
+)
 def test_a_wrong_command_line_is_json_where_json_is_asked_for(arguments, words, capsys):
     assert words in refusal(capsys, [*arguments, "--json"])
     with pytest.raises(SystemExit) as exit:

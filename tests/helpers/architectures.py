@@ -69,8 +69,11 @@ def _shrink(config) -> PreTrainedConfig:
 def _configs(module):
     """Small configs of the folder's config classes, those of text models first."""
     configuration = importlib.import_module(module.__name__.replace(".modeling_", ".configuration_"))
-    classes = [cls for _, cls in inspect.getmembers(configuration, inspect.isclass)
-               if issubclass(cls, PreTrainedConfig) and cls.__module__ == configuration.__name__]  # fmt: skip
+    classes = [
+        cls
+        for _, cls in inspect.getmembers(configuration, inspect.isclass)
+        if issubclass(cls, PreTrainedConfig) and cls.__module__ == configuration.__name__
+    ]
     for cls in sorted(classes, key=lambda cls: "Text" not in cls.__name__):
         yield _shrink(cls())
 
@@ -117,10 +120,11 @@ class OneLayer(PreTrainedModel):
 def family_of(architecture: Architecture):
     """The families whose blocks are in the architecture's module and hold its experts."""
     return [
-        family for family in FAMILIES.values()
+        family
+        for family in FAMILIES.values()
         if family.module == architecture.module.__name__
         and f"{architecture.experts}(" in inspect.getsource(getattr(architecture.module, family.block))
-    ]  # fmt: skip
+    ]
 
 
 def layers_of(architecture: Architecture) -> OneLayer:

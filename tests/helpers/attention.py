@@ -11,16 +11,27 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 COMMON = {**SHARED, **GROUPED, "sliding_window": WINDOW, "intermediate_size": 16}
 BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 CHANGES = {
-    "flint": {**BOTH_KINDS, **ROPE, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "flint": {
+        **BOTH_KINDS,
+        **ROPE,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "gpt_oss": {**BOTH_KINDS, **ROPE, "num_local_experts": 4},
     "granite_swa": BOTH_KINDS,
     "granitemoe_swa": {**BOTH_KINDS, "num_local_experts": 4},
     "mimo_v2_flash": {
-        **BOTH_KINDS, "n_routed_experts": 4, "moe_intermediate_size": 16, "head_dim": 24, "v_head_dim": 16,
-        "num_key_value_heads": 1, "mlp_layer_types": ["dense", "sparse"],
+        **BOTH_KINDS,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "num_key_value_heads": 1,
+        "mlp_layer_types": ["dense", "sparse"],
     },
     "openai_privacy_filter": {**ROPE, "num_local_experts": 4},
-}  # fmt: skip
+}
 
 
 def build(model_type="gpt_oss", implementation=NAME, dtype=None, device="cpu", experts="eager", **changes):

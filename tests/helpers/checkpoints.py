@@ -19,8 +19,11 @@ KINDS = {  # per family, how its weights can stand on disk
     "gpt_oss": ("hub", "upstream", "mxfp4"),
 }
 DECLARED_FP8 = {  # of DeepSeek's and Qwen's checkpoints
-    "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
-}  # fmt: skip
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
 FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, as on DeepSeek's own kv_a_proj
 
 

@@ -63,9 +63,14 @@ def nemotron_h(**changes):
     """Mamba, experts without a gate, attention, experts; the experts are of another size than the model."""
     mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
     experts = {
-        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16, "moe_latent_size": 24,
-        "moe_shared_expert_intermediate_size": 16, "intermediate_size": 48,
-    }  # fmt: skip
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "moe_latent_size": 24,
+        "moe_shared_expert_intermediate_size": 16,
+        "intermediate_size": 48,
+    }
     layers = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
     sizes = {name: size for name, size in SHARED.items() if name != "num_hidden_layers"}
     return NemotronHConfig(**{**sizes, **GROUPED, **mamba, **experts, **layers, **changes})

@@ -75,9 +75,14 @@ def data_parallelism():
     return DistributedConfig(fsdp_size=WORLD)
 
 
-PARALLELISM = {"expert": expert_parallelism, "tensor": tensor_parallelism, "data": data_parallelism,
-               "both": expert_and_data_parallelism, "pipeline": pipeline_parallelism,
-               "ours": our_expert_parallelism}  # fmt: skip
+PARALLELISM = {
+    "expert": expert_parallelism,
+    "tensor": tensor_parallelism,
+    "data": data_parallelism,
+    "both": expert_and_data_parallelism,
+    "pipeline": pipeline_parallelism,
+    "ours": our_expert_parallelism,
+}
 
 
 def load_parallel(folder, kind, **options):

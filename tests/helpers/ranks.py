@@ -14,16 +14,25 @@ WORLD = 2  # unless a test asks for more
 # by the process that ranks are forked from, one for all tests of a run: importing is what costs time. Nothing of ours:
 # this process does not have the tests' sys.path, which ranks get.
 IMPORTED_ONCE = [
-    "accelerate", "peft", "torch.distributed.fsdp", "transformers.trainer",
+    "accelerate",
+    "peft",
+    "torch.distributed.fsdp",
+    "transformers.trainer",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
-]  # fmt: skip
+]
 SECONDS = 120  # for one function; a rank that waits for a dead one would wait for ever
 SECONDS_AFTER_FAILURE = 5
 
 
 def _serve(rank, world, folder, pipe):
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # fmt: skip
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name of this host to be resolvable

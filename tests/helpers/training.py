@@ -80,9 +80,12 @@ def arguments(folder, **options) -> TrainingArguments:
 def trainer_for(model, folder, callbacks=(), padding=False, count=16, **options) -> Trainer:
     """A Trainer on `count` examples; its evaluation set has four more."""
     return Trainer(
-        model, arguments(folder, **options), train_dataset=Examples(count, padding), callbacks=list(callbacks),
+        model,
+        arguments(folder, **options),
+        train_dataset=Examples(count, padding),
+        callbacks=list(callbacks),
         eval_dataset=Examples(4, padding, seed=100),
-    )  # fmt: skip
+    )
 
 
 class OutOfMemory(RuntimeError):

@@ -32,9 +32,14 @@ from sonicmoe_hf.layer.lora_operands import pack
 
 GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
 NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
-    torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+}
 HIDDEN, INNER = 2048, 768
 
 
@@ -123,9 +128,11 @@ def products(variant: Variant):
         first, second = pack(a1, b1, 1.0, gate_up), pack(a2, b2, 1.0, down)
         yield "reorder", lambda: pack(a1, b1, 1.0, gate_up, kernels)
         extra = {
-            "up": first.forward_term(u), "down": second.forward_term(u), "down_backward": second.backward_term(u),
+            "up": first.forward_term(u),
+            "down": second.forward_term(u),
+            "down_backward": second.backward_term(u),
             "up_backward_input": first.backward_term(u),
-        }  # fmt: skip
+        }
         yield "lora_shrink", lambda: kernels.lora_shrink(x, first.a_EKJ, rows, 1.0, True)
         yield "lora_b_backward", lambda: kernels.lora_b_backward(x, second.b_ENJ, u, routed, rows, 1.0, True, True, b2)
         yield "lora_b_backward", lambda: kernels.lora_b_backward(h, first.b_ENJ, u, None, rows, 1.0, False, True, b1)

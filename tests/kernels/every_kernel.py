@@ -44,9 +44,15 @@ def step_with_adapters(tokens, layout, rank, backend):
     a1, b1, a2, b2 = leaves = [(torch.randn(size, device="cuda") / 16).requires_grad_() for size in sizes]
     x, weight = (tensors[name].requires_grad_() for name in ("x", "weight"))
     out = moe_experts(
-        x, stored(tensors["gate_up"], layout), stored(tensors["down"], layout), Routing(expert, weight.view(tokens, K)),
-        layout=layout, backend=backend, gate_up_adapter=LowRank(a1, b1), down_adapter=LowRank(a2, b2),
-    )  # fmt: skip
+        x,
+        stored(tensors["gate_up"], layout),
+        stored(tensors["down"], layout),
+        Routing(expert, weight.view(tokens, K)),
+        layout=layout,
+        backend=backend,
+        gate_up_adapter=LowRank(a1, b1),
+        down_adapter=LowRank(a2, b2),
+    )
     return [out, *torch.autograd.grad(out, [x, weight, *leaves], dout)]
 
 

@@ -69,11 +69,17 @@ def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="p
     expert, token = ids
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     out = moe_experts(
-        leaves["x"], stored(leaves["gate_up"], layout), stored(leaves["down"], layout),
+        leaves["x"],
+        stored(leaves["gate_up"], layout),
+        stored(leaves["down"], layout),
         Routing(expert, leaves["weight"].view(expert.shape), token, sentinels=sentinels),
-        gate_up_bias=leaves.get("gate_up_bias"), down_bias=leaves.get("down_bias"),
-        activation=activation, layout=layout, backend=backend, save=save,
-    )  # fmt: skip
+        gate_up_bias=leaves.get("gate_up_bias"),
+        down_bias=leaves.get("down_bias"),
+        activation=activation,
+        layout=layout,
+        backend=backend,
+        save=save,
+    )
     gradients = torch.autograd.grad(out, list(leaves.values()), dout)
     return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
 

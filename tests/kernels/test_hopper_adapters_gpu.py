@@ -77,9 +77,11 @@ class Problem:
         first, second = adapter(self.gate_up), adapter(self.down)
         padded = first.a_EKJ.shape[2]
         self.extras = {
-            "up": first.forward_term(of_rows(padded)), "down": second.forward_term(of_rows(padded)),
-            "down_backward": second.backward_term(of_rows(padded)), "up_backward_input": first.backward_term(of_rows(padded)),
-        }  # fmt: skip
+            "up": first.forward_term(of_rows(padded)),
+            "down": second.forward_term(of_rows(padded)),
+            "down_backward": second.backward_term(of_rows(padded)),
+            "up_backward_input": first.backward_term(of_rows(padded)),
+        }
 
     def products(self, kernels, extras, convert=lambda tensor: tensor):
         """Every product by name, up to the last row; `convert` is applied to all operands."""
@@ -178,18 +180,25 @@ def test_a_layer_with_frozen_experts_and_trained_adapters(hopper, layout):
     tensors, dout = layer(T, H, I, E, T * K, torch.bfloat16, "cuda", bias=False)
     gate_up, down = (stored(tensors[name], layout) for name in ("gate_up", "down"))
     factors = {
-        "a1": torch.randn(E, rank, H, device="cuda") * H**-0.5, "b1": torch.randn(E, 2 * I, rank, device="cuda") / 4,
-        "a2": torch.randn(E, rank, I, device="cuda") * I**-0.5, "b2": torch.randn(E, H, rank, device="cuda") / 4,
-    }  # fmt: skip
+        "a1": torch.randn(E, rank, H, device="cuda") * H**-0.5,
+        "b1": torch.randn(E, 2 * I, rank, device="cuda") / 4,
+        "a2": torch.randn(E, rank, I, device="cuda") * I**-0.5,
+        "b2": torch.randn(E, H, rank, device="cuda") / 4,
+    }
 
     def step(backend, dtype):
         leaves = {"x": tensors["x"].to(dtype), "weight": tensors["weight"].view(T, K), **factors}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
         out = moe_experts(
-            leaves["x"], gate_up.to(dtype), down.to(dtype), Routing(expert, leaves["weight"]), layout=layout,
+            leaves["x"],
+            gate_up.to(dtype),
+            down.to(dtype),
+            Routing(expert, leaves["weight"]),
+            layout=layout,
             gate_up_adapter=LowRank(leaves["a1"], leaves["b1"], 0.5),
-            down_adapter=LowRank(leaves["a2"], leaves["b2"], 0.5), backend=backend,
-        )  # fmt: skip
+            down_adapter=LowRank(leaves["a2"], leaves["b2"], 0.5),
+            backend=backend,
+        )
         gradients = torch.autograd.grad(out, list(leaves.values()), dout.to(dtype))
         return {"out": out.detach(), **dict(zip(leaves, gradients))}
 

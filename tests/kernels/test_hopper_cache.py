@@ -222,9 +222,13 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
 
 @pytest.mark.parametrize(
     ("kernels", "cpus", "variables"),
-    [(1, 9, {}), (2, 2, {}), (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}),
-     *((2, 9, {name: "1"}) for name in LOCAL_RANKS)],
-)  # fmt: skip
+    [
+        (1, 9, {}),
+        (2, 2, {}),
+        (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}),
+        *((2, 9, {name: "1"}) for name in LOCAL_RANKS),
+    ],
+)
 def test_nothing_is_begun_for_little_and_by_other_ranks(tmp_path, monkeypatch, alone, kernels, cpus, variables):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     for name, value in variables.items():

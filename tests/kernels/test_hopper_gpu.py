@@ -172,8 +172,11 @@ def test_deepseek_v3_sizes(on_hopper_alone, T):
     few |= {name: tensors[name][named] for name in ("gate_up", "down")}
     ids = torch.searchsorted(named, expert[sample]), None
     expected = run(upcast(few), dout[sample].float(), ids, "concatenated", "swiglu", "eager")
-    of_sample = {"out": found["out"][sample], "dx": found["dx"][sample],
-                 "dweight": found["dweight"].view(T, 8)[sample].reshape(-1)}  # fmt: skip
+    of_sample = {
+        "out": found["out"][sample],
+        "dx": found["dx"][sample],
+        "dweight": found["dweight"].view(T, 8)[sample].reshape(-1),
+    }
     assert all(error < CAP for error in errors(of_sample, {name: expected[name] for name in of_sample}).values())
     for e in (0, 255):
         token, place = (expert == e).nonzero(as_tuple=True)

@@ -123,9 +123,13 @@ def test_supported_calls_go_to_the_hopper_kernels(launched, triton, function, dt
 
 
 OPERANDS = {  # of each function, those that kernels read or write 16 bytes at a time
-    "up": ("x", "gate_up"), "down": ("a", "down"), "up_backward_input": ("h", "gate_up"),
-    "down_backward": ("dout", "down", "h"), "gate_up_gradient": ("h", "x"), "down_gradient": ("dout", "a"),
-}  # fmt: skip
+    "up": ("x", "gate_up"),
+    "down": ("a", "down"),
+    "up_backward_input": ("h", "gate_up"),
+    "down_backward": ("dout", "down", "h"),
+    "gate_up_gradient": ("h", "x"),
+    "down_gradient": ("dout", "a"),
+}
 EVERY_OPERAND = [(function, name) for function, names in OPERANDS.items() for name in names]
 
 
@@ -163,9 +167,15 @@ def test_weights_with_gaps_fall_back(launched, triton, function):
 
 def sized(hidden, inner):
     return operands(
-        x=of(T, hidden), gate_up=of(E, 2 * inner, hidden), gate_up_bias=None, down=of(E, hidden, inner), down_bias=None,
-        a=of(P, inner), h=of(P, 2 * inner), dout=of(T, hidden),
-    )  # fmt: skip
+        x=of(T, hidden),
+        gate_up=of(E, 2 * inner, hidden),
+        gate_up_bias=None,
+        down=of(E, hidden, inner),
+        down_bias=None,
+        a=of(P, inner),
+        h=of(P, 2 * inner),
+        dout=of(T, hidden),
+    )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -257,14 +267,15 @@ def factor_with_gaps(extra):
 @pytest.mark.parametrize(
     "changed",
     [
-        in_the_other_order, factor_with_gaps,
+        in_the_other_order,
+        factor_with_gaps,
         lambda extra: extra._replace(rows_PJ=off_alignment(extra.rows_PJ)),
         lambda extra: extra._replace(rows_PJ=with_gaps(extra.rows_PJ)),
         lambda extra: extra._replace(rows_PJ=extra.rows_PJ.half()),
         lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.half()),
     ],
     ids=("other order", "gaps", "rows off alignment", "rows with gaps", "rows of fp16", "factor of fp16"),
-)  # fmt: skip
+)
 def test_other_adapters_fall_back(launched, triton, function_with_extra, changed):
     if changed is in_the_other_order and function_with_extra in ("up_backward_input", "down_backward"):
         changed = lambda extra: extra._replace(factor_ENJ=extra.factor_ENJ.contiguous())  # noqa: E731

@@ -42,9 +42,14 @@ def test_compiled_whole_it_gives_the_same_bits(device):
 
     def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
         return moe_experts(
-            x, gate_up, down, Routing(expert, weight.view(expert.shape)),
-            gate_up_bias=gate_up_bias, down_bias=down_bias, backend="triton",
-        )  # fmt: skip
+            x,
+            gate_up,
+            down,
+            Routing(expert, weight.view(expert.shape)),
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            backend="triton",
+        )
 
     leaves = [t.detach().requires_grad_() for t in tensors.values()]
     out = torch.compile(forward, fullgraph=True, backend="aot_eager")(*leaves)

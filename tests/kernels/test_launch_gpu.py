@@ -92,9 +92,14 @@ def test_compiled_whole_it_gives_the_same_bits(backend):
 
     def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
         return moe_experts(
-            x, gate_up, down, Routing(expert, weight.view(expert.shape)),
-            gate_up_bias=gate_up_bias, down_bias=down_bias, backend=backend,
-        )  # fmt: skip
+            x,
+            gate_up,
+            down,
+            Routing(expert, weight.view(expert.shape)),
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            backend=backend,
+        )
 
     def step(function):
         leaves = [t.detach().requires_grad_() for t in tensors.values()]

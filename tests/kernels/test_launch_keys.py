@@ -130,8 +130,11 @@ def test_a_launcher_asks_triton_once_and_again_where_tensors_lie_off_16_bytes():
     launcher = KernelLauncher(kernel, 0, (3,), (5,), (64,), num_warps=4)
     aligned, off = Pointer(), Pointer(address=ADDRESS + 4)
     for tensors, by_triton, straight in (
-        ((aligned, None), 1, 0), ((aligned, None), 1, 1), ((off, None), 2, 1), ((aligned, None), 2, 2),
-    ):  # fmt: skip
+        ((aligned, None), 1, 0),
+        ((aligned, None), 1, 1),
+        ((off, None), 2, 1),
+        ((aligned, None), 2, 2),
+    ):
         launcher(*tensors)
         assert (len(kernel.by_triton), len(kernel.straight)) == (by_triton, straight)
     assert kernel.straight[-1] == (3, 1, 1, STREAM, "function", "metadata", None, None, None, ADDRESS, None, 5, 64)

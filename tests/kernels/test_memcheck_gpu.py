@@ -22,8 +22,11 @@ def test_nothing_outside_a_tensor_is_touched(backend):
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "LOCAL_RANK": "1"}
     found = subprocess.run(
         [MEMCHECK, "--tool", "memcheck", "--error-exitcode", "9", *script],
-        env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     if "Device not supported" in found.stdout:
         pytest.skip("compute-sanitizer does not support this machine's runtime")
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]

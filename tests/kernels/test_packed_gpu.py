@@ -53,9 +53,15 @@ class PackedLayer:
         x, routed, *biases = (self.tensors[n] for n in ("x", "weight", "gate_up_bias", "down_bias"))
         gate_up_bias, down_bias = (bias.to(dtype) for bias in biases)
         out = moe_experts(
-            x.to(dtype), *weights, (self.expert, routed.view(self.expert.shape)), gate_up_bias=gate_up_bias,
-            down_bias=down_bias, layout=self.layout, backend=backend, **self.adapters,
-        )  # fmt: skip
+            x.to(dtype),
+            *weights,
+            (self.expert, routed.view(self.expert.shape)),
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            layout=self.layout,
+            backend=backend,
+            **self.adapters,
+        )
         return {"out": out}
 
 

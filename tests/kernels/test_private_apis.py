@@ -11,11 +11,14 @@ import torch
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("triton.runtime", "JITFunction"), ("triton.runtime", "driver"), ("triton.knobs", "runtime"),
-        ("triton.compiler", "CompiledKernel"), ("triton.backends.nvidia.driver", "CudaLauncher"),
+        ("triton.runtime", "JITFunction"),
+        ("triton.runtime", "driver"),
+        ("triton.knobs", "runtime"),
+        ("triton.compiler", "CompiledKernel"),
+        ("triton.backends.nvidia.driver", "CudaLauncher"),
         ("triton.tools.tensor_descriptor", "TensorDescriptor"),
     ],
-)  # fmt: skip
+)
 def test_triton_has(module, name):
     pytest.importorskip("triton")
     assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/triton/launch.py"
@@ -55,12 +58,16 @@ def test_a_triton_function_tells_its_parameters_and_the_hooks_their_listeners():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("cutlass._mlir.dialects.llvm", "inline_asm"), ("cutlass.cutlass_dsl", "dsl_user_op"),
-        ("cutlass.cutlass_dsl", "T"), ("cutlass.memory", "SmemAllocator"), ("cutlass.tensor_utils", "LayoutEnum"),
-        ("cutlass.cute.runtime", "make_fake_compact_tensor"), ("cutlass.cute.runtime", "make_fake_stream"),
+        ("cutlass._mlir.dialects.llvm", "inline_asm"),
+        ("cutlass.cutlass_dsl", "dsl_user_op"),
+        ("cutlass.cutlass_dsl", "T"),
+        ("cutlass.memory", "SmemAllocator"),
+        ("cutlass.tensor_utils", "LayoutEnum"),
+        ("cutlass.cute.runtime", "make_fake_compact_tensor"),
+        ("cutlass.cute.runtime", "make_fake_stream"),
         ("cutlass.cute.runtime", "load_module"),
     ],
-)  # fmt: skip
+)
 def test_the_cute_dsl_has(module, name):
     pytest.importorskip("cutlass")
     assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/hopper/ptx.py"

@@ -102,14 +102,17 @@ def test_fp8_blocks_that_are_cut_off_are_those_of_each_half(order):
     # 192 rows of a half and 144 columns: a whole block and a part of one, by DeepSeek's rule
     gate, up = (torch.randn(2, 192, 144).bfloat16() * scale for scale in (1, 50))
     weight = {
-        "whole": gate, "concatenated": torch.cat((gate, up), 1), "interleaved": torch.stack((gate, up), 2).flatten(1, 2),
-    }[order]  # fmt: skip
+        "whole": gate,
+        "concatenated": torch.cat((gate, up), 1),
+        "interleaved": torch.stack((gate, up), 2).flatten(1, 2),
+    }[order]
     packed = quantize(weight, "fp8", order)
     found = dequantize(packed, "fp8", torch.float32)
     rows = {
-        "whole": (slice(None),), "concatenated": (slice(192), slice(192, None)),
+        "whole": (slice(None),),
+        "concatenated": (slice(192), slice(192, None)),
         "interleaved": (slice(0, None, 2), slice(1, None, 2)),
-    }[order]  # fmt: skip
+    }[order]
     for half, place in zip((gate, up), rows):
         for i in (0, 1):
             for j in (0, 1):
@@ -161,8 +164,10 @@ def test_what_is_not_finite_is_refused(name, value):
         quantize(weight, name)
 
 
-@pytest.mark.parametrize("name, size, other", [("nf4", 96, "or mxfp4"), ("nf4", 80, ""), ("mxfp4", 80, "or fp8"),
-                                               ("fp8", 72, ""), ("nvfp4", 72, "")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, size, other",
+    [("nf4", 96, "or mxfp4"), ("nf4", 80, ""), ("mxfp4", 80, "or fp8"), ("fp8", 72, ""), ("nvfp4", 72, "")],
+)
 def test_rows_that_blocks_would_cross_are_refused_by_name(name, size, other):
     with pytest.raises(
         ValueError,

@@ -27,11 +27,14 @@ def adapter(num_experts, rank, size_in, size_out, device):
     "layout, shape, kind, rank",
     [
         *((layout, "odd", "list", 3) for layout in LAYOUTS),
-        ("concatenated", "even", "list", 16), ("transposed_interleaved", "even", "list", 16),
-        ("transposed_concatenated", "even", "top_k", 40), ("interleaved", "even", "top_k", 40),
-        ("concatenated", "one row", "sentinels", 1), ("concatenated", "one expert", "top_k", 8),
+        ("concatenated", "even", "list", 16),
+        ("transposed_interleaved", "even", "list", 16),
+        ("transposed_concatenated", "even", "top_k", 40),
+        ("interleaved", "even", "top_k", 40),
+        ("concatenated", "one row", "sentinels", 1),
+        ("concatenated", "one expert", "top_k", 8),
     ],
-)  # fmt: skip
+)
 def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind, rank):
     T, H, I, E, K = SHAPES[shape]
     ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())

@@ -30,11 +30,17 @@ class AdaptedLayer:
         leaves = {"x": weights.pop("x"), "weight": self.tensors["weight"], **self.factors}
         leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
         out = moe_experts(
-            leaves["x"], stored(weights["gate_up"], self.layout), stored(weights["down"], self.layout),
-            Routing(self.expert, leaves["weight"].view(self.expert.shape)), gate_up_bias=weights["gate_up_bias"],
-            down_bias=weights["down_bias"], gate_up_adapter=LowRank(leaves["a1"], leaves["b1"], 0.5),
-            down_adapter=LowRank(leaves["a2"], leaves["b2"], 2.0), layout=self.layout, backend=backend,
-        )  # fmt: skip
+            leaves["x"],
+            stored(weights["gate_up"], self.layout),
+            stored(weights["down"], self.layout),
+            Routing(self.expert, leaves["weight"].view(self.expert.shape)),
+            gate_up_bias=weights["gate_up_bias"],
+            down_bias=weights["down_bias"],
+            gate_up_adapter=LowRank(leaves["a1"], leaves["b1"], 0.5),
+            down_adapter=LowRank(leaves["a2"], leaves["b2"], 2.0),
+            layout=self.layout,
+            backend=backend,
+        )
         gradients = torch.autograd.grad(out, list(leaves.values()), self.dout.to(dtype))
         return {"out": out.detach(), **dict(zip(leaves, gradients))}
 

@@ -20,14 +20,19 @@ TOLERANCE = 2e-5
 # T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; the same in multiples of 16 bytes, which
 # tensor descriptors ask for; one row; every expert; one expert
 SHAPES = {
-    "odd": (100, 41, 35, 3, 2), "even": (100, 44, 36, 3, 2), "one row": (1, 16, 16, 4, 1),
-    "all experts": (33, 32, 16, 5, 5), "one expert": (130, 16, 19, 1, 1),
-}  # fmt: skip
+    "odd": (100, 41, 35, 3, 2),
+    "even": (100, 44, 36, 3, 2),
+    "one row": (1, 16, 16, 4, 1),
+    "all experts": (33, 32, 16, 5, 5),
+    "one expert": (130, 16, 19, 1, 1),
+}
 KINDS = ("top_k", "sentinels", "list")
 DISPATCHED = {
     **{name: (T, E, K) for name, (T, _, _, E, K) in SHAPES.items()},
-    "most of one launch": (128, 6, 4), "several launches": (171, 6, 3), "more experts than pairs": (3, 130, 2),
-}  # fmt: skip
+    "most of one launch": (128, 6, 4),
+    "several launches": (171, 6, 3),
+    "more experts than pairs": (3, 130, 2),
+}
 
 
 def logical_view(tensor, layout):
@@ -132,14 +137,20 @@ def test_every_kernel_agrees_with_the_eager_backend(device, layout, shape, kind)
         dx = kernels.up_backward_input(at["dh"], gate_up, rows)
         at.setdefault("dx", dx)
         found = {
-            "h": h, "a": a, "y": kernels.down(at["a"], down, down_bias, rows),
-            "out": kernels.combine(y, weight, rows, T), "dh": dh, "weighted_a": weighted_a, "dw": dw, "dx": dx,
+            "h": h,
+            "a": a,
+            "y": kernels.down(at["a"], down, down_bias, rows),
+            "out": kernels.combine(y, weight, rows, T),
+            "dh": dh,
+            "weighted_a": weighted_a,
+            "dw": dw,
+            "dx": dx,
             "dx_T": kernels.combine(at["dx"], None, rows, T),
             "dgate_up": kernels.gate_up_gradient(at["dh"], x, rows, gate_up),
             "ddown": kernels.down_gradient(dout, at["weighted_a"], rows, down),
             "dbias": kernels.gate_up_bias_gradient(at["dh"], rows, bias),
             "ddown_bias": kernels.down_bias_gradient(dout, weight, rows, down_bias),
-        }  # fmt: skip
+        }
         assert found["dgate_up"].stride() == gate_up.stride() and found["ddown"].stride() == down.stride()
         num_rows = rows.offsets[-1].item()
         per_row = ("h", "a", "y", "dh", "weighted_a", "dx")

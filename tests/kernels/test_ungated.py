@@ -125,18 +125,29 @@ def test_adapters_agree_with_the_merged_weights(device, layout, rank):
     def adapted(dtype, backend):
         x, weight, *factors = inputs = leaves(dtype)
         out = moe_experts(
-            x, stored(tensors["gate_up"].to(dtype), layout), stored(tensors["down"].to(dtype), layout),
-            Routing(ids, weight.view(T, K)), activation="relu2", layout=layout, backend=backend,
-            gate_up_adapter=LowRank(*factors[:2], 0.5), down_adapter=LowRank(*factors[2:], 2.0),
-        )  # fmt: skip
+            x,
+            stored(tensors["gate_up"].to(dtype), layout),
+            stored(tensors["down"].to(dtype), layout),
+            Routing(ids, weight.view(T, K)),
+            activation="relu2",
+            layout=layout,
+            backend=backend,
+            gate_up_adapter=LowRank(*factors[:2], 0.5),
+            down_adapter=LowRank(*factors[2:], 2.0),
+        )
         gradients = torch.autograd.grad(out, inputs, dout.to(dtype))
         return {"out": out.detach().double(), **{n: g.double() for n, g in zip(names, gradients)}}
 
     x, weight, first, second, third, fourth = inputs = [leaf.cpu() for leaf in leaves(torch.float64)]
     out = reference.moe_experts(
-        x, tensors["gate_up"].cpu() + 0.5 * second @ first, tensors["down"].cpu() + 2.0 * fourth @ third,
-        ids.reshape(-1).cpu(), torch.arange(T).repeat_interleave(K), weight, activation="relu2",
-    )  # fmt: skip
+        x,
+        tensors["gate_up"].cpu() + 0.5 * second @ first,
+        tensors["down"].cpu() + 2.0 * fourth @ third,
+        ids.reshape(-1).cpu(),
+        torch.arange(T).repeat_interleave(K),
+        weight,
+        activation="relu2",
+    )
     gradients = torch.autograd.grad(out, inputs, dout.cpu())
     expected = {"out": out.detach(), **dict(zip(names, gradients))}
     for backend in ("eager", "triton"):
@@ -199,9 +210,13 @@ def test_the_native_layout_is_refused_with_the_remedy():
             ValueError, match=f"'relu2' has no gate, so layout='{layout}' .* use layout='concatenated'"
         ):
             moe_experts(
-                tensors["x"], stored(tensors["gate_up"], layout), stored(tensors["down"], layout), routing,
-                activation="relu2", layout=layout,
-            )  # fmt: skip
+                tensors["x"],
+                stored(tensors["gate_up"], layout),
+                stored(tensors["down"], layout),
+                routing,
+                activation="relu2",
+                layout=layout,
+            )
 
 
 @pytest.mark.parametrize("activation, given", [("relu2", "swiglu"), ("swiglu", "relu2")])

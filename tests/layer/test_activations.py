@@ -17,16 +17,24 @@ CLAIMED = {
     "swiglu": ["silu", "swish", nn.SiLU(), F.silu],
     "geglu": ["gelu", "gelu_python", nn.GELU(), F.gelu],
     "geglu_tanh": [
-        "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh", nn.GELU(approximate="tanh"),
+        "gelu_new",
+        "gelu_fast",
+        "gelu_accurate",
+        "gelu_pytorch_tanh",
+        "gelu_python_tanh",
+        nn.GELU(approximate="tanh"),
     ],
     "reglu": ["relu", nn.ReLU(), F.relu, torch.relu],
-}  # fmt: skip
+}
 
 
 WITHOUT_GATE = {
-    "silu": CLAIMED["swiglu"], "gelu": CLAIMED["geglu"], "gelu_tanh": CLAIMED["geglu_tanh"], "relu": CLAIMED["reglu"],
+    "silu": CLAIMED["swiglu"],
+    "gelu": CLAIMED["geglu"],
+    "gelu_tanh": CLAIMED["geglu_tanh"],
+    "relu": CLAIMED["reglu"],
     "relu2": ["relu2"],
-}  # fmt: skip
+}
 
 
 def pairs(claimed):

@@ -33,27 +33,37 @@ BAD = {
     "an unknown save policy": ({"save": "all"}, r"save is 'all'; choose one of 'preactivation', 'input'"),
     "an unknown backend": ({"backend": "cuda"}, r"backend is 'cuda'; choose one of .*'eager'"),
     "integers": ({"x": torch.zeros(5, 6, dtype=torch.int32)}, r"x has dtype torch.int32; use one of torch.float64"),
-    "dtypes differ": ({"down": torch.randn(4, 6, 4).double()}, r"down has dtype torch.float64 but x has torch.float32; cast"),
-    "a bias of another dtype": (
-        {"down_bias": torch.zeros(4, 6, dtype=torch.float16)}, r"down_bias has dtype torch.float16",
+    "dtypes differ": (
+        {"down": torch.randn(4, 6, 4).double()},
+        r"down has dtype torch.float64 but x has torch.float32; cast",
     ),
-    "a bias of the wrong shape": ({"gate_up_bias": torch.zeros(4, 4)}, r"gate_up_bias has shape \(4, 4\); it must be \(4, 8\)"),
+    "a bias of another dtype": (
+        {"down_bias": torch.zeros(4, 6, dtype=torch.float16)},
+        r"down_bias has dtype torch.float16",
+    ),
+    "a bias of the wrong shape": (
+        {"gate_up_bias": torch.zeros(4, 4)},
+        r"gate_up_bias has shape \(4, 4\); it must be \(4, 8\)",
+    ),
     "devices differ": ({"gate_up": torch.empty(4, 8, 6, device="meta")}, r"gate_up is on meta but x is on cpu; move"),
     "the routing is elsewhere": (
         {"routing": (torch.zeros(5, 2, dtype=torch.long, device="meta"), torch.ones(5, 2, device="meta"))},
         r"the routing is on meta but x is on cpu",
     ),
     "an expert that is not there": (
-        {"routing": (torch.full((5, 2), 4), torch.ones(5, 2))}, r"names expert 4, but there are 4 experts",
+        {"routing": (torch.full((5, 2), 4), torch.ones(5, 2))},
+        r"names expert 4, but there are 4 experts",
     ),
     "weights of another shape": (
-        {"routing": (torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 3))}, r"weights have shape \(5, 3\)",
+        {"routing": (torch.zeros(5, 2, dtype=torch.long), torch.ones(5, 3))},
+        r"weights have shape \(5, 3\)",
     ),
     "routing of other tokens": (
-        {"routing": (torch.zeros(6, 2, dtype=torch.long), torch.ones(6, 2))}, r"must be \[T, K\] with T = 5 tokens",
+        {"routing": (torch.zeros(6, 2, dtype=torch.long), torch.ones(6, 2))},
+        r"must be \[T, K\] with T = 5 tokens",
     ),
     "float indices": ({"routing": (torch.zeros(5, 2), torch.ones(5, 2))}, r"expert ids are integers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -28,9 +28,7 @@ def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     factors = {}
-    for name, rank, size_in, size_out in (
-        ("gate_up", ranks[0], hidden, 2 * inner), ("down", ranks[1], inner, hidden),
-    ):  # fmt: skip
+    for name, rank, size_in, size_out in (("gate_up", ranks[0], hidden, 2 * inner), ("down", ranks[1], inner, hidden)):
         if rank:
             factors[f"{name}_a"] = factor(rank * num_experts, size_in)
             factors[f"{name}_b"] = factor(size_out, rank * num_experts)
@@ -52,10 +50,16 @@ def as_stored(inputs, name, scale=0.5):
 
 def run(inputs, index, low_rank=low_rank, **options):
     return moe_experts(
-        inputs["x"], inputs["gate_up"], inputs["down"], (index, inputs["weights"]),
-        gate_up_bias=inputs.get("gate_up_bias"), down_bias=inputs.get("down_bias"),
-        gate_up_adapter=low_rank(inputs, "gate_up"), down_adapter=low_rank(inputs, "down"), **options,
-    )  # fmt: skip
+        inputs["x"],
+        inputs["gate_up"],
+        inputs["down"],
+        (index, inputs["weights"]),
+        gate_up_bias=inputs.get("gate_up_bias"),
+        down_bias=inputs.get("down_bias"),
+        gate_up_adapter=low_rank(inputs, "gate_up"),
+        down_adapter=low_rank(inputs, "down"),
+        **options,
+    )
 
 
 def merged(inputs, index, layout="concatenated"):
@@ -120,9 +124,15 @@ def test_adapters_of_one_weight_add_up_each_with_its_own_scale():
 
     def together():
         return moe_experts(
-            one["x"], one["gate_up"], one["down"], (index, one["weights"]), gate_up_bias=one["gate_up_bias"],
-            down_bias=one["down_bias"], gate_up_adapter=sum_of("gate_up"), down_adapter=sum_of("down"),
-        )  # fmt: skip
+            one["x"],
+            one["gate_up"],
+            one["down"],
+            (index, one["weights"]),
+            gate_up_bias=one["gate_up_bias"],
+            down_bias=one["down_bias"],
+            gate_up_adapter=sum_of("gate_up"),
+            down_adapter=sum_of("down"),
+        )
 
     def whole():
         weights = {name: one[name] + sum(a.scale * a.b @ a.a for a in sum_of(name)) for name in ("gate_up", "down")}
@@ -139,9 +149,12 @@ def test_adapters_of_one_weight_add_up_in_fp64_if_any_of_their_factors_is():
 
     bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
     for dtypes, wanted in (
-        (((bf16, bf16), (bf16, fp64)), fp64), (((fp32, fp64), (fp32, fp32)), fp64), (((fp64, bf16), (bf16, bf16)), fp64),
-        (((bf16, bf16), (bf16, bf16)), fp32), (((torch.float16, bf16), (bf16, fp32)), fp32),
-    ):  # fmt: skip
+        (((bf16, bf16), (bf16, fp64)), fp64),
+        (((fp32, fp64), (fp32, fp32)), fp64),
+        (((fp64, bf16), (bf16, bf16)), fp64),
+        (((bf16, bf16), (bf16, bf16)), fp32),
+        (((torch.float16, bf16), (bf16, fp32)), fp32),
+    ):
         given = [adapter(*pair) for pair in dtypes]
         together = side_by_side(given, E)
         assert (together.a.dtype, together.b.dtype) == (wanted, wanted), dtypes

@@ -223,14 +223,19 @@ def test_backward_frees_what_it_has_used(monkeypatch, save):
     first = torch.autograd.grad(out.sum(), [*inputs.values()], retain_graph=True)
     kept = {"h"} if save == "preactivation" else set()  # by the graph
     assert order == [
-        ("down_backward", set()), ("up_backward_input", kept | {"dh"}), ("gate_up_gradient", kept | {"dh"}),
+        ("down_backward", set()),
+        ("up_backward_input", kept | {"dh"}),
+        ("gate_up_gradient", kept | {"dh"}),
         ("down_gradient", kept),
-    ]  # fmt: skip
+    ]
     order.clear()
     second = torch.autograd.grad(out.sum(), [*inputs.values()])
     assert [held - {"h"} if name == "down_backward" else held for name, held in order] == [
-        set(), {"dh"}, {"dh"}, set()
-    ]  # fmt: skip
+        set(),
+        {"dh"},
+        {"dh"},
+        set(),
+    ]
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
@@ -364,9 +369,11 @@ def test_the_custom_ops_pass_torchs_own_checks(layout):
     inputs, index = problem(T=5, dtype=torch.float32, layout=layout)
     rows = functional.dispatch(index, 5, 4)
     factors = {
-        "gate_up_a": torch.randn(4, 3, 6), "gate_up_b": torch.randn(10, 3, 4).permute(2, 0, 1),
-        "down_a": torch.randn(4, 2, 5), "down_b": torch.randn(6, 2, 4).permute(2, 0, 1),
-    }  # fmt: skip
+        "gate_up_a": torch.randn(4, 3, 6),
+        "gate_up_b": torch.randn(10, 3, 4).permute(2, 0, 1),
+        "down_a": torch.randn(4, 2, 5),
+        "down_b": torch.randn(6, 2, 4).permute(2, 0, 1),
+    }
     weight = inputs.pop("weights").detach().reshape(-1).requires_grad_()
     tensors = Inputs(**inputs, weight=weight, **{name: factor.requires_grad_() for name, factor in factors.items()})
     plain = tensors._replace(**dict.fromkeys(factors))

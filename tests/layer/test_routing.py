@@ -52,9 +52,10 @@ def test_the_definition_of_token_rounding(rounding, problem):
 
         chosen = sorted(before[:, e].nonzero().flatten().tolist(), key=rank)
         others = [
-            t for t in range(len(scores))
+            t
+            for t in range(len(scores))
             if not before[t, e] and scores[t, e] > float("-inf") and (valid is None or valid[t])
-        ]  # fmt: skip
+        ]
         others.sort(key=rank)
         wanted = set(chosen[:has]) if has <= had else set(chosen) | set(others[: has - had])
         assert set(after[:, e].nonzero().flatten().tolist()) == wanted

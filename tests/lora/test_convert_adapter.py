@@ -161,8 +161,14 @@ def config_of(folder):
 @pytest.fixture
 def adapter(tmp_path):
     hub, _ = save_both(build("qwen3_moe"), tmp_path)
-    trained_adapter(AutoModelForCausalLM.from_pretrained(hub), "qwen3_moe", HUB, tmp_path / "adapter",
-                    rank_pattern={r".*\.gate_up_proj": 4}, alpha_pattern={r".*\.gate_up_proj": 8})  # fmt: skip
+    trained_adapter(
+        AutoModelForCausalLM.from_pretrained(hub),
+        "qwen3_moe",
+        HUB,
+        tmp_path / "adapter",
+        rank_pattern={r".*\.gate_up_proj": 4},
+        alpha_pattern={r".*\.gate_up_proj": 8},
+    )
     return tmp_path / "adapter"
 
 

@@ -18,9 +18,15 @@ GROUPED = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 def mixtral():
     config = MixtralConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -68,9 +74,15 @@ def test_the_adapted_model_trains_and_its_experts_weights_do_not_change():
 
 def test_what_is_given_wins():
     config = sonicmoe_hf.lora_config(
-        build("olmoe"), 4, lora_alpha=3, target_modules=["q_proj"], use_rslora=True, task_type=None,
-        rank_pattern={"q_proj": 8}, modules_to_save=["lm_head"],
-    )  # fmt: skip
+        build("olmoe"),
+        4,
+        lora_alpha=3,
+        target_modules=["q_proj"],
+        use_rslora=True,
+        task_type=None,
+        rank_pattern={"q_proj": 8},
+        modules_to_save=["lm_head"],
+    )
     assert (config.r, config.lora_alpha, config.use_rslora, config.task_type) == (4, 3, True, None)
     assert config.target_modules == {"q_proj"} and config.rank_pattern == {"q_proj": 8}
     assert config.modules_to_save == ["lm_head"]

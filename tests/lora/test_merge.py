@@ -240,7 +240,7 @@ def assert_refused(folders, match):
         ({"target_parameters": HUB[:1]}, "adapts no weight of"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_not_plain_lora_is_refused_with_its_name(folders, changes, match):
     path = folders[1] / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -261,11 +261,13 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
         ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "neither plain LoRA nor"),
         ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts no weight of"),
         ({"base_model.model.lm_head.weight": torch.zeros(65, 32)}, "if the vocabulary was resized"),
-        ({"base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight": torch.zeros(2, 32)},
-         "load adapters of Transformers 4 with PEFT in Transformers 5"),
+        (
+            {"base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight": torch.zeros(2, 32)},
+            "load adapters of Transformers 4 with PEFT in Transformers 5",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value))[-40:],
-)  # fmt: skip
+)
 def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, match):
     path = folders[1] / "adapter_model.safetensors"
     weights = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}

@@ -199,9 +199,12 @@ def test_factors_enter_the_function_as_they_are_stored(family):
             nodes.add(node)
             waiting += [before for before, _ in node.next_functions]
     taken = {
-        before.variable for node in nodes if type(node).__name__ == "PlainBackward"
-        for before, _ in node.next_functions if hasattr(before, "variable")
-    }  # fmt: skip
+        before.variable
+        for node in nodes
+        if type(node).__name__ == "PlainBackward"
+        for before, _ in node.next_functions
+        if hasattr(before, "variable")
+    }
     assert taken == {parameter for name, parameter in model.named_parameters() if "lora_" in name}
 
 

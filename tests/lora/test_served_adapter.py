@@ -46,8 +46,14 @@ def glm4_moe():
 
 def qwen3_vl_moe():
     text = {**SHARED, **GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 40}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
-              "deepstack_visual_indexes": [0]}  # fmt: skip
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 16,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+    }
     return Qwen3VLMoeConfig(text_config=text, vision_config=vision)
 
 
@@ -378,12 +384,22 @@ def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
         ({name.format("3.up_proj"): None}, "has no lora_A of model.layers.0.mlp.experts.3.up_proj.weight"),
         ({name.format("3.up_proj"): torch.ones(3, 32)}, r"\(3, 32\) and \(16, 2\), where \(2, in\)"),
         ({name.format("3.up_proj"): torch.ones(2, 31)}, r"where \(r, 32\) and \(16, r\) are due"),
-        ({name.format("8.up_proj"): torch.ones(2, 32), name.format("8.up_proj").replace("A.", "B."): torch.ones(16, 2)},
-         "is of expert 8, but there are 8"),
-        ({name.format("3.w9"): torch.ones(2, 32), name.format("3.w9").replace("A.", "B."): torch.ones(16, 2)},
-         "experts.3.w9 is no expert's projection"),
-        ({"base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight": torch.ones(16, 32)}, "mixes two forms"),
-    ):  # fmt: skip
+        (
+            {
+                name.format("8.up_proj"): torch.ones(2, 32),
+                name.format("8.up_proj").replace("A.", "B."): torch.ones(16, 2),
+            },
+            "is of expert 8, but there are 8",
+        ),
+        (
+            {name.format("3.w9"): torch.ones(2, 32), name.format("3.w9").replace("A.", "B."): torch.ones(16, 2)},
+            "experts.3.w9 is no expert's projection",
+        ),
+        (
+            {"base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight": torch.ones(16, 32)},
+            "mixes two forms",
+        ),
+    ):
         save_file({key: tensor for key, tensor in {**weights, **changes}.items() if tensor is not None}, path)
         for layout in ("vllm", "hub", "native"):
             assert_refused(tmp_path / "served", match, layout, trained_on=tmp_path / "base")

@@ -104,8 +104,11 @@ def forward_of(family) -> str:
 
 
 @CURRENT
-@pytest.mark.parametrize("families", [deepseek_v3.FAMILIES, olmoe.FAMILIES, deepseek_v2.FAMILIES,
-                                      mixtral.FAMILIES[:2], mixtral.FAMILIES[2:]], ids=lambda f: f[0].name)  # fmt: skip
+@pytest.mark.parametrize(
+    "families",
+    [deepseek_v3.FAMILIES, olmoe.FAMILIES, deepseek_v2.FAMILIES, mixtral.FAMILIES[:2], mixtral.FAMILIES[2:]],
+    ids=lambda f: f[0].name,
+)
 def test_routers_that_share_facts_have_the_same_forward(families):
     first, *others = families
     differ = [family.name for family in others if forward_of(family) != forward_of(first)]

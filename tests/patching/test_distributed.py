@@ -390,11 +390,14 @@ def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
 @pytest.mark.parametrize(
     "format, family, precision, tolerance",
     [
-        ("nf4", "qwen3_moe", torch.float32, 1e-5), ("mxfp4", "qwen3_moe", torch.bfloat16, 0.2),
-        ("nf4", "gpt_oss", torch.float32, 1e-5), ("mxfp4", "gpt_oss", torch.float32, 1e-5),
-        ("fp8", "qwen3_moe", torch.float32, 1e-5), ("nvfp4", "qwen3_moe", torch.float32, 1e-5),
+        ("nf4", "qwen3_moe", torch.float32, 1e-5),
+        ("mxfp4", "qwen3_moe", torch.bfloat16, 0.2),
+        ("nf4", "gpt_oss", torch.float32, 1e-5),
+        ("mxfp4", "gpt_oss", torch.float32, 1e-5),
+        ("fp8", "qwen3_moe", torch.float32, 1e-5),
+        ("nvfp4", "qwen3_moe", torch.float32, 1e-5),
     ],
-)  # fmt: skip
+)
 def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
     ranks, format, family, precision, tolerance, tmp_path
 ):

@@ -120,9 +120,12 @@ def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tm
         gradient_checkpointing=True, **packing,
     )  # fmt: skip
     trainer = SFTTrainer(
-        model, arguments, train_dataset=Dataset.from_dict({"text": texts()}), processing_class=tokenizer(),
+        model,
+        arguments,
+        train_dataset=Dataset.from_dict({"text": texts()}),
+        processing_class=tokenizer(),
         callbacks=[TokenRoundingCallback(tile=TILE)],
-    )  # fmt: skip
+    )
     sonicmoe_hf.attach(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -141,9 +144,13 @@ def test_trl_with_lora_on_the_experts_rounds_tokens_and_learns(tmp_path):
         bf16=False, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = SFTTrainer(
-        build("qwen3_moe"), arguments, train_dataset=Dataset.from_dict({"text": texts()}), peft_config=lora,
-        processing_class=tokenizer(), callbacks=[TokenRoundingCallback(tile=TILE)],
-    )  # fmt: skip
+        build("qwen3_moe"),
+        arguments,
+        train_dataset=Dataset.from_dict({"text": texts()}),
+        peft_config=lora,
+        processing_class=tokenizer(),
+        callbacks=[TokenRoundingCallback(tile=TILE)],
+    )
     watch = Watch(trainer.model)
     sonicmoe_hf.attach(trainer)
     with fused():
@@ -184,8 +191,14 @@ def test_autocast_errs_no_more_than_eagers(family, routing):
 def test_offloaded_layers_compute_the_same(offload, order, tmp_path):
     model = build("qwen3_moe")
     dispatched = twin(model)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
-              "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
     if order == "patched, then dispatched":
         sonicmoe_hf.patch_model(dispatched, POLICY)
     if offload == "disk":

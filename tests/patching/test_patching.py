@@ -273,8 +273,9 @@ def test_two_models_in_one_module_are_an_error_that_names_both():
 
 
 def test_the_one_model_with_experts_is_meant_whatever_stands_beside_it():
-    tower = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=2))  # fmt: skip
+    tower = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
     pair = Pair(tower=tower, language=build("qwen3_moe"))
     sonicmoe_hf.patch_model(pair, "token_rounding")
     assert sonicmoe_hf.is_patched(pair.language) and len(router_hooks(pair)) == 2

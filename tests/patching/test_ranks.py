@@ -14,8 +14,12 @@ from sonicmoe_hf import UnsupportedModelError
 from sonicmoe_hf.demo.model import random_packed_model
 from sonicmoe_hf.patching.ranks import check_ranks
 
-EXPERTS = {"qwen3_moe": "num_experts", "olmoe": "num_experts", "deepseek_v3": "n_routed_experts",
-           "gpt_oss": "num_local_experts"}  # fmt: skip
+EXPERTS = {
+    "qwen3_moe": "num_experts",
+    "olmoe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
 
 
 def sizes_of(ranks, **others):
@@ -39,13 +43,16 @@ def test_random_models_are_refused_before_a_weight_is_made():
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(("experts", "given", "works"), [
-    (60, {"fsdp_size": 8, "ep_size": 8}, "ep_size=4: then each expert is on 2 ranks"),
-    (60, {"fsdp_size": 16, "ep_size": 16}, "ep_size=4: then each expert is on 4 ranks"),
-    (60, {"fsdp_size": 4, "tp_size": 2, "ep_size": 8}, "ep_size=4: then each expert is on 2 ranks"),
-    (60, {"fsdp_size": 2, "tp_size": 8, "ep_size": 8}, None),  # 4 is no multiple of tp_size
-    (63, {"fsdp_size": 8, "ep_size": 8}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("experts", "given", "works"),
+    [
+        (60, {"fsdp_size": 8, "ep_size": 8}, "ep_size=4: then each expert is on 2 ranks"),
+        (60, {"fsdp_size": 16, "ep_size": 16}, "ep_size=4: then each expert is on 4 ranks"),
+        (60, {"fsdp_size": 4, "tp_size": 2, "ep_size": 8}, "ep_size=4: then each expert is on 2 ranks"),
+        (60, {"fsdp_size": 2, "tp_size": 8, "ep_size": 8}, None),  # 4 is no multiple of tp_size
+        (63, {"fsdp_size": 8, "ep_size": 8}, None),
+    ],
+)
 def test_the_remedy_is_a_size_that_the_same_ranks_take(experts, given, works):
     with pytest.raises(UnsupportedModelError) as error:
         check_ranks(CONFIGS["qwen3_moe"](num_experts=experts), given)

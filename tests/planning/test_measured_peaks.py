@@ -54,10 +54,14 @@ def of_train_step(name):
         layers, tokens = map(int, row["shape"].split(","))
         settings = row["launch"].split(", ")
         training = Training(
-            method="full", tokens=tokens, checkpointing=False, liger="Liger" in settings,
-            parallel="FSDP2" if "FSDP2" in settings else "one GPU", gpus=2 if "2 GPUs" in settings else 1,
+            method="full",
+            tokens=tokens,
+            checkpointing=False,
+            liger="Liger" in settings,
+            parallel="FSDP2" if "FSDP2" in settings else "one GPU",
+            gpus=2 if "2 GPUs" in settings else 1,
             extra_rows=ROUNDED if "nearest" in row["contender"] else 0,
-        )  # fmt: skip
+        )
         label = f"{name} {row['config']} {row['shape']} {row['contender']} {row['launch']}"
         yield label, row, sizes_of(row["config"], layers), training
 
@@ -67,10 +71,13 @@ def of_lora_step():
         layers, tokens, kept = row["shape"].split(",")
         full = row["contender"].startswith("full")
         training = Training(
-            method="full" if full else "lora", tokens=int(tokens), checkpointing=kept == "checkpointing",
-            liger="Liger" in row["mode"], experts_r=0 if "frozen" in row["contender"] else 16,
+            method="full" if full else "lora",
+            tokens=int(tokens),
+            checkpointing=kept == "checkpointing",
+            liger="Liger" in row["mode"],
+            experts_r=0 if "frozen" in row["contender"] else 16,
             targets=("q_proj", "v_proj"),
-        )  # fmt: skip
+        )
         label = f"lora_step.csv {row['shape']} {row['contender']} {row['mode']}"
         yield label, row, sizes_of(row["config"], int(layers)), training
 
@@ -81,11 +88,15 @@ def of_qlora_step():
         packed = "bf16 LoRA" not in row["contender"]
         is_qwen = row["config"].startswith("Qwen3")
         training = Training(
-            method="qlora" if packed else "lora", tokens=tokens, sequence=min(tokens, 4096), r=8,
+            method="qlora" if packed else "lora",
+            tokens=tokens,
+            sequence=min(tokens, 4096),
+            r=8,
             experts_r=0 if "attention alone" in row["contender"] else 8,
             experts=("nf4" if is_qwen else "mxfp4") if packed else "bf16",
-            linear="nf4" if packed and is_qwen else "bf16", attention=None if is_qwen else "flex_attention",
-        )  # fmt: skip
+            linear="nf4" if packed and is_qwen else "bf16",
+            attention=None if is_qwen else "flex_attention",
+        )
         yield f"qlora_step.csv {row['contender']}", row, sizes_of(row["config"], 48 if is_qwen else 24), training
 
 
@@ -94,10 +105,14 @@ def of_expert_parallel():
         parts = row["shape"].split(", ")
         layers, vocabulary, tokens, ranks = (int(next(w for w in p.split() if w.isdecimal())) for p in parts[:4])
         training = Training(
-            method="full", tokens=tokens, checkpointing=False, liger="Liger" in parts, gpus=ranks,
+            method="full",
+            tokens=tokens,
+            checkpointing=False,
+            liger="Liger" in parts,
+            gpus=ranks,
             parallel="FSDP2" if row["case"].startswith("FSDP2") else "expert parallelism",
             extra_rows=ROUNDED if "nearest" in row["case"] else 0,
-        )  # fmt: skip
+        )
         row = {**row, "contender": row["case"], "median": row["median"]}
         yield (
             f"expert_parallel.csv {row['shape']} {row['case']}",
@@ -113,21 +128,28 @@ RECIPES = {
     "SFTTrainer with packing, Liger": (48, Training(method="lora", tokens=16384)),
     "LoRA": (48, Training(method="lora", tokens=16384)),
     "QLoRA within 24 GiB, 2,048 tokens a step": (
-        48, Training(method="qlora", tokens=2048, sequence=2048, r=8, experts_r=8, experts="nf4", linear="nf4"),
+        48,
+        Training(method="qlora", tokens=2048, sequence=2048, r=8, experts_r=8, experts="nf4", linear="nf4"),
     ),
     "top-k, Liger": (4, Training(method="full", tokens=16384, weights="fp32", checkpointing=False)),
     "token rounding, balanced": (
-        4, Training(method="full", tokens=16384, weights="fp32", checkpointing=False, extra_rows=ROUNDED),
+        4,
+        Training(method="full", tokens=16384, weights="fp32", checkpointing=False, extra_rows=ROUNDED),
     ),
     "ZeRO-3, 16 layers": (16, Training(method="full", tokens=16384, parallel="ZeRO-3", gpus=2)),
     "expert parallelism, 8 layers": (
         8,
         Training(
-            method="full", tokens=16384, parallel="expert parallelism", gpus=2, checkpointing=False, liger=False,
+            method="full",
+            tokens=16384,
+            parallel="expert parallelism",
+            gpus=2,
+            checkpointing=False,
+            liger=False,
             extra_rows=ROUNDED,
         ),
     ),
-}  # fmt: skip
+}
 EXEMPT = {"torch.compile": COMPILED}  # recipe: why
 
 
@@ -141,8 +163,14 @@ def of_recipes():
 
 
 def measured():
-    for source in (of_train_step("train_step.csv"), of_train_step("train_step_varying.csv"), of_lora_step(),
-                   of_qlora_step(), of_expert_parallel(), of_recipes()):  # fmt: skip
+    for source in (
+        of_train_step("train_step.csv"),
+        of_train_step("train_step_varying.csv"),
+        of_lora_step(),
+        of_qlora_step(),
+        of_expert_parallel(),
+        of_recipes(),
+    ):
         for label, row, sizes, training in source:
             of_ours = row["contender"].split(",")[0] in PLANNED or row["contender"].endswith("sonicmoe-hf")
             if of_ours or label.startswith("qlora_step"):

@@ -30,8 +30,14 @@ from sonicmoe_hf.planning.ways import LIGER, Batch, shown, ways_of
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "num_experts_per_tok": 2}  # fmt: skip
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
 
 
 def sizes_of(config, name="org/model"):
@@ -82,8 +88,11 @@ def test_what_cannot_be_planned_for_is_said(hub, tmp_path, capsys):
     config = Qwen3MoeConfig(**SMALL, num_experts=4, quantization_config={"quant_method": "awq"})
     config.save_pretrained(tmp_path / "awq")
     capsys.readouterr()
-    for folder, words in ((tmp_path / "dense", "no mixture-of-experts"), (tmp_path / "awq", "convert it to bf16"),
-                          (tmp_path / "none", "none")):  # fmt: skip
+    for folder, words in (
+        (tmp_path / "dense", "no mixture-of-experts"),
+        (tmp_path / "awq", "convert it to bf16"),
+        (tmp_path / "none", "none"),
+    ):
         code, plan = plan_json(capsys, folder)
         assert code == 2 and words in plan["error"]
     for memory_ in ("80MB", "-1", "0GB", "much"):

@@ -150,14 +150,23 @@ def test_grpo_replays_the_routing_of_its_samples(run, tmp_path, capsys):
 
 def test_pretraining_rounds_and_balances_until_its_last_tenth(run, tmp_path):
     sizes = {
-        "length = 4096": "length = 64", "hidden_size=1024": "hidden_size=64", "num_hidden_layers=16": "num_hidden_layers=2",
-        "num_attention_heads=16": "num_attention_heads=2", "num_key_value_heads=4": "num_key_value_heads=2",
-        "head_dim=64": "head_dim=32", "num_experts=128": "num_experts=8", "num_experts_per_tok=8": "num_experts_per_tok=2",
-        "moe_intermediate_size=256": "moe_intermediate_size=16", "gradient_accumulation_steps=16": "disable_tqdm=True",
-        'rounding="balanced"': 'rounding="balanced", tile=8, min_tiles_per_expert=1', "warmup_steps=500": "warmup_steps=1",
-        "use_liger_kernel=True": "use_cpu=True", "logging_steps=10": "logging_steps=1", "max_steps=20_000": "max_steps=10",
+        "length = 4096": "length = 64",
+        "hidden_size=1024": "hidden_size=64",
+        "num_hidden_layers=16": "num_hidden_layers=2",
+        "num_attention_heads=16": "num_attention_heads=2",
+        "num_key_value_heads=4": "num_key_value_heads=2",
+        "head_dim=64": "head_dim=32",
+        "num_experts=128": "num_experts=8",
+        "num_experts_per_tok=8": "num_experts_per_tok=2",
+        "moe_intermediate_size=256": "moe_intermediate_size=16",
+        "gradient_accumulation_steps=16": "disable_tqdm=True",
+        'rounding="balanced"': 'rounding="balanced", tile=8, min_tiles_per_expert=1',
+        "warmup_steps=500": "warmup_steps=1",
+        "use_liger_kernel=True": "use_cpu=True",
+        "logging_steps=10": "logging_steps=1",
+        "max_steps=20_000": "max_steps=10",
         "learning_rate=4e-4": "learning_rate=2e-3",
-    }  # fmt: skip
+    }
     names = run(PRETRAINING, sizes)
     log = log_of(names)
     moved = [entry["moe/rows_added"] + entry["moe/rows_dropped"] for entry in log]

@@ -181,17 +181,23 @@ def test_transformers_knows_our_names_in_whatever_order_things_are_imported():
         "import os, sys, torch\nfor code in sys.argv[1:]:\n    child = os.fork()\n    if child == 0:\n        "
     )
     in_processes += "exec(code)\n        os._exit(0)\n    assert os.waitpid(child, 0)[1] == 0, code"
-    orders = ("import sonicmoe_hf", "import sonicmoe_hf.patching.experts", "import sonicmoe_hf.checkpoints.modeling",
-              "import transformers.modeling_utils, sonicmoe_hf")  # fmt: skip
+    orders = (
+        "import sonicmoe_hf",
+        "import sonicmoe_hf.patching.experts",
+        "import sonicmoe_hf.checkpoints.modeling",
+        "import transformers.modeling_utils, sonicmoe_hf",
+    )
     run(sys.executable, "-c", in_processes, *(f"{first}; {ask}; {native}" for first in orders), cwd=ROOT)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("-m", "pytest", "--collect-only", "-q", "tests/layer/test_bad_input.py"),
-     ("-c", "import transformers, sys; transformers.Qwen3MoeForCausalLM; assert 'kernels.layer' in sys.modules")],
+    [
+        ("-m", "pytest", "--collect-only", "-q", "tests/layer/test_bad_input.py"),
+        ("-c", "import transformers, sys; transformers.Qwen3MoeForCausalLM; assert 'kernels.layer' in sys.modules"),
+    ],
     ids=["pytest", "a model's import"],
-)  # fmt: skip
+)
 def test_the_folder_kernels_does_not_shadow_the_package_kernels(with_kernels, arguments):
     """Transformers imports Hugging Face's `kernels` where it is installed; the root's folder comes first on sys.path."""
     python(*arguments, path=with_kernels, cwd=ROOT)

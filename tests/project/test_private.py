@@ -80,8 +80,11 @@ def private_names(tree):
         if id(node) in ends:  # of a name that is put together: f"{projection}_scale"
             continue
         if isinstance(node, ast.Attribute):
-            (own if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
-             else seen).add(node.attr)  # fmt: skip
+            (
+                own
+                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+                else seen
+            ).add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             seen.update((node.module or "").split("."), (alias.name for alias in node.names))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

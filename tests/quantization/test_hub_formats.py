@@ -217,14 +217,20 @@ LAYER = "model.layers.1.mlp.experts.3.up_proj.weight"
 LINEAR = "model.layers.1.self_attn.o_proj.weight"
 
 
-@pytest.mark.parametrize("change, match", [
-    (lambda t: t.pop(f"{LAYER}_scale_inv"), "scales of .*up_proj.weight are missing"),
-    (lambda t: t[f"{LAYER}_scale_inv"].fill_(float("nan")), "gate_up_proj_scale_inv has NaN or infinite"),
-    (lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 3)}), r"up_proj.weight of expert 3: the scales .* \(2, 3\)"),
-    (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN or infinite"),
-    (lambda t: t.pop(f"{LINEAR}_scale_inv"), "o_proj.weight is torch.float8_e4m3fn with 0 of 1 scales"),
-    (lambda t: t[f"{LINEAR}_scale_inv"].fill_(float("inf")), "o_proj.weight or its scales have NaN"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda t: t.pop(f"{LAYER}_scale_inv"), "scales of .*up_proj.weight are missing"),
+        (lambda t: t[f"{LAYER}_scale_inv"].fill_(float("nan")), "gate_up_proj_scale_inv has NaN or infinite"),
+        (
+            lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 3)}),
+            r"up_proj.weight of expert 3: the scales .* \(2, 3\)",
+        ),
+        (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN or infinite"),
+        (lambda t: t.pop(f"{LINEAR}_scale_inv"), "o_proj.weight is torch.float8_e4m3fn with 0 of 1 scales"),
+        (lambda t: t[f"{LINEAR}_scale_inv"].fill_(float("inf")), "o_proj.weight or its scales have NaN"),
+    ],
+)
 def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while_loading(change, match, tmp_path):
     stored, _ = make_fp8(tmp_path / "fp8", "qwen3_moe")
     stored = copy.deepcopy(stored)

@@ -37,10 +37,16 @@ def out_and_gradients(gate_up, down, leaves, index, **options):
     x, weights, a1, b1, a2, b2 = leaves
     biases = torch.linspace(-1, 1, E * 2 * I).view(E, 2 * I), torch.linspace(-1, 1, E * H).view(E, H)
     out = moe_experts(
-        x, gate_up, down, (index, weights), gate_up_bias=biases[0].to(gate_up.dtype),
-        down_bias=biases[1].to(gate_up.dtype), gate_up_adapter=LowRank(a1, b1, 0.5), down_adapter=LowRank(a2, b2, 0.5),
+        x,
+        gate_up,
+        down,
+        (index, weights),
+        gate_up_bias=biases[0].to(gate_up.dtype),
+        down_bias=biases[1].to(gate_up.dtype),
+        gate_up_adapter=LowRank(a1, b1, 0.5),
+        down_adapter=LowRank(a2, b2, 0.5),
         **options,
-    )  # fmt: skip
+    )
     return dict(zip(("out", *NAMES), (out, *torch.autograd.grad(out.float().square().sum(), leaves))))
 
 

@@ -93,9 +93,10 @@ def test_it_is_shared_between_processes(weight):
 
 
 def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
-    module, other = Experts(weight), Experts(PackedWeight.quantize(
-        torch.zeros(weight.shape).bfloat16(), weight.format, weight.is_transposed
-    ))  # fmt: skip
+    module, other = (
+        Experts(weight),
+        Experts(PackedWeight.quantize(torch.zeros(weight.shape).bfloat16(), weight.format, weight.is_transposed)),
+    )
     state = module.state_dict()
     names = [f"_{part}" for part in STORED[weight.format]]
     assert set(state) == {"bias", *(f"weight{name}" for name in names)}
@@ -126,9 +127,10 @@ def test_weights_only_files_hold_it(weight):
 
 
 def test_data_is_assigned_from_packed_weights_alone(weight):
-    parameter, other = as_parameter(weight.clone()), PackedWeight.quantize(
-        torch.randn(weight.shape).bfloat16(), weight.format, weight.is_transposed
-    )  # fmt: skip
+    parameter, other = (
+        as_parameter(weight.clone()),
+        PackedWeight.quantize(torch.randn(weight.shape).bfloat16(), weight.format, weight.is_transposed),
+    )
     parameter.data = parameter.data.to(torch.float32)  # prepare_model_for_kbit_training
     assert same(parameter, weight)
     parameter.data = other
@@ -159,8 +161,12 @@ def test_dense_operations_say_what_to_do(weight, use):
 
 def test_a_gradient_is_refused(weight):
     parameter = as_parameter(weight)
-    for ask in (parameter.requires_grad_, lambda: setattr(parameter, "requires_grad", True), lambda: nn.Parameter(weight),
-                lambda: Experts(weight).requires_grad_(True)):  # fmt: skip
+    for ask in (
+        parameter.requires_grad_,
+        lambda: setattr(parameter, "requires_grad", True),
+        lambda: nn.Parameter(weight),
+        lambda: Experts(weight).requires_grad_(True),
+    ):
         with pytest.raises(RuntimeError, match="frozen and have no gradient; train adapters"):
             ask()
     parameter.requires_grad = False

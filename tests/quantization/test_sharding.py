@@ -241,9 +241,12 @@ def fsdp_step(
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=1, use_orig_params=use_orig_params, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=units, mixed_precision_policy=precision,
-    )  # fmt: skip
+        fsdp_version=1,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=units,
+        mixed_precision_policy=precision,
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if lora:
         model = with_lora(model, target_modules=["q_proj"])

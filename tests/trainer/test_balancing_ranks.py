@@ -50,8 +50,9 @@ def balanced_step(rank, family, sharded):
     balancing.start(model)
     prepared(**batch(**OWN_BATCH[rank])).loss.backward()
     balancing.step(model)
-    return gradients(prepared), [layer.router.e_score_correction_bias for layer in find_layers(model)
-                                 if balancing.bias_update]  # fmt: skip
+    return gradients(prepared), [
+        layer.router.e_score_correction_bias for layer in find_layers(model) if balancing.bias_update
+    ]
 
 
 @pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
@@ -180,9 +181,13 @@ def test_under_fsdp1_in_bf16_biases_move_by_less_than_bf16_can_tell_and_are_save
 
 def trained_load(rank, folder):
     trainer = trainer_for(
-        build("qwen3_moe"), folder, [TokenRoundingCallback(tile=TILE)], padding=True, per_device_train_batch_size=4,
+        build("qwen3_moe"),
+        folder,
+        [TokenRoundingCallback(tile=TILE)],
+        padding=True,
+        per_device_train_batch_size=4,
         max_steps=2,
-    )  # fmt: skip
+    )
     callback = sonicmoe_hf.attach(trainer)
     watch = Watch(trainer.model)
     trainer.train()

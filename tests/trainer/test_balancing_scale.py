@@ -160,9 +160,13 @@ def trl_trainer(trainer_class, config_class, rows, folder, words, config, **opti
                 "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
                 "train_sampling_strategy": "sequential", "gradient_checkpointing": False, **ONE_STEP, **config}  # fmt: skip
     return lambda model, callbacks: trainer_class(
-        model, args=config_class(str(folder), **settings), train_dataset=Dataset.from_list(rows), processing_class=words,
-        callbacks=callbacks, **options,
-    )  # fmt: skip
+        model,
+        args=config_class(str(folder), **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=words,
+        callbacks=callbacks,
+        **options,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`:FutureWarning")

@@ -134,8 +134,10 @@ def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path):
     callback = sonicmoe_hf.attach(trainer)
     trainer.train()
     expected = [
-        {"train/global_step": entry["step"],
-         **{f"{load_reports.ROWS}/{name}": ("histogram", rows) for name, rows in entry["rows_per_expert"].items()}}
+        {
+            "train/global_step": entry["step"],
+            **{f"{load_reports.ROWS}/{name}": ("histogram", rows) for name, rows in entry["rows_per_expert"].items()},
+        }
         for entry in callback.history
-    ]  # fmt: skip
+    ]
     assert reporter._wandb.logged == (expected if is_running else [])

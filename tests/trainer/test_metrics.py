@@ -74,8 +74,11 @@ def by_hand(logits, masks, tile):
 def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
     model = build("qwen3_moe")
     logits, reporter = LogitsByHand(model), Reporter()
-    checkpointing = {} if kind == "none" else {"gradient_checkpointing": True,
-                                               "gradient_checkpointing_kwargs": CHECKPOINTING[kind]}  # fmt: skip
+    checkpointing = (
+        {}
+        if kind == "none"
+        else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING[kind]}
+    )
     trainer = trainer_for(
         model, tmp_path, [TokenRoundingCallback(tile=TILE), reporter], padding, logging_steps=2, eval_on_start=True,
         save_strategy="steps", save_steps=4, report_to=["tensorboard"], **checkpointing,

@@ -117,8 +117,13 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
     def run(folder, model, checkpoint=None):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-        trainer = Trainer(model, arguments(folder, **SAVING), train_dataset=Examples(24), callbacks=[rounding()],
-                          optimizers=(optimizer, None))  # fmt: skip
+        trainer = Trainer(
+            model,
+            arguments(folder, **SAVING),
+            train_dataset=Examples(24),
+            callbacks=[rounding()],
+            optimizers=(optimizer, None),
+        )
         sonicmoe_hf.attach(trainer)
         trainer.train(resume_from_checkpoint=checkpoint)
         assert [p for p in model.parameters() if p.requires_grad] == trained
@@ -137,8 +142,13 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_path, messages):
     def adapted():
-        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"],
-                            target_parameters=["experts.gate_up_proj", "experts.down_proj"], lora_dropout=0.0)  # fmt: skip
+        config = LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            modules_to_save=["lm_head"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            lora_dropout=0.0,
+        )
         torch.manual_seed(3)
         return get_peft_model(build(family), config)
 
@@ -181,8 +191,13 @@ def test_trl_resumes_a_straight_run(tmp_path):
         settings = SFTConfig(str(folder), use_cpu=True, bf16=False, max_steps=4, report_to=[], disable_tqdm=True,
                              learning_rate=0.02, per_device_train_batch_size=4, **SAVING)  # fmt: skip
         rows = [{"input_ids": ids} for ids in Examples(24).columns["input_ids"].tolist()]
-        trainer = SFTTrainer(model, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[rounding()],
-                             processing_class=tokenizer(tmp_path))  # fmt: skip
+        trainer = SFTTrainer(
+            model,
+            args=settings,
+            train_dataset=Dataset.from_list(rows),
+            callbacks=[rounding()],
+            processing_class=tokenizer(tmp_path),
+        )
         sonicmoe_hf.attach(trainer)
         trainer.train(resume_from_checkpoint=checkpoint)
         return weights(model)

@@ -64,13 +64,19 @@ def make(trainer_class, config_class, rows, folder, callbacks, model=None, confi
     settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "report_to": [], "disable_tqdm": True,
                 "save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, **(config or {})}  # fmt: skip
     return trainer_class(
-        model or model_of(words, folder), args=config_class(str(folder), **settings), train_dataset=Dataset.from_list(rows),
-        processing_class=words, callbacks=callbacks, **options,
-    )  # fmt: skip
+        model or model_of(words, folder),
+        args=config_class(str(folder), **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=words,
+        callbacks=callbacks,
+        **options,
+    )
 
 
-GRPO = {"config": {"num_generations": 2, "max_completion_length": 4, "beta": 0.1, "num_iterations": 2},
-        "reward_funcs": reward}  # fmt: skip
+GRPO = {
+    "config": {"num_generations": 2, "max_completion_length": 4, "beta": 0.1, "num_iterations": 2},
+    "reward_funcs": reward,
+}
 RLOO = {"config": {"num_generations": 2, "max_completion_length": 4}, "reward_funcs": reward}
 POLICY_TRAINERS = {
     "DPO": (DPOTrainer, DPOConfig, PREFERENCES, {}),
@@ -189,8 +195,13 @@ def test_names_decide_over_all_base_classes_and_ordinary_ones_are_let_through(tm
     class CustomDPOTrainer(Trainer):
         """As LLaMA-Factory has it: its arguments are ordinary ones."""
 
-    plain = [arguments(tmp_path), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True), object.__new__(DistillationConfig),
-             object.__new__(SFTConfig), object.__new__(RewardConfig)]  # fmt: skip
+    plain = [
+        arguments(tmp_path),
+        Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True),
+        object.__new__(DistillationConfig),
+        object.__new__(SFTConfig),
+        object.__new__(RewardConfig),
+    ]
     assert policy_trainer(object.__new__(Mine)) == "GRPOConfig"
     assert [policy_trainer(thing) for thing in plain] == [None] * len(plain)
     trainer = CustomDPOTrainer(build("qwen3_moe"), arguments(tmp_path), callbacks=[rounding()])

@@ -93,9 +93,15 @@ def test_every_micro_batch_of_an_accumulated_step_is_rounded_and_the_update_is_t
     model, by_hand = build("qwen3_moe"), build("qwen3_moe")
     watch = Watch(model)
     trainer = trainer_for(
-        model, tmp_path, [TokenRoundingCallback(tile=TILE, end=1)], count=8, max_steps=2, learning_rate=0.1,
-        gradient_accumulation_steps=2, num_train_epochs=1,
-    )  # fmt: skip
+        model,
+        tmp_path,
+        [TokenRoundingCallback(tile=TILE, end=1)],
+        count=8,
+        max_steps=2,
+        learning_rate=0.1,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+    )
     note_steps(watch, trainer)
     first_step = {}
 
@@ -123,9 +129,15 @@ def test_bf16_training_on_a_cpu_rounds_and_learns(family, tmp_path):
     model = build(family)
     watch = Watch(model)
     trainer = trainer_for(
-        model, tmp_path, [TokenRoundingCallback(tile=TILE)], bf16=True, count=4, max_steps=8, num_train_epochs=8,
+        model,
+        tmp_path,
+        [TokenRoundingCallback(tile=TILE)],
+        bf16=True,
+        count=4,
+        max_steps=8,
+        num_train_epochs=8,
         learning_rate=0.1,
-    )  # fmt: skip
+    )
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert all(watch.rounded())
@@ -283,8 +295,9 @@ def test_padding_changes_nothing_for_the_other_tokens():
 def test_a_model_without_our_layers_is_refused_when_training_begins(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=2))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="no mixture-of-experts layer"):
         trainer.train()

@@ -74,8 +74,13 @@ def test_checkpoints_resume_without_our_callbacks_and_with_restored_ones(tmp_pat
     checkpoint = str(tmp_path / "straight" / "checkpoint-2")
     train(build("gpt_oss"), tmp_path / "bare", checkpoint, callbacks=[], attach=False)
     other = TokenRoundingCallback(tile=4, start=3)
-    restored_callbacks = train(build("gpt_oss"), tmp_path / "restored", checkpoint, callbacks=[other],
-                               restore_callback_states_from_checkpoint=True)  # fmt: skip
+    restored_callbacks = train(
+        build("gpt_oss"),
+        tmp_path / "restored",
+        checkpoint,
+        callbacks=[other],
+        restore_callback_states_from_checkpoint=True,
+    )
     assert_equal(weights(restored_callbacks.model), weights(straight.model))
     assert any("moe/load_cv" in log for log in restored_callbacks.state.log_history if log["step"] == 4)
 

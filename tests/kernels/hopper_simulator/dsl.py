@@ -175,33 +175,58 @@ def _exp2(x):
 
 
 arch = SimpleNamespace(
-    thread_idx=lambda: (state.thread.index, 0, 0), warp_idx=lambda: state.thread.warp.index,
-    lane_idx=lambda: state.thread.lane, block_idx=lambda: (state.thread.block.index, 0, 0),
-    grid_dim=lambda: (state.gpu.num_blocks, 1, 1), make_warp_uniform=lambda value: value, elect_one=threads.elect_one,
-    sync_warp=threads.sync_warp, sync_threads=threads.named_barrier("sync_threads"), barrier=threads.named_barrier("barrier"),
-    shuffle_sync=threads.shuffle(lambda lane, source: source), shuffle_sync_bfly=threads.shuffle(lambda lane, mask: lane ^ mask),
-    mbarrier_init=threads.mbarrier_init, mbarrier_init_fence=threads.mbarrier_init_fence,
+    thread_idx=lambda: (state.thread.index, 0, 0),
+    warp_idx=lambda: state.thread.warp.index,
+    lane_idx=lambda: state.thread.lane,
+    block_idx=lambda: (state.thread.block.index, 0, 0),
+    grid_dim=lambda: (state.gpu.num_blocks, 1, 1),
+    make_warp_uniform=lambda value: value,
+    elect_one=threads.elect_one,
+    sync_warp=threads.sync_warp,
+    sync_threads=threads.named_barrier("sync_threads"),
+    barrier=threads.named_barrier("barrier"),
+    shuffle_sync=threads.shuffle(lambda lane, source: source),
+    shuffle_sync_bfly=threads.shuffle(lambda lane, mask: lane ^ mask),
+    mbarrier_init=threads.mbarrier_init,
+    mbarrier_init_fence=threads.mbarrier_init_fence,
     mbarrier_wait=threads.mbarrier_wait,
     mbarrier_arrive=threads.mbarrier_arrive,
     mbarrier_arrive_and_expect_tx=lambda pointer, size: threads.barrier_at(pointer).arrive(1, size),
-    cp_async_mbarrier_arrive_noinc=threads.arrive_when_copied, cp_async_bulk_commit_group=threads.commit_stores,
-    cp_async_bulk_wait_group=threads.wait_for_stores, fence_proxy=threads.fence_proxy,
-    setmaxregister_decrease=threads.set_registers, setmaxregister_increase=threads.set_registers,
-    atomic_add=threads.atomic(lambda before, value: before + value), atomic_exch=threads.atomic(lambda before, value: value),
-    fmin=_nan_or(min), fmax=_nan_or(max), exp2=_exp2, rcp_approx=lambda x: 1 / x,
-)  # fmt: skip
+    cp_async_mbarrier_arrive_noinc=threads.arrive_when_copied,
+    cp_async_bulk_commit_group=threads.commit_stores,
+    cp_async_bulk_wait_group=threads.wait_for_stores,
+    fence_proxy=threads.fence_proxy,
+    setmaxregister_decrease=threads.set_registers,
+    setmaxregister_increase=threads.set_registers,
+    atomic_add=threads.atomic(lambda before, value: before + value),
+    atomic_exch=threads.atomic(lambda before, value: value),
+    fmin=_nan_or(min),
+    fmax=_nan_or(max),
+    exp2=_exp2,
+    rcp_approx=lambda x: 1 / x,
+)
 cpasync = SimpleNamespace(
-    make_tiled_tma_atom=threads.make_tma_atom, CopyBulkTensorTileG2SOp=lambda: "load",
-    CopyBulkTensorTileS2GOp=lambda: "store", tma_partition=_tma_partition, prefetch_descriptor=lambda atom: None,
-)  # fmt: skip
+    make_tiled_tma_atom=threads.make_tma_atom,
+    CopyBulkTensorTileG2SOp=lambda: "load",
+    CopyBulkTensorTileS2GOp=lambda: "store",
+    tma_partition=_tma_partition,
+    prefetch_descriptor=lambda atom: None,
+)
 warpgroup = SimpleNamespace(
-    Field=SimpleNamespace(ACCUMULATE="accumulate"), fence=threads.fence_wgmma, commit_group=threads.commit_wgmma,
-    wait_group=threads.wait_for_wgmma, make_smem_layout_atom=lambda atom, kind: atom,
-)  # fmt: skip
+    Field=SimpleNamespace(ACCUMULATE="accumulate"),
+    fence=threads.fence_wgmma,
+    commit_group=threads.commit_wgmma,
+    wait_group=threads.wait_for_wgmma,
+    make_smem_layout_atom=lambda atom, kind: atom,
+)
 nvgpu = _module(
-    "cutlass.cute.nvgpu", OperandMajorMode=SimpleNamespace(K=True, MN=False), cpasync=cpasync, warpgroup=warpgroup,
-    warp=SimpleNamespace(StMatrix8x8x16bOp=lambda transposed, number: None), CopyUniversalOp=lambda: "universal",
-)  # fmt: skip
+    "cutlass.cute.nvgpu",
+    OperandMajorMode=SimpleNamespace(K=True, MN=False),
+    cpasync=cpasync,
+    warpgroup=warpgroup,
+    warp=SimpleNamespace(StMatrix8x8x16bOp=lambda transposed, number: None),
+    CopyUniversalOp=lambda: "universal",
+)
 cute = _module(
     "cutlass.cute", arch=arch, nvgpu=nvgpu, jit=lambda function: function, struct=struct, compile=compile_kernel,
     kernel=lambda function: lambda *arguments: Launch(function, arguments),
@@ -227,14 +252,16 @@ cutlass = _module(
     select_=lambda condition, a, b: a if condition else b,
 )  # fmt: skip
 MODULES = {
-    "cutlass": cutlass, "cutlass.cute": cute, "cutlass.cute.nvgpu": nvgpu,
+    "cutlass": cutlass,
+    "cutlass.cute": cute,
+    "cutlass.cute.nvgpu": nvgpu,
     "cutlass.utils.hopper_helpers": _module(
         "hopper_helpers", make_trivial_tiled_mma=TiledMma, get_smem_layout_atom=lambda k_major, kind, extent: k_major
     ),
     "cutlass.memory": _module("memory", SmemAllocator=SmemAllocator),
     "cutlass.tensor_utils": _module("tensor_utils", LayoutEnum=SimpleNamespace(ROW_MAJOR=True, COL_MAJOR=False)),
     "cuda.bindings.driver": _module("driver", CUstream=object),
-}  # fmt: skip
+}
 
 
 def _permute_bytes(low, high, selector):

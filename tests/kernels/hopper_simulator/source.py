@@ -22,9 +22,15 @@ from . import dsl
 FOLDER = Path(hopper.__file__).parent
 PACKAGE = "hopper_from_source"
 WAITING = {  # what the DSL has that may wait
-    "mbarrier_wait", "sync_warp", "sync_threads", "barrier", "shuffle_sync", "shuffle_sync_bfly", "wait_group",
+    "mbarrier_wait",
+    "sync_warp",
+    "sync_threads",
+    "barrier",
+    "shuffle_sync",
+    "shuffle_sync_bfly",
+    "wait_group",
     "elect_one",
-}  # fmt: skip
+}
 PARAMETERS = {"mainloop"}  # of functions, which may wait as well
 REPLACED = {"ptx": dsl.ptx, "cache": types.SimpleNamespace(cached=lambda function: function)}
 
@@ -52,9 +58,10 @@ def names_that_wait() -> frozenset[str]:
     while more := {
         function.name
         for function in functions
-        if function.name not in names and not _is_kernel(function)
+        if function.name not in names
+        and not _is_kernel(function)
         and any(_called(node) in names for node in ast.walk(function))
-    }:  # fmt: skip
+    }:
         names |= more
     return frozenset(names)
 

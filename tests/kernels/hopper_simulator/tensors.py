@@ -108,8 +108,9 @@ Int32, Int64, Uint32 = Kind("Int32", 32, _signed), Kind("Int64", 64, int), Kind(
 Float32, Boolean = Kind("Float32", 32, float), Kind("Boolean", 8, bool)
 BFloat16, Float16 = Kind("BFloat16", 16, float), Kind("Float16", 16, float)  # rounded where they are stored
 decode_half = {
-    BFloat16: lambda bits: float_of(bits << 16), Float16: lambda bits: struct.unpack("<e", struct.pack("<H", bits))[0]
-}  # fmt: skip
+    BFloat16: lambda bits: float_of(bits << 16),
+    Float16: lambda bits: struct.unpack("<e", struct.pack("<H", bits))[0],
+}
 
 
 def decoded(raw, kind):
