@@ -49,6 +49,10 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/patching.md", "| where | what | for models without sonicmoe-hf's experts |"): "versions of other packages",
     ("docs/performance.md", "| step | idea | outcome |"): "quotes steps of dev/kernel-log",
     ("docs/serving.md", "| engine | adapters on experts | merged checkpoints |"): "versions",
+    (
+        "docs/serving.md",
+        "| GB | bf16 | `--quantize mxfp4` | `--quantize fp8` |",
+    ): "computed from sizes, tests/planning/test_file_sizes.py",
     ("docs/serving.md", "| models | their form in vLLM |"): "names of models",
     ("docs/token-rounding.md", "| rows per expert and batch, T·K/E | use |"): "advice, declared as sentences",
     ("docs/token-rounding.md", "| option | default | meaning |"): "defaults",
