@@ -3,8 +3,8 @@
     python compile_triton.py          REPRESENTATIVE: variants by target, what has no variants for sm_90
     python compile_triton.py 90 ...   everything for these targets
 
-One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts tensor-core
-instructions). Run it in a process of its own: where Triton interprets, it cannot compile.
+One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N|instructions N (bytes; `matrix` counts the
+tensor cores' instructions in PTX, `instructions` all of the machine code's but its padding). Run it in a process of its own: where Triton interprets, it cannot compile.
 """
 
 from __future__ import annotations
@@ -261,13 +261,17 @@ def report(target, name, variant, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage, code = (
+            subprocess.run(
+                [knobs.nvidia.cuobjdump.path, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for option in ("-res-usage", "-sass")
+        )
     registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
     matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
+    instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)[@A-Z]", code))
     figures = f"registers {registers}|stack {stack}|shared {compiled.metadata.shared}|matrix {matrix}"
-    print(f"{target}|{name}|{variant}|{figures}", flush=True)
+    print(f"{target}|{name}|{variant}|{figures}|instructions {instructions}", flush=True)
 
 
 def compile_calls(target, label, calls):
