@@ -153,7 +153,7 @@ def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k:
 
 
 class FirstUseHook:
-    """Forward hook of an experts module: its first call must have reached us; then it goes.
+    """Forward hook of an experts module: its first call, the first that is not compiled, must have reached us; then it goes.
 
     Compiled calls only look whether a forward was put on the instance since; `had_forward`: there was one before.
     """
@@ -170,12 +170,16 @@ class FirstUseHook:
             self._check(experts)
 
     def _check(self, experts: nn.Module) -> None:
-        if not was_reached(experts):
-            raise RuntimeError(
-                f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
-                f"sonicmoe_hf: {why_not_reached(experts) or 'another function is registered under that name'}"
-            )
-        remove_hooks(experts, lambda hook: hook is self)
+        if was_reached(experts):
+            remove_hooks(experts, lambda hook: hook is self)
+            return
+        reason = why_not_reached(experts)
+        if reason is None and is_compiled():
+            return  # Dynamo left the model to Python and compiled these experts alone: compiled calls note nothing
+        raise RuntimeError(
+            f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
+            f"sonicmoe_hf: {reason or 'another function is registered under that name'}"
+        )
 
 
 class ModelEntryHook:

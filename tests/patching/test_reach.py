@@ -137,6 +137,21 @@ def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(f
         torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
 
 
+def test_a_model_compiles_after_another_whose_compilation_raised():
+    """Dynamo then leaves the code around the experts to Python, and compiles experts alone."""
+    torch._dynamo.reset()
+    wrong, model = (build("qwen3_moe", num_hidden_layers=1) for _ in range(2))
+    expected = loss_and_gradients(model, batch())
+    for each in (wrong, model):
+        sonicmoe_hf.patch_model(each)
+    wrong.model.layers[0].mlp.experts.forward = of_somebody_else
+    with pytest.raises(RuntimeError, match=r"its forward is .*of_somebody_else"):
+        torch.compile(wrong, backend="eager")(**batch())
+    assert relative_error(torch.compile(model, backend="eager")(**batch()).logits, expected["logits"]) < 1e-5
+    assert model(**batch()).loss.isfinite() and not model.model.layers[0].mlp.experts._forward_hooks
+    torch._dynamo.reset()
+
+
 def test_the_first_call_is_looked_at_once():
     model = build("qwen3_moe")
     sonicmoe_hf.patch_model(model)
