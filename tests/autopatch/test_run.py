@@ -7,20 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.examples import TEXT
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from helpers.programs import make_model, texts, write_rows
 
 import sonicmoe_hf
-from sonicmoe_hf.demo.corpus import train_tokenizer
 
 pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
 RUN = [sys.executable, "-m", "sonicmoe_hf", "run"]
-SIZES = {
-    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
 PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k"
 TRAINING = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01,
             "report_to": "none", "use_cpu": True, "bf16": False}  # fmt: skip
@@ -81,25 +74,12 @@ trainer.save_state()
 def folder(tmp_path_factory):
     """A folder with a model of trained-like weights, its tokenizer, texts and pairs of a chosen and a rejected text."""
     folder = tmp_path_factory.mktemp("run")
-    tokenizer = train_tokenizer([TEXT], SIZES["vocab_size"])
-    torch.manual_seed(0)
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **ids, initializer_range=0.2)).save_pretrained(
-        folder / "model"
-    )
-    tokenizer.save_pretrained(folder / "model")
-    words = TEXT.split()
-    rows = [" ".join(words[i % 7 :] + words[: i % 5]) for i in range(32)]
-    write_rows(folder / "texts", [{"text": row} for row in rows])
-    write_rows(folder / "pairs", [{"prompt": row, "chosen": f" yes {row}", "rejected": " no"} for row in rows])
+    make_model(folder / "model")
+    write_rows(folder / "texts", [{"text": text} for text in texts()])
+    write_rows(folder / "pairs", [{"prompt": text, "chosen": f" yes {text}", "rejected": " no"} for text in texts()])
     (folder / "loop.py").write_text(ACCELERATE)
     (folder / "by_hand.py").write_text(BY_HAND)
     return folder
-
-
-def write_rows(folder, rows):
-    folder.mkdir()
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def launch(*command, cwd):

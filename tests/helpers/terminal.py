@@ -1,63 +1,142 @@
-"""What the documents show of a terminal: every block under <!-- terminal: sonicmoe-hf ... --> is that command's output.
+"""Terminal sessions of the documents: what follows <!-- terminal --> is a command behind a $, and what it prints.
 
-PYTHONPATH=.:tests python -m helpers.terminal writes them again.
+PYTHONPATH=.:tests python -m helpers.terminal runs all of them, and writes what they print.
 """
 
+import ast
 import contextlib
 import io
 import os
 import re
 import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+from peft import get_peft_model
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
+import sonicmoe_hf
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.layer.backends import VARIABLE
 
-DOCUMENTS = Path(__file__).parents[2] / "docs"
+from .programs import make_model, texts, write_rows
+
+ROOT = Path(__file__).parents[2]
 COLUMNS = "110"
-SESSION = re.compile(r"<!-- terminal: sonicmoe-hf ([^\n]*) -->\n```text\n(.*?)```\n", flags=re.DOTALL)
+NAMES_PATHS = ("convert", "inspect", "merge")  # which are longer than what is shown of them
+MARK = "<!-- terminal -->\n```text\n"
+SESSION = re.compile(MARK + r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```\n", flags=re.DOTALL)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+LARGER = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 4}
+LOGGED = ("loss", "grad_norm", "moe/load_max_over_mean", "moe/dead_experts")  # of what a Trainer prints
 
 
-def make_folders(folder: Path) -> None:
+class Session(NamedTuple):
+    """A command in a document, and what the document says that it prints."""
+
+    document: str
+    command: str
+    output: str
+
+
+def make_configs(folder: Path) -> None:
     """The configs of hub models, in folders of their ids: no network is needed."""
-    Qwen3MoeConfig(**QWEN3_30B_A3B).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
+    Qwen3MoeConfig(**QWEN3_30B_A3B, dtype="bfloat16").save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
     deepseek = DeepseekV3Config(quantization_config=FP8)  # whose defaults are DeepSeek-V3's sizes
     deepseek.save_pretrained(folder / "deepseek-ai" / "DeepSeek-V3")
 
 
-def output_of(options: str) -> str:
-    """What the command prints, in a terminal of COLUMNS columns."""
+def make_folders(folder: Path) -> None:
+    """What the sessions name: configs, small models, an adapter, a dataset."""
+    make_configs(folder)
+    make_model(folder / "small-qwen3-moe")
+    write_rows(folder / "texts", [{"text": text} for text in texts()])
+    model = make_model(folder / "qwen3-moe-26m", torch.bfloat16, **LARGER)
+    get_peft_model(model, sonicmoe_hf.lora_config(model, 8, init_lora_weights=False)).save_pretrained(folder / "lora")
+
+
+def output_of(command: str) -> str:
+    """What a command of sonicmoe-hf prints in a terminal of COLUMNS columns, without times and the folder's path; of a
+    program that it runs, its own lines and LOGGED."""
+    words = shlex.split(command.replace("\\\n", " "))[1:]
+    printed = ON_A_CPU[words[0]](_of_process(words)) if words[0] in ON_A_CPU else _of_main(words)
+    printed = re.sub(r"\d+ s$", "0 s", printed.replace(f"{Path.cwd()}/", ""), flags=re.MULTILINE)
+    return "".join(line.rstrip() + "\n" for line in printed.splitlines())
+
+
+def _of_main(words: list[str]) -> str:
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = COLUMNS
+    os.environ["COLUMNS"] = "300" if words[0] in NAMES_PATHS else COLUMNS
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            main(shlex.split(options))
+            main(words)
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
-    return "".join(line.rstrip() + "\n" for line in printed.getvalue().splitlines())
+    return printed.getvalue()
 
 
-def sessions() -> list[tuple[Path, str, str]]:
-    """(document, options, output) of every block."""
+def _of_process(words: list[str]) -> str:
+    """Of a process that has no GPU."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1",
+                   "COLUMNS": COLUMNS, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+                   "HF_DATASETS_CACHE": str(Path.cwd() / "cache")}  # fmt: skip
+    environment.pop(VARIABLE, None)
+    done = subprocess.run(
+        [sys.executable, "-m", "sonicmoe_hf", *words], env=environment, text=True, timeout=500,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout)
+    return done.stdout
+
+
+def _of_run(printed: str) -> str:
+    return "\n".join(filter(None, map(_shown, re.split(r"[\r\n]+", printed))))
+
+
+def _of_doctor(printed: str) -> str:
+    """What it says of the model; versions and devices come before."""
+    return printed[re.search(r"^\S+ \(\w+\) *$", printed, flags=re.MULTILINE).start() :]
+
+
+def _shown(line: str) -> str | None:
+    if line.startswith("{'loss'"):
+        logged = ast.literal_eval(line)
+        return str({name: logged[name] for name in LOGGED})
+    return line if line.startswith("sonicmoe-hf:") else None
+
+
+ON_A_CPU = {"run": _of_run, "doctor": _of_doctor}  # commands that depend on the machine: what is shown of them
+
+
+def sessions() -> list[Session]:
+    """Every session of the documents."""
     return [
-        (path, options, output)
-        for path in sorted(DOCUMENTS.glob("*.md"))
-        for options, output in SESSION.findall(path.read_text(encoding="utf-8"))
+        Session(path.name, *session)
+        for path in sorted((ROOT / "docs").glob("*.md"))
+        for session in SESSION.findall(path.read_text(encoding="utf-8"))
     ]
 
 
+def _write() -> None:
+    def written(match: re.Match) -> str:
+        print(f"$ {match[1]}", flush=True)
+        return f"{MARK}$ {match[1]}\n{output_of(match[1])}```\n"
+
+    for name in sorted({session.document for session in sessions()}):
+        document = ROOT / "docs" / name
+        document.write_text(SESSION.sub(written, document.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
+    before = Path.cwd()
     with tempfile.TemporaryDirectory() as temporary:
         make_folders(Path(temporary))
         os.chdir(temporary)
-        for document in {document for document, *_ in sessions()}:
-            written = SESSION.sub(
-                lambda match: match[0].replace(f"text\n{match[2]}```", f"text\n{output_of(match[1])}```"),
-                document.read_text(encoding="utf-8"),
-            )
-            document.write_text(written, encoding="utf-8")
-        os.chdir(DOCUMENTS)
+        _write()
+        os.chdir(before)

@@ -1,5 +1,6 @@
 """What the documents show runs: their commands and their Python."""
 
+import os
 import re
 import shlex
 
@@ -7,16 +8,19 @@ import datasets
 import pytest
 import yaml
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
+from helpers.terminal import ON_A_CPU, make_folders, output_of, sessions
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.cli.main import build_parser
 from sonicmoe_hf.cli.main import main as command
 from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.patching.patch import patch_state
 
 pytestmark = pytest.mark.pinned
+NUMBER = r"(?<=': ')(\d+\.\d+)(?=')"  # in what a Trainer logs
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +41,35 @@ def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatc
                 example.parse_arguments(shlex.split(options, comments=True))
                 count += 1
     assert count >= 8
+
+
+@pytest.fixture(scope="module")
+def folder_of_sessions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sessions")
+    make_folders(folder)
+    return folder
+
+
+def marked(session):
+    name = session.command.split()[1]
+    return pytest.param(session, marks=[pytest.mark.slow] if name in ON_A_CPU else [], id=session.command[12:40])
+
+
+@pytest.mark.parametrize("session", map(marked, sessions()))
+def test_terminal_sessions_of_the_documents_are_what_the_commands_print(session, folder_of_sessions, monkeypatch):
+    monkeypatch.chdir(folder_of_sessions)
+    before = dict(os.environ)
+    parts, shown = (re.split(NUMBER, text) for text in (output_of(session.command), session.output))
+    assert parts[::2] == shown[::2], f"{session.document}: PYTHONPATH=.:tests python -m helpers.terminal"
+    # losses are in fp32, whose sums a CPU may order in another way
+    assert list(map(float, parts[1::2])) == pytest.approx(list(map(float, shown[1::2])), rel=1e-2)
+    assert dict(os.environ) == before
+
+
+def test_every_command_that_ends_in_a_moment_has_a_terminal_session():
+    shown = {session.command.split()[1] for session in sessions()}
+    (choices,) = [action.choices for action in build_parser()._subparsers._group_actions]
+    assert set(choices) - shown == {"demo", "warmup"}, "which train and compile for minutes"
 
 
 def test_the_readme_opens_with_the_two_commands_that_try_it_and_the_minutes_they_take():
