@@ -2,7 +2,8 @@
 #   make demo          train a small model with token rounding, on any machine, in a few minutes
 #   make test          the tests, with the versions of constraints.txt
 #   make test-slow     the rest of them: what compiles for long, and the benchmarks' own
-#   make test-oldest   those that other packages' versions can change, with the oldest versions we support, on Python 3.10
+#   make test-oldest   those of make test that other packages' versions can change, with the oldest versions we support, on
+#                      Python 3.10
 #   make test-newest   the same with the newest
 #   make mutants       whether the tests see small wrong changes of the source: tests/mutants
 #   make lint          ruff, check and format; mypy; import-linter
@@ -40,10 +41,10 @@ test-slow: $(VENV)/.installed
 	$(RUN) $(VENV)/bin/python $(PYTEST) -m "not gpu and slow" $(ARGS)
 
 test-oldest: $(OLDEST)/.installed
-	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not pinned" $(ARGS)
+	$(RUN) $(OLDEST)/bin/python $(PYTEST) -m "not gpu and not pinned and not slow" $(ARGS)
 
 test-newest: $(NEWEST)/.installed
-	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not pinned" $(ARGS)
+	$(RUN) $(NEWEST)/bin/python $(PYTEST) -m "not gpu and not pinned and not slow" $(ARGS)
 
 mutants: $(VENV)/.installed
 	$(RUN) PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)

@@ -153,7 +153,7 @@ def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k:
 
 
 class FirstUseHook:
-    """Forward hook of an experts module: its first call, the first that is not compiled, must have reached us; then it goes.
+    """Forward hook of an experts module: its first call that is not compiled must have reached us; then it goes.
 
     Compiled calls only look whether a forward was put on the instance since; `had_forward`: there was one before.
     """

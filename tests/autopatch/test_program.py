@@ -73,6 +73,7 @@ def test_a_program_sees_what_it_sees_by_itself(words, tmp_path, launch_run):
     assert run.stderr == by_itself.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_command_becomes_the_program(tmp_path):
     script = write(tmp_path, "tell.py", TELL)
     with subprocess.Popen(

@@ -226,6 +226,7 @@ def test_classes_on_the_hub_named_in_the_config_come_back(tmp_path):
     assert config_in(tmp_path / "back") == config_in(tmp_path / "hub")
 
 
+@pytest.mark.slow
 def test_hub_output_serves_plain_transformers_without_this_package(tmp_path):
     make(tmp_path / "hub", "qwen3_moe", dtype=torch.float32)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")

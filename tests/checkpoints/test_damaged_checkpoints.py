@@ -352,6 +352,7 @@ def _seconds_of_a_process(src, dst):
     return time.perf_counter() - start
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_a_kill_at_any_moment_leaves_nothing_or_the_whole(tmp_path):
     """50 processes killed with SIGKILL at random moments of a conversion, each after the litter of the one before."""

@@ -254,6 +254,7 @@ def test_parallel_plans_name_the_native_weights():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_it_compiles_without_graph_breaks(family, tmp_path):
     native = native_twin(build(family), tmp_path)

@@ -220,6 +220,7 @@ def test_code_of_the_hub_that_a_config_names_is_not_loaded(entry, tmp_path):
     assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), entry: "someone/kernels"})]) == 0
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_asked_once(tmp_path):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "sonicmoe_hf", "doctor", "some/model"]

@@ -331,6 +331,7 @@ def trained(rank, output):
     return losses, config.num_hidden_layers
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_saves_a_whole_model(ranks, tmp_path):
     (losses, layers), (same_losses, _) = ranks.run(trained, str(tmp_path))
     assert losses == same_losses and losses[-1] < losses[0]

@@ -56,6 +56,7 @@ def ranks(tmp_path_factory):
     ranks.close()
 
 
+@pytest.mark.slow
 def test_four_ranks_get_the_mean_gradients(ranks, tmp_path):
     model = build("qwen3_moe")
     model.save_pretrained(tmp_path)

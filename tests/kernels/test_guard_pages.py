@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from guarded import exit_code_of, guard
+from helpers.marks import rest_slow
 from moe_problems import layer, routing_ids
 from rounding_problems import matrix
 from test_rank import SCALE, adapter
@@ -108,20 +109,22 @@ def every_top_k():
 
 
 CASES = {
-    **{f"dispatch of {kind}": (every_dispatch, kind) for kind in ("sentinels", "list")},
     "odd sizes": (every_product, 100, 41, 35, 3, 2, "list"),
     "multiples of 16 bytes": (every_product, 100, 44, 36, 3, 2, "sentinels"),
     "one token": (every_product, 1, 16, 16, 4, 1, "top_k"),
     "adapters of odd rank": (every_product_of_adapters, 20, 41, 35, 3, 2, 3, False),
     "adapters of rank 40": (every_product_of_adapters, 40, 44, 36, 2, 2, 40, True),
-    **{f"experts in {name}": (every_product_of_packed_experts, name) for name in FORMATS},
+    "dispatch of sentinels": (every_dispatch, "sentinels"),
     "token rounding": (every_rounding, 33, 5, 2, 8),
     "token rounding of many experts": (every_rounding, 70, 33, 2, 8, ("stochastic",)),
     "top-k": (every_top_k,),
+    # slow from here
+    "dispatch of list": (every_dispatch, "list"),
+    **{f"experts in {name}": (every_product_of_packed_experts, name) for name in FORMATS},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_slow(CASES, 9))
 def test_nothing_is_read_or_written_past_an_end(case):
     assert exit_code_of(*CASES[case]) == 0, f"{SEGMENTATION_FAULT}: an index past a tensor's end; 1: see the error"
 

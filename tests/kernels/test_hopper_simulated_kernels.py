@@ -17,7 +17,7 @@ from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper.config import Tile
 from sonicmoe_hf.kernels.interface import UNGATED, Activation, LoraTerm
 
-pytestmark = pytest.mark.pinned
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # rows of the experts: a whole tile and a little, none, half a tile, more than half

@@ -1,5 +1,6 @@
 """The Triton backend behind torch's ops and compiler, interpreted on a CPU; what needs a GPU is in test_launch_gpu.py."""
 
+import pytest
 import torch
 from moe_problems import layer, routing_ids, run
 
@@ -37,6 +38,7 @@ def test_the_ops_keep_their_contracts(device):
     torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
 
 
+@pytest.mark.slow
 def test_compiled_whole_it_gives_the_same_bits(device):
     tensors, dout, (expert, _) = problem(device)
 

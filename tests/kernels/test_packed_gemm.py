@@ -9,6 +9,7 @@ import struct
 
 import pytest
 import torch
+from helpers.marks import rest_slow
 from kernel_helpers import errors, relative_error
 from moe_problems import layer, poisoned, routing_ids
 from test_rank import adapter
@@ -36,7 +37,7 @@ def problem(name, T, H, I, E, K, kind, device, dtype, interleaved=False):
     return tensors, [PackedOperand(*weight, name) for weight in packed], dense, rows
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_slow(FORMATS, 2))
 @pytest.mark.parametrize(
     "T, H, I, kind, interleaved, rank",
     [

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.marks import rest_slow
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -219,7 +220,10 @@ def every_value(name, order, device):
 
 @pytest.mark.parametrize(
     "name, order",
-    [("nf4", "whole"), ("mxfp4", "whole"), *((name, order) for name in ("fp8", "nvfp4") for order in ORDERS)],
+    [
+        *(("nf4", "whole"), ("mxfp4", "whole"), *(("nvfp4", order) for order in ORDERS)),
+        *rest_slow((("fp8", order) for order in ORDERS), 1),
+    ],
 )
 def test_triton_gives_the_codecs_values(device, name, order):
     packed = every_value(name, order, device)
@@ -244,6 +248,7 @@ def test_triton_keeps_values_that_are_no_number(device, name):
         assert expected.any() and torch.equal(triton.dequantize(*packed, name, dtype, rows).isnan(), expected)
 
 
+@pytest.mark.slow
 def test_a_layer_on_triton_never_reads_what_experts_without_rows_leave_unwritten(device, monkeypatch):
     E, H, I = 4, 64, 64
     monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))

@@ -37,6 +37,7 @@ def test_padding_that_leaves_too_few_tokens_keeps_top_k(device):
     assert not check_against_definition(kernels, device, problem, "nearest", 8, valid, min_pairs=40).fell_back
 
 
+@pytest.mark.slow
 def test_more_tokens_than_registers_hold(device, monkeypatch):
     monkeypatch.setattr(rounding_kernels, "MIN_HELD", 32)
     monkeypatch.setattr(rounding_kernels, "MAX_HELD", 32)

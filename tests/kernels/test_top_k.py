@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers.marks import rest_slow
 from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error
 
 import sonicmoe_hf
@@ -20,7 +21,7 @@ def first_of_equals(scores, k):
     return scores.float().sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rest_slow(SIZES, 4))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_it_takes_the_highest(device, size, dtype):
     num_tokens, num_experts, k = SIZES[size]

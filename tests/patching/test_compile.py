@@ -59,6 +59,7 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
     assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_follows_the_policy_and_the_mode():
     torch._dynamo.reset()
     model = build("qwen3_moe", **ONE_LAYER)
@@ -177,6 +178,7 @@ def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forwa
         assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
     torch._dynamo.reset()
     model = build("qwen3_moe", **ONE_LAYER)
@@ -187,6 +189,7 @@ def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few()
         assert relative_error(actual, expected) < 1e-5  # fp32: the same computation, compiled
 
 
+@pytest.mark.slow
 def test_the_trainers_torch_compile_follows_the_schedule(tmp_path):
     logs = []
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):

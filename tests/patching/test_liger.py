@@ -259,6 +259,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_whole_models_with_ligers_rope_and_loss_and_our_experts_compute_the_same():
     tests = Path(__file__).parent.parent
     paths = os.pathsep.join(map(str, (tests.parent, tests, tests / "patching")))

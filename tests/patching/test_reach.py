@@ -56,6 +56,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_a_users_own_subclass_in_main_is_accelerated():
     tests = Path(__file__).parent.parent
     environment = {
@@ -127,6 +128,7 @@ def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatc
         model(**batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(fullgraph):
     torch._dynamo.reset()
@@ -137,6 +139,7 @@ def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(f
         torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
 
 
+@pytest.mark.slow
 def test_a_model_compiles_after_another_whose_compilation_raised():
     """Dynamo then leaves the code around the experts to Python, and compiles experts alone."""
     torch._dynamo.reset()

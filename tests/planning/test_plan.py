@@ -199,6 +199,7 @@ def test_every_command_is_one_that_its_launcher_and_its_example_take(monkeypatch
     assert set(examples) == {"finetune", "qlora", "expert_parallel", "full_finetune_one_gpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_the_commands_of_a_small_model_run_on_one_machine(method, tmp_path, monkeypatch):
     """Each as it stands, but for the number of steps, and a smaller text."""

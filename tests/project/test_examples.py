@@ -70,6 +70,7 @@ def test_blocks_are_one_stream_without_padding():
     assert torch.cat([row["input_ids"] for row in rows]).tolist() == stream[: 8 * len(rows)]
 
 
+@pytest.mark.slow
 def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 4)
     monkeypatch.setattr(run, "HELD_OUT_BLOCKS", 8)
@@ -85,6 +86,7 @@ def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_the_demo_with_top_k_fails_when_a_check_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
@@ -104,6 +106,7 @@ def test_the_demo_fails_when_experts_are_without_rows_at_the_end(dead, passed, t
     assert {check.name: check.passed for check in demo.checks}["every expert has rows at the end"] is passed
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_two_demos_with_one_seed_are_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 2)
@@ -154,6 +157,7 @@ def test_finetune_trains_the_small_model_then_its_own_checkpoint_with_lora(finet
     assert log[1]["moe/rows_added"] + log[1]["moe/rows_dropped"] == 0
 
 
+@pytest.mark.slow
 def test_finetune_trains_adapters_beside_packed_experts(finetune, tmp_path):
     options = ["--experts-quantization", "nf4", "--steps", "3", "--output", str(tmp_path / "small"), *TINY]
     with pytest.raises(SystemExit):
@@ -165,6 +169,7 @@ def test_finetune_trains_adapters_beside_packed_experts(finetune, tmp_path):
     assert (tmp_path / "small" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     finetune = load("finetune")
     texts = tmp_path / "texts.jsonl"
@@ -178,6 +183,7 @@ def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     assert [entry["step"] for entry in state["log_history"] if "moe/load_cv" in entry] == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 @pytest.mark.parametrize(
     "options",
@@ -222,6 +228,7 @@ def kept_trainers(example, monkeypatch):
     return trainers
 
 
+@pytest.mark.slow
 def test_finetune_measures_a_compiled_model_with_random_weights_and_writes_nothing(tmp_path, monkeypatch, capsys):
     finetune = load("finetune")
     trainers = kept_trainers(finetune, monkeypatch)
@@ -250,6 +257,7 @@ def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path):
     assert args.use_liger_kernel and args.liger_kernel_config == {"swiglu": False}
 
 
+@pytest.mark.slow
 def test_sft_packs_texts_and_trains_adapters_on_experts(tmp_path):
     sft = load("sft_packing")
     trainer = sft.main(["--steps", "2", "--batch-size", "2", "--sequence-length", "64", "--learning-rate", "1e-2",
@@ -288,6 +296,7 @@ def test_steps_in_backward_give_the_weights_of_one_step_after_it_and_hold_one_gr
         assert torch.equal(expected, actual)
 
 
+@pytest.mark.slow
 def test_full_finetuning_on_one_gpu_trains_bf16_weights_with_moments_in_8_bits(one_gpu, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 400)
@@ -315,6 +324,7 @@ def test_full_finetuning_on_one_gpu_refuses_a_second(one_gpu, monkeypatch, tmp_p
         one_gpu.main(["--output", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_the_accelerate_loop_lowers_the_held_out_loss():
     before, after = load("accelerate_loop").main(
         ["--steps", "8", "--top-k-steps", "2", "--batch-size", "4", "--tile", "16"]
@@ -322,6 +332,7 @@ def test_the_accelerate_loop_lowers_the_held_out_loss():
     assert after < before
 
 
+@pytest.mark.slow
 def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     qlora = load("qlora")

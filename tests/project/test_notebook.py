@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 import sonicmoe_hf
 
 
+@pytest.mark.slow
 @pytest.mark.pinned
 def test_the_notebook_runs_from_the_model_to_generated_text_and_learns(tmp_path, monkeypatch):
     notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)

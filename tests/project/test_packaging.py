@@ -106,6 +106,7 @@ def test_every_package_of_the_checkout_is_in_the_wheel(wheel):
     assert [name for name in tracked if f"sonicmoe_hf/{name}" not in names] == [], "list its suffix in package-data"
 
 
+@pytest.mark.slow
 def test_a_build_without_links_gives_the_same_wheel_and_an_editable_install_says_that_it_needs_them(
     wheel, without_links, tmp_path
 ):
@@ -118,6 +119,7 @@ def test_a_build_without_links_gives_the_same_wheel_and_an_editable_install_says
         build("editable", without_links, tmp_path / "editable")
 
 
+@pytest.mark.slow
 def test_the_sdist_has_no_tests_and_builds_the_same_wheel(wheel, sources, tmp_path):
     with tarfile.open(build("sdist", sources, tmp_path)) as archive:
         archive.extractall(tmp_path)
@@ -127,11 +129,13 @@ def test_the_sdist_has_no_tests_and_builds_the_same_wheel(wheel, sources, tmp_pa
     assert sorted(zipfile.ZipFile(built).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_the_wheel_imports_from_anywhere(installed, tmp_path):
     printed = python("-c", WHERE, path=[installed], cwd=tmp_path)
     assert Path(printed.strip()) == installed / "sonicmoe_hf" / "kernels"
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_prints_its_examples_and_they_start(installed, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(
@@ -140,17 +144,20 @@ def test_an_installed_wheel_prints_its_examples_and_they_start(installed, tmp_pa
     assert "--model MODEL" in python(str(script), "--help", path=[installed], cwd=tmp_path)  # it imports two others
 
 
+@pytest.mark.slow
 def test_the_checkout_imports_without_an_install(tmp_path):
     printed = Path(python("-c", WHERE, path=[ROOT], cwd=tmp_path).strip())
     assert printed.samefile(ROOT / "kernels")
 
 
+@pytest.mark.slow
 def test_an_editable_install_imports_from_anywhere(sources, tmp_path):
     zipfile.ZipFile(build("editable", sources, tmp_path)).extractall(tmp_path)
     printed = python("-c", f"import site; site.addsitedir({str(tmp_path)!r}); {WHERE}", path=[], cwd=tmp_path)
     assert Path(printed.strip()).samefile(sources / "kernels")
 
 
+@pytest.mark.slow
 def test_python_m_works_from_the_repository_root_beside_an_installed_wheel(installed, with_kernels):
     """There `sonicmoe_hf` is the checkout's, which links to kernels/ beside it; the folder does not shadow `kernels`."""
     version = python("-m", "sonicmoe_hf", "--version", path=[installed, *with_kernels], cwd=ROOT)
@@ -165,6 +172,7 @@ def test_every_export_is_there_and_known_to_type_checkers():
     assert [name for name in names if not hasattr(sonicmoe_hf, name)] == []
 
 
+@pytest.mark.slow
 def test_importing_sonicmoe_hf_hooks_neither_imports_nor_modules_and_leaves_the_trainer_to_its_users():
     code = "import sys; before = list(sys.meta_path)\nimport torch, sonicmoe_hf\n"
     code += "assert not torch.nn.modules.module._global_module_registration_hooks\n"
@@ -173,6 +181,7 @@ def test_importing_sonicmoe_hf_hooks_neither_imports_nor_modules_and_leaves_the_
     run(sys.executable, "-c", code, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_transformers_knows_our_names_in_whatever_order_things_are_imported():
     ask = "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as found; assert 'sonicmoe_hf' in found"
     native = "from transformers import AutoConfig; assert AutoConfig.for_model('sonicmoe_olmoe').model_type"
@@ -190,6 +199,7 @@ def test_transformers_knows_our_names_in_whatever_order_things_are_imported():
     run(sys.executable, "-c", in_processes, *(f"{first}; {ask}; {native}" for first in orders), cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.checkpoints import edit_config, make, rewrite, tensors_in
+from helpers.marks import rest_slow
 from helpers.memory import LiveBytes
 from helpers.models import VOCABULARY, batch, build, loss_and_gradients
 from helpers.native import save_both
@@ -224,7 +225,7 @@ def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
     assert len(straight) == 8 and all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_slow(FORMATS, 1))
 def test_streaming_holds_the_result_and_two_layers_at_most(name, tmp_path):
     experts, layers = 16, 6
     small("qwen3_moe", num_experts=experts, num_hidden_layers=layers).bfloat16().save_pretrained(tmp_path)

@@ -354,6 +354,7 @@ def finetuned(rank, options, environment):
     return loss, wrapper, "held-out loss" in printed.getvalue()
 
 
+@pytest.mark.slow
 @with_deepspeed
 def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_with_ddp(ranks, tmp_path):
     def run(name, *more, **environment):
@@ -396,6 +397,7 @@ def written_by_qlora(rank, folder):
     return written, len(printed.getvalue().splitlines()), loss
 
 
+@pytest.mark.slow
 def test_the_example_of_qlora_is_written_and_merged_by_one_rank(ranks, tmp_path):
     (written, printed, loss), (nothing, silence, same_loss) = ranks.run(written_by_qlora, str(tmp_path))
     assert written == ["base", "merged"] and printed and (tmp_path / "merged" / "model.safetensors").is_file()

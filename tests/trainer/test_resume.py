@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from helpers.marks import rest_slow
 from helpers.models import CONFIGS, batch, build
 from helpers.native import native_twin, save_both
 from helpers.ranks import Ranks
@@ -35,7 +36,7 @@ from sonicmoe_hf.trainer.weights_digest import DIGEST, check_resumed, experts_di
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", rest_slow(CONFIGS, 1))
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(family, sharded, tmp_path, messages):
     model = build(family)
     straight = train(shard_checkpoints(model) if sharded else model, tmp_path / "straight")
