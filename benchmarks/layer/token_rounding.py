@@ -32,7 +32,6 @@ from sonicmoe_hf.layer.dispatch import dispatch
 from sonicmoe_hf.layer.moe_experts import moe_experts
 from sonicmoe_hf.layer.routing import Routing, rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.patching.fast_topk import FastTopK
 
 SHAPES = ("16384,4096,1024,256,4", "16384,1536,1024,128,2", "16384,1536,256,512,8", "16384,4096,512,256,8",
           "16384,2048,512,512,10", "16384,2048,768,128,8", "24576,1536,256,128,8")  # fmt: skip
@@ -66,9 +65,8 @@ class Layer:
         return logits_TE, (weights_TK / weights_TK.sum(-1, keepdim=True)).to(logits_TE.dtype), index_TK
 
     def decide(self, contender: str) -> Routing:
-        """Router, its top-k as in a patched model, and rounding; top-k's pairs are sorted by the experts' function."""
-        with FastTopK():
-            logits_TE, weights_TK, index_TK = self.top_k()
+        """Router, its top-k, and rounding; top-k's pairs are sorted by the experts' function."""
+        logits_TE, weights_TK, index_TK = self.top_k()
         if contender == TOP_K:
             return Routing(index_TK, weights_TK)
         policy = TokenRounding(rounding=contender, min_tiles_per_expert=0)

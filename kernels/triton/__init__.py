@@ -30,7 +30,6 @@ from .gemm_wgrad import gate_up_gradient as _gate_up_gradient
 from .reorder import reorder as reorder
 from .rounding import round_rows as _round_rows
 from .rounding_backward import round_rows_backward as _round_rows_backward
-from .topk import top_k as _top_k
 
 
 def _on_its_device(function):
@@ -48,7 +47,6 @@ def _on_its_device(function):
     return on_its_device
 
 
-top_k = _on_its_device(_top_k)
 dequantize = _on_its_device(_dequantize)
 round_rows = _on_its_device(_round_rows)
 round_rows_backward = _on_its_device(_round_rows_backward)

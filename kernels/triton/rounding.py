@@ -20,7 +20,6 @@ from ..interface import Rounded
 from .config import tile_rows
 from .dispatch import dispatch, unwritten_rows, write_tiles
 from .launch import cdiv, launch_kernel, next_power_of_2
-from .topk import order_key
 
 WORD = tl.constexpr(32)  # tokens in a word
 NO_KEY = tl.constexpr(-(1 << 31))  # below the key of every score: not to be chosen
@@ -29,6 +28,14 @@ MIN_HELD, MAX_HELD = 1 << 10, 1 << 15  # tokens whose keys a program holds in re
 MAX_PLACED = 1 << 11  # pairs (token, expert) that a program looks at to place rows
 FILL = 1 << 10  # entries of the rows' lists that a program completes
 T_DEPENDENT = ["num_tokens", "num_words", "num_blocks", "num_pairs", "num_row_tiles", "top_k", "min_pairs"]
+
+
+@triton.jit
+def order_key(score):
+    """fp32 scores as int32 that order as they do; -0.0 and 0.0 tie. NaNs are above or below all else, by their sign."""
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((bits & 0x7FFFFFFF) == 0, 0, key)
 
 
 @triton.jit

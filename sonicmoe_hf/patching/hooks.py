@@ -22,7 +22,7 @@ from ..layer.routing import MISPLACED, rounded_routing
 from ..model_patches import FAMILIES
 from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks, tree_leaves
 from ..private.transformers import experts_implementation, parallel_mesh
-from . import calls, fast_topk
+from . import calls
 from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
@@ -316,7 +316,6 @@ class ModelExitHook:
         self.state, self.name = state, name
 
     def __call__(self, model: nn.Module, args, kwargs, output):
-        fast_topk.take_off()  # where an error left it on
         call = calls.end(self.state, self.name)
         if call is not None and output is not None:  # None: after an error
             if call.replayed is not None:

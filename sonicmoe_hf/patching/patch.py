@@ -29,7 +29,6 @@ from ..quantization.loading_errors import named_errors
 from ..quantization.quantizer import ignore_packed_in_ddp
 from .calls import PatchState
 from .experts import SAVE, is_fp8_experts
-from .fast_topk import FastTopKEntry, FastTopKExit
 from .forwards import restore
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
@@ -49,8 +48,7 @@ from .support import (
 )
 
 PREVIOUS = "_sonicmoe_hf_previous"  # attribute of experts: their config's implementation before patching
-FAST_TOP_K = (FastTopKEntry, FastTopKExit)
-HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook, *FAST_TOP_K)
+HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook)
 
 
 class PatchReport(NamedTuple):
@@ -135,7 +133,7 @@ def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
                 yield layer.family, layer.name, router
 
 
-def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None:
+def _install(root: PreTrainedModel, state: PatchState) -> None:
     guard_module_hooks()
     for family, layer_name, router in routers(root):
         hook = find_hook(forward_hooks(router), RouterHook)
@@ -144,11 +142,6 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
             router.register_forward_hook(hook)
         hook.layer_name = layer_name
         hook.join(state)
-        if not fast_top_k:
-            _remove_hooks(router, FAST_TOP_K)
-        elif find_hook(forward_hooks(router), FastTopKExit) is None:
-            router.register_forward_pre_hook(FastTopKEntry())
-            router.register_forward_hook(FastTopKExit())
     every = set(every_experts(root))
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
@@ -159,9 +152,7 @@ def _install(root: PreTrainedModel, state: PatchState, fast_top_k: bool) -> None
             find_hook(forward_hooks(module), ModelExitHook).join(state, name)
 
 
-def patch_model(
-    model: nn.Module, routing=None, *, save: str = "preactivation", fast_top_k: bool = True
-) -> PatchReport:
+def patch_model(model: nn.Module, routing=None, *, save: str = "preactivation") -> PatchReport:
     """Make this model compute its experts with SonicMoE.
 
     Args:
@@ -170,7 +161,6 @@ def patch_model(
             loaded in FP8 (its FP8Experts, with blocks of 128 x 128) or in DeepSeek-V4's FP4 stay in these bytes, frozen.
         routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
         save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
-        fast_top_k: on GPUs, take a router's top-k with a kernel of ours; False leaves it to torch.topk.
     Returns:
         What was patched.
     Raises:
@@ -189,7 +179,7 @@ def patch_model(
     state = _state(root) or PatchState()
     use_own_configs(model, state.configs)
     _use_our_experts(root, save)
-    _install(root, state, fast_top_k)
+    _install(root, state)
     state.policy = policy
     return PatchReport(layers, policy)
 
@@ -302,12 +292,11 @@ def from_pretrained(
     *args,
     routing=None,
     save: str = "preactivation",
-    fast_top_k: bool = True,
     experts_quantization: str | None = None,
     auto_class=AutoModelForCausalLM,
     **kwargs,
 ) -> PreTrainedModel:
-    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save, fast_top_k=fast_top_k)`.
+    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save)`.
 
     A model with attention sinks gets attn_implementation="torch_sinks" where it runs (docs/attention.md), unless
     attn_implementation is given.
@@ -340,7 +329,7 @@ def from_pretrained(
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
     if not _asks_for_attention(kwargs) and attention_runs_here(model):
         model.set_attn_implementation(ATTENTION)
-    patch_model(model, policy, save=save, fast_top_k=fast_top_k)
+    patch_model(model, policy, save=save)
     return model
 
 

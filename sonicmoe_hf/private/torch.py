@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -41,7 +40,6 @@ USED = {
         "forgetting a call after its backward",
     ),
     "torch.autograd.forward_ad._current_level": ("2.11 to 2.15", "the error for forward-mode derivatives"),
-    "torch.overrides._get_current_function_mode": ("2.11 to 2.15", "the fast top-k of routers"),
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode": ("2.11 to 2.15", "our ops under a dispatch mode"),
     "torch.utils._pytree.tree_flatten": ("2.11 to 2.15", "vmap over our functions"),
     "torch.utils._pytree.tree_leaves": ("2.11 to 2.15", "noticing that a model's backward begins"),
@@ -100,7 +98,6 @@ __all__ = [
     "collectives",
     "cpu_flash_backward",
     "cpu_flash_forward",
-    "current_function_mode",
     "current_graph_task_id",
     "disable_dynamo",
     "flash_backward",

@@ -167,7 +167,6 @@ def others():
         yield "dispatch, few", lambda s=sentinels: kernels.dispatch(index[:64], None, 64, num_experts, s)
     flat = index.view(-1)
     yield "dispatch, list", lambda: kernels.dispatch(flat, flat, num_tokens, num_experts, True)
-    yield "top_k", lambda: kernels.top_k(scores, top_k)
     weighting, uniform = Weighting(True, 1e-20, 2.5), torch.empty(num_experts)
     for rounding in ROUNDINGS:
         for mask in (valid, None) if rounding == "nearest" else (valid,):

@@ -90,13 +90,6 @@ MUTATIONS = [
         GUARD,
     ),
     Mutation(
-        "kernels/triton/topk.py",
-        "is_score = (token < num_tokens)[:, None] & (expert < NUM_EXPERTS)",
-        "is_score = (token < num_tokens + 1)[:, None] & (expert < NUM_EXPERTS)",
-        "top-k reads one token past the end",
-        GUARD,
-    ),
-    Mutation(
         "kernels/triton/bias_gradient.py",
         "is_read = (row < end)[:, None] & (column < N)[None, :]",
         "is_read = (row < end)[:, None] & (column <= N)[None, :]",

@@ -13,34 +13,11 @@ from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
-from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.routing import TokenRounding
-from sonicmoe_hf.patching import calls, fast_topk
+from sonicmoe_hf.patching import calls
 
 SAME = "the same computation"
 PATIENCE = 20  # seconds that a thread waits for the others
-
-
-def num_modes():
-    return torch._C._len_torch_function_stack()
-
-
-@pytest.fixture
-def fast_top_k(monkeypatch):
-    """The faster top-k as on a GPU, at any size, computed by torch; notes how many modes each use of it finds."""
-    noted = []
-
-    def top_k_of(scores, k):
-        noted.append(num_modes())
-        return scores.topk(k).indices
-
-    class Backends:
-        choose = staticmethod(lambda device, dtype: backends.Choice("triton", ""))
-        load = staticmethod(lambda name: type("Kernels", (), {"top_k": staticmethod(top_k_of)}))
-
-    monkeypatch.setattr(fast_topk, "backends", Backends)
-    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 1)
-    return noted
 
 
 class Meeting:
@@ -67,80 +44,7 @@ def in_threads(*functions):
         return [future.result() for future in [pool.submit(function) for function in functions]]
 
 
-# the faster top-k
-
-
-def test_requests_from_many_threads_leave_no_mode_on_and_find_none(fast_top_k):
-    model = build("qwen3_moe").eval()
-    expected = model(**batch()).logits
-    sonicmoe_hf.patch_model(model)
-    model.model.layers[0].mlp.gate.register_forward_pre_hook(Meeting(4))  # all are inside the router at once
-
-    def requests():
-        left = []
-        for _ in range(25):
-            with torch.no_grad():
-                logits = model(**batch()).logits
-            left.append(num_modes())
-        return left, relative_error(logits, expected)
-
-    for left, error in in_threads(*[requests] * 4):
-        assert left == [0] * 25 and error < 1e-5  # fp32: another order of sums
-    assert len(fast_top_k) == 4 * 25 * 2 and set(fast_top_k) == {0}, "inside the one mode that is on"
-
-
-def modes_inside_routers(model):
-    noted = []
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_pre_hook(lambda module, args: noted.append(num_modes()))
-    model(**batch())
-    return noted
-
-
-def test_no_mode_is_on_where_it_can_do_nothing(fast_top_k, monkeypatch):
-    def inside(**options):
-        model = build("qwen3_moe")
-        sonicmoe_hf.patch_model(model, **options)
-        return modes_inside_routers(model)
-
-    assert inside() == [1, 1] and len(fast_top_k) == 2
-    fast_top_k.clear()
-    assert inside(fast_top_k=False) == [0, 0]
-    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 4 * 24 + 1)
-    assert inside() == [0, 0]
-    monkeypatch.setattr(fast_topk, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(fast_topk, "backends", backends)
-    assert inside() == [0, 0], "a CPU computes with plain PyTorch"
-    assert not fast_top_k
-
-
-def test_the_faster_top_k_can_be_turned_off_and_on_again(fast_top_k):
-    model = build("qwen3_moe")
-    for wanted in (True, False, True):
-        sonicmoe_hf.patch_model(model, fast_top_k=wanted)
-        fast_top_k.clear()
-        model(**batch())
-        assert len(fast_top_k) == 2 * wanted
-
-
-def test_a_mode_left_on_by_an_interrupt_goes_with_the_next_call(fast_top_k):
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
-    router = model.model.layers[0].mlp.gate
-    forward, router.forward = router.forward, interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(**batch())
-    assert num_modes() == 1
-    router.forward = forward
-    model(**batch())
-    assert num_modes() == 0
-
-
 # threads
-
-
-def interrupt(*args, **kwargs):
-    raise KeyboardInterrupt
 
 
 def test_inference_in_one_thread_leaves_training_in_another_rounding():
