@@ -23,6 +23,7 @@ from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
+from .dtypes import restore_dtypes, wanted_dtypes
 from .hub_formats import HUB_FORMATS, with_hub_converters
 from .loading_errors import noted
 from .refusals import check_distributed, guard_deepspeed
@@ -225,6 +226,7 @@ class ExpertsQuantizer(HfQuantizer):
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
         for module in {module for _, module, _ in weights}:
             await_packed(module, packable(module), self.quantization_config.experts)
+        self.dtypes = {} if self.quantization_config.hub is None else wanted_dtypes(model)
         if self.linear is not None:
             self.linear._process_model_before_weight_loading(model, **kwargs)
         return model
@@ -234,6 +236,7 @@ class ExpertsQuantizer(HfQuantizer):
             end_awaiting(module)
             if any(isinstance(weight, PackedWeight) for weight in module._parameters.values()):
                 use_stored_names(module)
+        restore_dtypes(model, self.dtypes)
         mark_model_packed(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)
 
