@@ -1,5 +1,6 @@
 """Whole models with attn_implementation="torch_sinks" against the same models with eager attention."""
 
+import functools
 import pathlib
 import re
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+from sonicmoe_hf.attention import flash
 from sonicmoe_hf.attention.models import NAME, SUPPORTED, UNSUPPORTED
 
 TOLERANCE = 1e-5
@@ -121,22 +123,24 @@ def test_gradient_checkpointing(kernels, use_reentrant):
 
 def test_a_checkpointing_policy_can_keep_the_attention(kernels, monkeypatch):
     """So that its forward runs once: a policy sees it as one op."""
-    model, batch, ops = build(), inputs("left"), []
-    layer = model.model.layers[0]
+    model, batch = build(), inputs("left")
+    layers, forward, runs, kept = len(model.model.layers), flash.forward, [], set()
+    monkeypatch.setattr(flash, "forward", lambda *args: runs.append(args) or forward(*args))
 
     def policy(ctx, op, *args, **kwargs):
-        if op == torch.ops.sonicmoe_hf.attention_with_sinks.default:
-            ops.append(ctx.is_recompute)
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(layer_forward):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return functools.partial(checkpoint, layer_forward, use_reentrant=False, context_fn=contexts)
 
     expected = results(model, batch)
-    forward = layer.forward
-    layer.forward = lambda *args, **kwargs: checkpoint(
-        forward, *args, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy), **kwargs
-    )
-    assert_all_close(results(model, batch), expected, TOLERANCE, ORDER_OF_SUMS)
-    assert ops == [False]
+    model.model.layers[0].forward = checkpointed(model.model.layers[0].forward)
+    for recomputed in (1, 0):
+        runs.clear()
+        assert_all_close(results(model, batch), expected, TOLERANCE, ORDER_OF_SUMS)
+        assert len(runs) == layers + recomputed
+        kept.add(torch.ops.sonicmoe_hf.attention_with_sinks.default)
 
 
 @pytest.mark.slow
