@@ -50,7 +50,7 @@ mutants: $(VENV)/.installed
 	$(RUN) PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
 
 # Most of it is compiling, on the CPU, so more processes help; LOCAL_RANK=1 keeps each from beginning further ones.
-TEST_GPU := LOCAL_RANK=1 $(VENV)/bin/python -m pytest -q -rs tests/kernels $(ARGS)
+TEST_GPU := LOCAL_RANK=1 $(VENV)/bin/python -m pytest -q -rs tests/kernels tests/attention $(ARGS)
 test-gpu: $(VENV)/.installed
 	$(TEST_GPU) -m "gpu and not large" -n $(GPU_WORKERS) --dist worksteal
 	$(TEST_GPU) -m "gpu and large"
