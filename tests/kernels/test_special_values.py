@@ -63,9 +63,22 @@ def compare(backend, device, dtype, sizes, activation, where, value, layout="con
     for name in expected:
         assert torch.equal(same(found[name]), same(expected[name])), name
     if backend != "eager" and value == value:
-        exact = run(upcast(tensors), dout.float(), ids, layout, activation, "eager")
-        for name in exact:
-            assert torch.equal(found[name].isnan(), exact[name].cpu().isnan()), name
+        for name, (is_nan, is_certain) in nans(upcast(tensors), dout.float(), ids, layout, activation).items():
+            assert is_certain.float().mean() > 0.9
+            assert torch.equal(found[name].isnan() & is_certain, is_nan & is_certain), name
+
+
+def nans(tensors, dout, ids, layout, activation):
+    """name -> (where the eager backend has NaN, where it still has with pre-activations that are a little larger or smaller).
+    An infinity times a slope takes the slope's sign, and a sum of infinities is NaN where the signs differ; h rounded to
+    bf16 (2^-9) can be on the other side of a slope's zero."""
+    runs = []
+    for scale in (1, 1 + 2**-8, 1 - 2**-8):
+        scaled = {name: tensors[name] * scale for name in ("x", "gate_up_bias")}
+        results = run(tensors | scaled, dout, ids, layout, activation, "eager")
+        runs.append({name: t.cpu().isnan() for name, t in results.items()})
+    is_nan, larger, smaller = runs
+    return {name: (is_nan[name], (is_nan[name] == larger[name]) & (is_nan[name] == smaller[name])) for name in is_nan}
 
 
 @pytest.mark.parametrize("value", (NAN, INF, -INF))
