@@ -4,9 +4,9 @@
 
 Needs no GPU. Prints document, line, the figure and what the CSV gives for each that differs, and exits with 1 then.
 
-figures/layers.py and figures/training.py declare what a table's cells are and where they come from. A table of a
-document with figures in it that is not declared, and not listed in NOT_MEASURED, is a fault too. So are a declared
-table or sentence that no document has, and a CSV that no document names or whose rows do not name their commit.
+The files in figures/ declare what a table's cells are and where they come from. A table of a document with figures in it
+that is not declared, and not listed in NOT_MEASURED, is a fault too. So are a declared table or sentence that no document
+has, and a CSV that no document names or whose rows do not name their commit.
 """
 
 from __future__ import annotations

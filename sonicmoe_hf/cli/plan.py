@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 
-from ..planning.memory import GIB, METHODS
+from ..planning.memory import GIB
+from ..planning.training import METHODS
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
     "experts": "experts",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .memory import Training
 from .sizes import ModelSizes
+from .training import Training
 
 OF_A_LAYER = (2048, 768, 128, 8, 151936)  # Qwen3-30B-A3B's
 QWEN3_30B_A3B = (48, *OF_A_LAYER)

@@ -26,56 +26,14 @@ import math
 from dataclasses import dataclass, replace
 
 from ..kernels.quantized import stored_shapes
+from .activations import backward_bytes, cast_bytes, layer_bytes, norm_bytes, stream_bytes
 from .sizes import ModelSizes
+from .training import Training
 
 GIB = 2**30
 LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's defaults
 ADAM8_BLOCK = 256  # values that share a scale in torchao's AdamW8bit
-METHODS = ("full", "lora", "qlora")
 ORDERS_OF_UP = {2: "concatenated"}  # rows of the up projection for each of I: how they lie; up and down take turns
-SHARDED = ("FSDP2", "ZeRO-3", "expert parallelism")
-PARALLEL = ("one GPU", "DDP", *SHARDED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How a model is trained.
-
-    method: of METHODS. parallel: of PARALLEL, over `gpus`. tokens: of a step on each GPU, in sequences of `sequence`.
-    weights: "bf16" or "fp32", of what is trained in full; fp32 weights compute in bf16 by autocast. optimizer: "adam", or
-    "adam8bit", which steps in backward. experts, linear: format of frozen experts and of the attention's linear layers,
-    "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the attention's adapted linear layers;
-    None: all. checkpointing, liger; save: what a layer keeps. extra_rows: of token rounding, for each expert. attention:
-    its implementation; None: the model's own.
-    """
-
-    method: str
-    tokens: int
-    sequence: int = 4096
-    parallel: str = "one GPU"
-    gpus: int = 1
-    weights: str = "bf16"
-    optimizer: str = "adam"
-    experts: str = "bf16"
-    linear: str = "bf16"
-    r: int = 16
-    experts_r: int = 16
-    targets: tuple[str, ...] | None = None
-    checkpointing: bool = True
-    liger: bool = True
-    save: str = "preactivation"
-    extra_rows: int = 0
-    attention: str | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether all weights are trained."""
-        return self.method == "full"
-
-    @property
-    def fp32_stream(self) -> bool:
-        """Whether hidden states between the layers are in fp32."""
-        return self.full and self.weights == "fp32" and self.parallel == "one GPU"
 
 
 @dataclass(frozen=True)
@@ -102,12 +60,12 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     """The peak: the largest of the loss, a layer's backward at either end of the model, and the optimiser's step."""
     tokens, fixed, gradients = training.tokens, _fixed(sizes, training), _gradients(sizes, training)
     layer = tokens * layer_bytes(sizes, training)
-    stream = tokens * _stream(sizes, training)
-    kept = sizes.layers * (stream if training.checkpointing else layer) + _casts(sizes, training)
+    stream = tokens * stream_bytes(sizes, training)
+    kept = sizes.layers * (stream if training.checkpointing else layer) + cast_bytes(sizes, training)
     beside = (layer if training.checkpointing else 0.0) + _expanded(sizes, training)
-    final = tokens * _norm(sizes.hidden, training)
+    final = tokens * norm_bytes(sizes.hidden, training)
     head, root, gathered = _head_gradient(sizes, training), _root(sizes, training), _communication(sizes, training)
-    before, after = (tokens * bytes_of_token for bytes_of_token in _backward_bytes(sizes, training))
+    before, after = (tokens * bytes_of_token for bytes_of_token in backward_bytes(sizes, training))
     own, in_flight = _layer_gradients(sizes, training)
     left = layer if not training.checkpointing else 0.0  # of the last layer, when only its backward is left
     earlier = max(gradients - own - head, 0.0) if training.optimizer == "adam" else 0.0
@@ -154,7 +112,7 @@ def adapter_parameters(sizes: ModelSizes, training: Training) -> tuple[int, int]
     )
     on_attention = sum(
         training.r * projection.num_layers * (projection.features_in + projection.features_out)
-        for projection in _adapted(sizes, training)
+        for projection in training.adapted(sizes)
     )
     return on_experts, on_attention
 
@@ -164,16 +122,7 @@ def _held_adapters(sizes: ModelSizes, training: Training) -> float:
     on_experts, on_attention = adapter_parameters(sizes, training)
     if training.parallel == "expert parallelism":  # the attention's are whole on every rank
         return on_experts / training.gpus + on_attention
-    return (on_experts + on_attention) / _shards(training)
-
-
-def _shards(training: Training) -> int:
-    return training.gpus if training.parallel in SHARDED else 1
-
-
-def _adapted(sizes: ModelSizes, training: Training):
-    wanted = training.targets
-    return [p for p in sizes.projections if (wanted is None or p.name in wanted) and training.r]
+    return (on_experts + on_attention) / training.shards
 
 
 def stored_bytes(sizes: ModelSizes, format: str) -> float:
@@ -196,7 +145,7 @@ def stored_bytes(sizes: ModelSizes, format: str) -> float:
 
 def _fixed(sizes: ModelSizes, training: Training) -> Memory:
     """Weights, the optimiser's state and adapters, whose gradients are apart."""
-    shards = _shards(training)
+    shards = training.shards
     experts, rest = 2.0 * sizes.experts, 2.0 * sizes.rest
     optimiser = 0.0
     if training.full and training.parallel == "ZeRO-3":
@@ -219,7 +168,7 @@ def _fixed(sizes: ModelSizes, training: Training) -> Memory:
 
 def _gradients(sizes: ModelSizes, training: Training) -> float:
     """All gradients, as they are at the end of backward."""
-    shards = _shards(training)
+    shards = training.shards
     if not training.full:
         buckets = 2 if training.parallel == "DDP" else 1
         return 4.0 * buckets * _held_adapters(sizes, training)
@@ -246,121 +195,6 @@ def _layer_gradients(sizes: ModelSizes, training: Training) -> tuple[float, floa
         own = sizes.experts / sizes.moe_layers / training.gpus
         return width * (own + sizes.layer - sizes.experts / sizes.moe_layers), 0.0
     return width * sizes.layer, 0.0
-
-
-# what a layer keeps for backward
-
-
-def _stream(sizes: ModelSizes, training: Training) -> float:
-    """A token's hidden state between two layers."""
-    return (4.0 if training.fp32_stream else 2.0) * sizes.hidden
-
-
-def _norm(width: int, training: Training) -> float:
-    """Of an RMSNorm over `width` features: without Liger an fp32 copy, and the normalised values where its weight is
-    trained; with Liger its input."""
-    if training.fp32_stream:
-        return (4.0 if training.liger else 8.0) * width
-    if training.liger:
-        return 2.0 * width
-    return (6.0 if training.full else 4.0) * width
-
-
-def layer_bytes(sizes: ModelSizes, training: Training) -> float:
-    """What a layer keeps for backward, for each token: its attention's tensors, norms, router, h and adapters' rows."""
-    hidden, full = sizes.hidden, training.full
-    adapted = _adapted(sizes, training)
-    read_hidden = [p for p in adapted if p.features_in == hidden and p.name != "o_proj"]
-    total = 2 * _norm(hidden, training)
-    # inputs of linear layers: one for q, k and v, or in fp32 and before adapters a cast for each
-    if training.fp32_stream:
-        total += 2.0 * hidden * 5
-    elif full:
-        total += 2.0 * hidden * 2
-    else:
-        total += 2.0 * hidden * len(read_hidden) + (2.0 * sizes.experts_hidden if training.experts_r else 0.0)
-    if full and sizes.experts_hidden != hidden:  # latents: what the experts read, and what becomes hidden states again
-        total += 2 * 2.0 * sizes.experts_hidden
-    total += _attention_bytes(sizes, training)
-    read = sizes.projections if full else adapted
-    total += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
-    if full or any(p.name == "o_proj" for p in adapted):
-        total += 2.0 * sizes.output  # the contiguous copy that o_proj reads
-    if training.save == "preactivation":
-        total += 2.0 * sizes.up_rows * sizes.inner * _rows(sizes, training)
-    if training.experts_r and not full:
-        total += 2 * 2.0 * max(training.experts_r, 16) * _rows(sizes, training)
-    total += 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # the router's scores; weights, ids, and where rows stand
-    total += (
-        4 * 2.0 * sizes.plain_inner / sizes.layers
-    )  # dense and shared MLPs: gate, its activation, up, their product
-    return total + _exchanged(sizes, training)
-
-
-def attention_of(sizes: ModelSizes, training: Training) -> str:
-    """The attention's implementation: what is asked for, or the model's own."""
-    return training.attention or sizes.attention
-
-
-def _attention_bytes(sizes: ModelSizes, training: Training) -> float:
-    """q and k before and after their norms and positions, v, and the output."""
-    total = 2.0 * (sizes.query + sizes.key + sizes.value + sizes.output) + 12.0 * sizes.heads
-    if sizes.head_norms:
-        inside = replace(training, weights="bf16")  # autocast has q and k in bf16
-        total += _norm(sizes.query, inside) + _norm(sizes.key, inside)
-    if attention_of(sizes, training) == "eager":  # probabilities of every pair of tokens
-        total += 2.0 * sizes.heads * training.sequence
-    return total
-
-
-def _rows(sizes: ModelSizes, training: Training) -> float:
-    """Routed rows for each token that there is memory for."""
-    rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
-    return rows * (2 if _gathers_tokens(training) else 1)
-
-
-def _gathers_tokens(training: Training) -> bool:
-    return training.parallel == "expert parallelism" and training.gpus == 2
-
-
-def _exchanged(sizes: ModelSizes, training: Training) -> float:
-    """Under expert parallelism: hidden states that came from other ranks."""
-    if training.parallel != "expert parallelism":
-        return 0.0
-    others = 1 if _gathers_tokens(training) else min(sizes.top_k, training.gpus) - 1
-    return 2.0 * sizes.experts_hidden * others
-
-
-def _casts(sizes: ModelSizes, training: Training) -> float:
-    """fp32 weights in bf16, which autocast keeps for backward."""
-    if not training.fp32_stream or training.checkpointing:
-        return 0.0
-    head = 0 if training.liger else sizes.vocabulary * sizes.hidden
-    return 2.0 * (sizes.total - sizes.embeddings + head)
-
-
-# what backward holds beside
-
-
-def _backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]:
-    """(before, after) the gradients of the experts' weights: what the backward of a layer holds beside what was kept.
-
-    Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/experts_op.py). Adapters
-    need a' only before dx.
-    """
-    rows = 2.0 * _rows(sizes, training)
-    dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
-    kept_h = dh if training.save == "preactivation" else 0.0
-    made_h = dh - kept_h
-    around = 3 * _stream(sizes, training)
-    if training.parallel == "expert parallelism":  # the output's gradient from all ranks, and x's for them
-        around += 2 * (2.0 * sizes.experts_hidden + _exchanged(sizes, training))
-    while_dx = dh + dx - kept_h + (a if training.full else 0.0)
-    before = max(dh + a + made_h, while_dx) + around
-    after = (a - kept_h + around) if training.full else 0.0
-    if attention_of(sizes, training) == "eager":  # gradients of scores and probabilities, of every pair of tokens
-        before = max(before, 3 * 2.0 * sizes.heads * training.sequence)
-    return before, after
 
 
 def _expanded(sizes: ModelSizes, training: Training) -> float:

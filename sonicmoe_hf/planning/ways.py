@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from ..errors import DoctorError
 from ..kernels.quantized import FORMATS
 from .measured import Speed, speed_of
-from .memory import GIB, METHODS, Memory, Training, memory, stored_bytes
+from .memory import GIB, Memory, memory, stored_bytes
 from .sizes import ModelSizes
+from .training import METHODS, Training
 
 SEQUENCE = 4096  # the longest that is planned for
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, Qwen3M
 
 from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.planning.measured import SPEEDS
-from sonicmoe_hf.planning.memory import GIB, Training, memory
+from sonicmoe_hf.planning.memory import GIB, memory
 from sonicmoe_hf.planning.sizes import sizes_of_model
+from sonicmoe_hf.planning.training import Training
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODELS = {  # the sizes of benchmarks/step/models.py

@@ -22,8 +22,10 @@ from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.errors import DoctorError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
+from sonicmoe_hf.planning.activations import layer_bytes
+from sonicmoe_hf.planning.memory import adapter_parameters, memory, stored_bytes
 from sonicmoe_hf.planning.sizes import sizes_of_checkpoint, sizes_of_model
+from sonicmoe_hf.planning.training import Training
 from sonicmoe_hf.planning.ways import LIGER, Batch, shown, ways_of
 
 pytestmark = pytest.mark.pinned
