@@ -50,7 +50,8 @@ class SonicMoEExperts(nn.Module):
         config: the model's config. sizes: E, H, I and whether there are biases. activation: the gated activation.
     Parameters:
         c_fc [E, 2I, H], gate and up rows alternating; c_proj [E, H, I]; c_fc_bias [E, 2I] and c_proj_bias [E, H] or None.
-        Their order decides names inside PEFT adapters and is the reverse of the families' own on purpose: see adapter.py.
+        Their order decides names inside PEFT adapters, and is the reverse of the families' own on purpose
+        (lora/convert.py says why).
     """
 
     is_transposed = False  # read by PEFT: out features before in features

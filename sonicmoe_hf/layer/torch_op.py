@@ -1,6 +1,6 @@
 """Functions as torch ops, for whatever traces calls; without that, calling the function itself saves its host time.
 
-torch.library.torch_op wraps its function in Python that looks for aliases among all inputs and outputs at each call
+torch.library.custom_op wraps its function in Python that looks for aliases among all inputs and outputs at each call
 (0.4 ms in torch 2.11), so ops are defined a level below. Results must not share memory with inputs or each other:
 torch.library.opcheck, in the tests, makes sure.
 """

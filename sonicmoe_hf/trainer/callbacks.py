@@ -175,7 +175,8 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
 
     With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
     have them; without it they are only in `history`. All refer to the training forwards since the last log, over all
-    ranks; layers recomputed by gradient checkpointing count once; under expert parallelism nothing is counted:
+    ranks; layers recomputed by gradient checkpointing count once; under Transformers' own expert parallelism nothing is
+    counted:
 
         moe/load_max_over_mean  rows of the busiest expert over the mean, in the worst layer
         moe/load_cv             standard deviation of rows per expert over the mean, averaged over layers
