@@ -1,15 +1,22 @@
-"""The folder that is written: seen to be free before the work, looked at again under the lock. Links lead nowhere else."""
+"""The folder that is written: free before the work and under the lock, whole or not there. Links lead nowhere else."""
 
 import errno
+import multiprocessing
 import os
+import random
+import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
-from helpers.checkpoints import make
+from filelock import FileLock
+from helpers.checkpoints import SHARDS, config_in, make, same_bits, tensors_in
 from peft import LoraConfig, get_peft_model
 
-from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
 from sonicmoe_hf.checkpoints import atomic_folder, convert
+from sonicmoe_hf.cli.main import main
 
 pytestmark = pytest.mark.pinned
 
@@ -98,3 +105,89 @@ def test_links_within_a_checkpoint_and_to_the_blobs_of_the_hubs_cache_are_follow
         convert_checkpoint(source, tmp_path / f"of {source.name}")
         copied = tmp_path / f"of {source.name}" / "LICENSE.txt"
         assert copied.read_text() == "terms" and not copied.is_symlink()
+
+
+def test_an_existing_target_is_never_touched(hub):
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        convert_checkpoint(hub, hub)
+    (hub.parent / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        convert_checkpoint(hub, hub.parent / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert_checkpoint(hub, hub.parent / "file" / "below")
+    (hub.parent / "empty").mkdir()
+    convert_checkpoint(hub, hub.parent / "empty")
+    assert inspect_checkpoint(hub.parent / "empty").layout == "native"
+
+
+def test_two_conversions_into_one_folder_do_not_meet(hub):
+    with FileLock(hub.parent / ".native.converting.lock"):
+        (hub.parent / ".native.converting").mkdir()
+        with pytest.raises(CheckpointError, match="another conversion into"):
+            convert_checkpoint(hub, hub.parent / "native")
+        assert (hub.parent / ".native.converting").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a place where nobody can write")
+def test_a_place_that_cannot_be_written_is_not_taken_for_another_conversion(hub):
+    with pytest.raises(CheckpointError, match=r"/proc/native cannot be written: .*(No such file|denied|Read-only)"):
+        convert_checkpoint(hub, "/proc/native")
+
+
+@pytest.fixture
+def interruptible():
+    """A test run that a shell started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys, interruptible):
+    monkeypatch.setattr(convert, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    assert main(["convert", str(hub), str(hub.parent / "native"), "--layout", "native"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "sonicmoe-hf: interrupted"
+    assert sorted(path.name for path in hub.parent.iterdir()) == ["hub"]
+
+
+def _process(src, dst):
+    """A forked process that converts: started, it is at work at once."""
+    options = {"max_shard_size": SHARDS}
+    process = multiprocessing.get_context("fork").Process(target=convert_checkpoint, args=(src, dst), kwargs=options)
+    process.start()
+    return process
+
+
+def _seconds_of_a_process(src, dst):
+    start = time.perf_counter()
+    process = _process(src, dst)
+    process.join()
+    assert process.exitcode == 0
+    shutil.rmtree(dst)
+    return time.perf_counter() - start
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+def test_a_kill_at_any_moment_leaves_nothing_or_the_whole(tmp_path):
+    """50 processes killed with SIGKILL at random moments of a conversion, each after the litter of the one before."""
+    make(tmp_path / "hub", "qwen3_moe", num_hidden_layers=3)
+    convert_checkpoint(tmp_path / "hub", tmp_path / "expected", max_shard_size=SHARDS)
+    duration = min(_seconds_of_a_process(tmp_path / "hub", tmp_path / f"timed {i}") for i in range(3))
+    expected, target = tensors_in(tmp_path / "expected"), tmp_path / "native"
+    dice, outcomes = random.Random(0), {"nothing": 0, "the whole": 0, "litter": 0}
+    for _ in range(50):
+        process = _process(tmp_path / "hub", target)
+        time.sleep(dice.uniform(0, 1.3 * duration))
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        outcomes["litter"] += (tmp_path / ".native.converting").exists()
+        outcomes["the whole" if target.exists() else "nothing"] += 1
+        if target.exists():
+            assert same_bits(tensors_in(target), expected)
+            assert config_in(target) == config_in(tmp_path / "expected")
+            shutil.rmtree(target)
+    convert_checkpoint(tmp_path / "hub", target, max_shard_size=SHARDS)
+    assert same_bits(tensors_in(target), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "hub", "native"]
+    assert outcomes["nothing"] > 3 and outcomes["litter"] > 3, f"the moments were not spread well: {outcomes}"

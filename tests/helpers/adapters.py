@@ -33,6 +33,17 @@ def with_lora(model, targets=None, **options):
     return random_factors(get_peft_model(model, config))
 
 
+def save_with_factors(adapted, folder, size=0.3):
+    """The PEFT model with an adapter of which nothing that is trained is zero, saved in `folder`."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, size, generator=generator)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
 @contextmanager
 def fused():
     """Nothing inside may form W + BA as PEFT does."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.adapters import save_with_factors
 from helpers.checkpoints import FAMILIES, SHARDS, config_in, make, same_bits, tensors_in
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, relative_error
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -38,14 +39,7 @@ def adapt(base, family, parameters, folder, dtype=torch.float32, **options):
     """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
     attention = ATTENTION.get(family, ["q_proj", "o_proj"])
     config = LoraConfig(r=2, lora_alpha=5, target_modules=attention, target_parameters=parameters, **options)
-    adapted = get_peft_model(load(base, dtype), config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.3, generator=generator)
-    adapted.save_pretrained(folder)
-    return adapted.eval()
+    return save_with_factors(get_peft_model(load(base, dtype), config), folder)
 
 
 def logits(model):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.adapters import save_with_factors
 from helpers.checkpoints import (
     SHARDS,
     as_nvfp4,
@@ -48,14 +49,7 @@ def logits(model):
 def adapt(model, folder, size, parameters=(GATE_UP, DOWN), modules=("o_proj",), **options):
     """PEFT's adapter of this size on the model, saved in `folder`."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=list(modules), target_parameters=list(parameters), **options)
-    adapted = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, size**0.5, generator=generator)
-    adapted.save_pretrained(folder)
-    return adapted
+    return save_with_factors(get_peft_model(model, config), folder, size**0.5)
 
 
 def base_and_adapter(folder, family, kind, size, **options):

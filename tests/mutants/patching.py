@@ -123,7 +123,7 @@ MUTATIONS = [
         "return PackedWeight(Quantized(codes, scales, state), format, param_dtype, is_transposed), ()",
         "return PackedWeight(Quantized(codes, scales, state), format, param_dtype), ()",
         "packed experts that are stored transposed come back from FSDP2 as if they were not",
-        "tests/patching/test_distributed.py::"
+        "tests/quantization/test_packed_ranks.py::"
         "test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients",
     ),
 ]

@@ -1,0 +1,102 @@
+"""What of an adapter engines do not load, and files that are no adapter: errors that name it and the remedy."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_served_adapter import HUB, adapt, base, config_of
+
+from sonicmoe_hf import CheckpointError, convert_adapter
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def edit(adapter, **changes):
+    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
+
+
+def assert_refused(adapter, match, layout="vllm", **options):
+    with pytest.raises(CheckpointError, match=match):
+        convert_adapter(adapter, adapter.parent / "refused", layout, **options)
+    assert not (adapter.parent / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"use_dora": True}, r"use_dora is True, .* no engine loads it: merge it with PEFT: .*merge_and_unload"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\].*sonicmoe-hf merge BASE ADAPTER DST"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is"),
+    ],
+    ids=str,
+)
+def test_what_engines_refuse_raises_with_the_remedy(adapter, changes, match):
+    edit(adapter, **changes)
+    assert_refused(adapter, match)
+    assert_refused(adapter, match, "sglang")
+
+
+def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_path):
+    model = base("gpt_oss", tmp_path / "gpt_oss")
+    adapt(model, "gpt_oss", tmp_path / "biases", [*HUB, "mlp.experts.down_proj_bias"])
+    assert_refused(tmp_path / "biases", "experts.down_proj_bias, and no form .* sonicmoe-hf merge")
+    for what, parameters, modules in (
+        ("a router", [*HUB, "mlp.gate.weight"], ["q_proj"]),
+        ("the embeddings or the head", HUB, ["q_proj", "embed_tokens"]),
+        ("the embeddings or the head", HUB, ["lm_head"]),
+    ):
+        folder = tmp_path / f"{what} {len(modules)}"
+        adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", folder, parameters, target_modules=modules)
+        assert_refused(folder, f"{what}, which not all models of engines adapt; merge it, and serve the result")
+    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "large", rank_pattern={"q_proj": 513})
+    assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
+
+
+def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
+    convert_adapter(adapter, tmp_path / "served", "vllm")
+    path, name = (
+        tmp_path / "served" / "adapter_model.safetensors",
+        "base_model.model.model.layers.0.mlp.experts.{}.lora_A.weight",
+    )
+    weights = load_file(path)
+    for changes, match in (
+        ({name.format("3.up_proj"): None}, "has no lora_A of model.layers.0.mlp.experts.3.up_proj.weight"),
+        ({name.format("3.up_proj"): torch.ones(3, 32)}, r"\(3, 32\) and \(16, 2\), where \(2, in\)"),
+        ({name.format("3.up_proj"): torch.ones(2, 31)}, r"where \(r, 32\) and \(16, r\) are due"),
+        (
+            {
+                name.format("8.up_proj"): torch.ones(2, 32),
+                name.format("8.up_proj").replace("A.", "B."): torch.ones(16, 2),
+            },
+            "is of expert 8, but there are 8",
+        ),
+        (
+            {name.format("3.w9"): torch.ones(2, 32), name.format("3.w9").replace("A.", "B."): torch.ones(16, 2)},
+            "experts.3.w9 is no expert's projection",
+        ),
+        (
+            {"base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight": torch.ones(16, 32)},
+            "mixes two forms",
+        ),
+    ):
+        save_file({key: tensor for key, tensor in {**weights, **changes}.items() if tensor is not None}, path)
+        for layout in ("vllm", "hub", "native"):
+            assert_refused(tmp_path / "served", match, layout, trained_on=tmp_path / "base")
+
+
+def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
+    config = json.loads((adapter.parent / "base" / "config.json").read_text())
+    (adapter.parent / "base" / "config.json").write_text(
+        json.dumps(
+            {**config, "model_type": "flex_olmo", "intermediate_size": 16, "architectures": ["FlexOlmoForCausalLM"]}
+        )
+    )
+    assert_refused(adapter, "experts of flex_olmo is not known here, only of deepseek_v2")

@@ -1,0 +1,118 @@
+"""Two gloo ranks with packed experts beside adapters: DDP, FSDP2, and what Transformers cannot split."""
+
+import copy
+
+import pytest
+import torch
+from helpers.adapters import with_lora
+from helpers.models import assert_all_close, batch, build, loss_and_gradients
+from helpers.parallel import OWN_BATCH, PARALLELISM, SUMMATION, gradients, mean_of_ranks
+from helpers.ranks import WORLD, Ranks
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sonicmoe_hf
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+OF_64 = {
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+}
+
+
+def packed_with_adapters(format, family="qwen3_moe", **changes):
+    model = sonicmoe_hf.quantize_experts(build(family, **OF_64[family], **changes), format)
+    sonicmoe_hf.patch_model(model)
+    return with_lora(model, target_modules=["q_proj"])
+
+
+def packed_under_ddp(rank):
+    peft = packed_with_adapters("nf4")
+    loss_and_gradients(DistributedDataParallel(peft), batch(seed=rank))
+    return gradients(peft)
+
+
+def test_packed_experts_are_replicated_beside_adapters(ranks):
+    first, second = ranks.run(packed_under_ddp)
+    assert len(first) == 12 and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def packed_under_fsdp2(rank, format, family, precision, checkpointing, folder):
+    peft = packed_with_adapters(format, family)
+    whole = copy.deepcopy(peft)
+    if checkpointing:
+        peft.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in peft.get_base_model().model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32))
+    fully_shard(peft)
+    found = []
+    for _ in range(2):  # the second time, into what the first has freed
+        peft(**batch(**OWN_BATCH[rank])).loss.backward()
+        found.append(gradients(peft))
+        peft.zero_grad()
+    assert_all_close(found[1], found[0], 0.0, "the same step twice")
+
+    name, dense = next((n, p) for n, p in whole.named_parameters() if isinstance(p, sonicmoe_hf.PackedWeight))
+    part = peft.get_parameter(name).to_local()
+    assert (part.shape[0] * WORLD, part.codes.nbytes * WORLD) == (dense.shape[0], dense.codes.nbytes)
+    with pytest.raises(RuntimeError, match="one rank's part of a packed weight"):
+        part.dequantize()
+    again = peft.get_parameter(name).full_tensor()
+    assert isinstance(again, sonicmoe_hf.PackedWeight) and torch.equal(again.dequantize(), dense.dequantize())
+    peft.load_state_dict(peft.state_dict())
+    adapters = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)  # what accelerate saves
+    assert set(get_model_state_dict(peft, options=adapters)) == set(found[0])
+    with pytest.raises(CheckpointException, match=r"distributed checkpoints .* save the adapters alone"):
+        distributed_checkpoint.save(get_model_state_dict(peft), checkpoint_id=folder)
+    with pytest.raises(RuntimeError, match="3 experts cannot be sharded in parts of 2"):
+        fully_shard(packed_with_adapters(format, num_experts=3))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "format, family, precision, tolerance",
+    [
+        ("nf4", "qwen3_moe", torch.float32, 1e-5),
+        ("mxfp4", "qwen3_moe", torch.bfloat16, 0.2),
+        ("nf4", "gpt_oss", torch.float32, 1e-5),
+        ("mxfp4", "gpt_oss", torch.float32, 1e-5),
+        ("fp8", "qwen3_moe", torch.float32, 1e-5),
+        ("nvfp4", "qwen3_moe", torch.float32, 1e-5),
+    ],
+)
+def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
+    ranks, format, family, precision, tolerance, tmp_path
+):
+    """gpt-oss's are stored transposed."""
+    _, expected = mean_of_ranks(packed_with_adapters(format, family))
+    for actual in ranks.run(packed_under_fsdp2, format, family, precision, format == "nf4", str(tmp_path)):
+        assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
+
+
+def packed_by_transformers_own(rank, folder, kind):
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
+        sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=PARALLELISM[kind]())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("data", r"DistributedConfig(fsdp_size=2) does not take packed experts; split them by expert parallelism"),
+        ("tensor", "tensor parallelism cannot split packed experts; load the model without tp_size, or in bf16"),
+    ],
+)
+def test_packed_experts_are_not_loaded_into_shards_that_do_not_take_them(ranks, kind, expected, tmp_path):
+    build("qwen3_moe", hidden_size=64, moe_intermediate_size=64).save_pretrained(tmp_path)
+    for message in ranks.run(packed_by_transformers_own, str(tmp_path), kind):
+        assert message.startswith(expected)
