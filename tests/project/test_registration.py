@@ -1,22 +1,29 @@
 """What importing sonicmoe_hf changes in other packages: nothing for models that are not ours, and it can be undone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.models import batch, build
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import other as peft_other
 from torch import nn
-from transformers import AutoConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from sonicmoe_hf import registration
+from sonicmoe_hf.layer.experts_module import has_expert_parallelism
 
 
 @pytest.fixture
-def uninstalled():
+def replaced():
+    """The functions of other packages that ours stand in place of."""
+    return list(registration._replaced)
+
+
+@pytest.fixture
+def uninstalled(replaced):
     registration.uninstall()
     yield
     registration.install()
@@ -78,16 +85,26 @@ def test_peft_computes_models_that_are_not_ours_as_without_us(make):
         assert torch.equal(actual[name], tensor), name
 
 
-def test_uninstalling_gives_every_package_back_its_own(uninstalled):
-    assert "sonicmoe_hf" not in ALL_EXPERTS_FUNCTIONS and "sonicmoe_hf" not in AUTO_QUANTIZER_MAPPING
-    functions = (
-        ParamWrapper._activate_lora,
-        peft_other.fsdp_auto_wrap_policy,
-        getattr(peft_model, "get_tp_plan_and_mesh", None),
-    )
-    assert all(function is None or function.__module__.startswith("peft.") for function in functions)
+def test_uninstalling_gives_every_package_back_its_own(replaced, uninstalled):
+    for owner, name, original, ours in replaced:
+        assert getattr(owner, name) is original is not ours, f"{owner.__name__}.{name}"
+    registers = [ALL_EXPERTS_FUNCTIONS, AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING]
+    if has_expert_parallelism():
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        registers.append(EPImplementationInterface())
+    assert not any("sonicmoe_hf" in register for register in registers)
+    assert not any("torch_sinks" in register for register in (AttentionInterface(), AttentionMaskInterface()))
     with pytest.raises(ValueError, match="sonicmoe_olmoe"):
         AutoConfig.for_model("sonicmoe_olmoe")
+    assert not any(config.__module__.startswith("sonicmoe_hf") for config in AutoModelForCausalLM._model_mapping)
+
+
+def test_every_function_that_is_replaced_stands_in_the_document_on_patching(replaced):
+    text = (Path(__file__).parents[2] / "docs" / "patching.md").read_text(encoding="utf-8")
+    table = text[text.index("## What importing changes") : text.index("## Copies")]
+    assert len(replaced) > 6
+    assert [name for _, name, *_ in replaced if name not in table] == []
 
 
 def test_installing_again_after_uninstalling_changes_the_same(uninstalled):
