@@ -76,8 +76,9 @@ def placement(hidden: int, inner: int, activation: Activation) -> str:
     sizes = f"H={hidden}, I={inner}"
     if not refused:
         return (
-            f"{sizes}: on a Hopper GPU, in bf16 and fp16, every product runs on the Hopper kernels; but up and "
-            f"down_backward on Triton, which is faster there, where experts have {FEW} rows or fewer on average"
+            f"{sizes}: on a Hopper GPU, in bf16 and fp16, every product runs on the Hopper kernels, except "
+            f"that up and down_backward run on Triton where experts have {FEW} rows or fewer on average, as it is faster "
+            "there"
         )
     return (
         f"{sizes}: {', '.join(refused)} run on the Triton kernels on a Hopper GPU too; the Hopper kernels take sizes "

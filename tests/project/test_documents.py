@@ -151,6 +151,15 @@ def test_the_reference_has_every_public_name():
     assert listed - {"errors"} == set(sonicmoe_hf.__all__) - in_modules
 
 
+def test_contributing_names_every_room_of_the_package():
+    root = EXAMPLES.parent
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = text[text.index("## Where things are") : text.index("Read the code in this order")]
+    rooms = {path.parent.name for path in (root / "sonicmoe_hf").glob("*/__init__.py") if not path.parent.is_symlink()}
+    assert {"layer", "attention"} <= rooms
+    assert sorted(room for room in rooms if f"{room}/" not in tree) == []
+
+
 def test_the_citation_names_the_papers_authors():
     citation = yaml.safe_load((EXAMPLES.parent / "CITATION.cff").read_text(encoding="utf-8"))
     paper = citation["preferred-citation"]
