@@ -14,7 +14,7 @@ from .config import check_choice
 
 KERNELS = ("hopper", "triton")
 BACKENDS = (*KERNELS, "eager")
-NOT_ACCELERATED = "plain PyTorch, correct but not accelerated"
+NO_FASTER = "plain PyTorch, correct but no faster than without sonicmoe-hf"
 VARIABLE = "SONICMOE_HF_BACKEND"
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 HOPPER_PACKAGES = (  # module, how to install it
@@ -103,12 +103,12 @@ def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None)
                 raise ValueError(f"{asked}, but {obstacle}; leave the choice to sonicmoe_hf, or use 'eager'")
             return Choice(name, f"asked for by {source}")
     if device.type != "cuda":
-        return Choice("eager", f"{NOT_ACCELERATED}: the device is {device.type}")
+        return Choice("eager", f"{NO_FASTER}: the device is {device.type}")
     without_hopper = _obstacle("hopper", device, dtype)
     if without_hopper is None:
         return Choice("hopper", "CuTe DSL kernels for Hopper; products that they do not support fall back to Triton")
     if obstacle := _obstacle("triton", device, dtype):
-        return Choice("eager", f"{NOT_ACCELERATED}: {obstacle}")
+        return Choice("eager", f"{NO_FASTER}: {obstacle}")
     return Choice("triton", f"Triton kernels: {without_hopper}")
 
 
