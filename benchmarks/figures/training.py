@@ -172,7 +172,7 @@ def other_steps(results: Results) -> Iterator[Table | Sentence]:
     )
     yield Sentence("README.md", "than with those, # times for Qwen3", [ratio(ours, sonic)])
     tuning = results.one("train_step_sonicmoe", contender="sonicmoe (Transformers)", metric="first_step_s")
-    yield Sentence(document, "It tunes for # s before its first step", [tuning])
+    yield Sentence(document, "It spends # s on tuning before its first step", [tuning])
     varying = "Liger, spread load, varying lengths"
     found = [
         results.one("train_step_varying", contender=contender, launch=launch, metric="ms")
@@ -298,7 +298,7 @@ def expert_parallel(results: Results) -> Iterator[Table | Sentence]:
     shares = [ratio(loss, of(whole, case, "ms")) for loss, case in zip(losses, (ours, theirs, fsdp))]
     yield Sentence(
         document,
-        "the loss over 151,936 words: # to # ms of each contender's step without Liger, # to # of it",
+        "the loss over 151,936 words: it takes # to # ms of each contender's step without Liger, # to # of the step",
         (*span(losses), *span(shares)),
     )
 
