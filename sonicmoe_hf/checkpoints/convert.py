@@ -84,8 +84,8 @@ def convert_checkpoint(
     Args:
         src: folder, or hub id. dst: the new folder; it must not exist. layout: "native" or "hub".
         dtype: cast weights to "float32", "bfloat16" or "float16"; by default each keeps its own.
-        dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so with
-            a notice, False refuses.
+        dequantize: MXFP4 (gpt-oss), FP8 (DeepSeek), NVFP4 (ModelOpt) and packed weights become bf16. None does so and
+            notes it in the result's `notices`, False raises CheckpointError.
         quantize: "nf4", "mxfp4", "fp8" or "nvfp4" packs the experts (see `quantize_experts`); those that are MXFP4, FP8
             or NVFP4 already keep their blocks in that format. In the hub layout "mxfp4" for gpt-oss and "fp8" for the
             other families, as Transformers and engines read it.

@@ -38,10 +38,10 @@ class TokenRounding:
     """Training-time routing that rounds the rows of every expert to a multiple of the GEMM tile (paper, section 4).
 
     The number of rows is known only on the device, so what a layer keeps for backward (h, 4*I bytes a row in bf16) is
-    allocated at the most there can be (`max_rows`). "balanced" is the rounding that goes both ways and costs no memory.
+    allocated at its maximum (`max_rows`). "balanced" is the rounding that goes both ways and costs no memory.
 
     Args:
-        rounding: how f rows become a multiple of the tile M, and the most rows that T*K become:
+        rounding: how f rows become a multiple of the tile M, and the maximum number of rows that T*K become:
             "nearest": a tie goes down; T*K + E*M/2.
             "balanced": nearest, with the residual carried from expert to expert, so that the total stays within M/2 of
             top-k's; T*K + M/2.
@@ -70,13 +70,13 @@ class TokenRounding:
         return DEFAULT_TILE if self.tile is None else self.tile
 
     def max_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """The most rows that rounding can leave, known without looking at the routing: what h is allocated at."""
+        """The maximum number of rows after rounding, whatever the routing: h is allocated at this size."""
         rows, tile = num_tokens * top_k, self.tile_rows
         extra = {"nearest": num_experts * (tile // 2), "balanced": tile // 2, "down": 0}
         return min(rows + extra.get(self.rounding, num_experts * (tile - 1)), num_tokens * num_experts)
 
     def min_pairs(self, num_experts: int) -> int:
-        """The fewest pairs (token, expert) that give every expert `min_tiles_per_expert` tiles on average."""
+        """The minimum number of pairs (token, expert) that give every expert `min_tiles_per_expert` tiles on average."""
         return math.ceil(self.min_tiles_per_expert * self.tile_rows * num_experts)
 
     def applies(self, num_tokens: int, top_k: int, num_experts: int) -> bool:

@@ -26,14 +26,14 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
     Args:
         model: a model with experts that sonicmoe_hf supports, in the hub layout or the native one, patched or not; one on
             the meta device will do.
-        r: the rank, for every expert of its own.
-        experts_r: the experts' own rank, where it is not to be r. r / experts per token is common: an expert's adapters
-            see that much fewer tokens than the attention's, and take that much less memory (docs/lora.md says what it
-            costs). It goes into rank_pattern and alpha_pattern, so that lora_alpha / r stays the same; with use_rslora
-            lora_alpha itself does.
-        options: any other field of `LoraConfig`; what is given wins. By default lora_alpha is 2 * r, task_type follows
-            from the model's class, target_parameters are the experts' weights, target_modules the linear layers of the
-            attention beside them. layers_to_transform chooses experts too.
+        r: the rank of every adapter; each expert has factors of its own.
+        experts_r: the rank on the experts, if it should not be r. A common choice is r / experts per token, because an
+            expert's adapters see fewer tokens than the attention's by that ratio; they then also take less memory by it
+            (docs/lora.md). It goes into rank_pattern and alpha_pattern, so that lora_alpha / r stays the same; with
+            use_rslora lora_alpha itself does.
+        options: any other field of `LoraConfig`; what is given replaces the default. By default lora_alpha is 2 * r,
+            task_type follows from the model's class, target_parameters are the experts' weights, target_modules the
+            linear layers of the attention beside them. layers_to_transform chooses experts too.
     Returns:
         The configuration, for `peft.get_peft_model`, TRL's `peft_config=` or `model.add_adapter`.
     Raises:

@@ -91,7 +91,7 @@ def convert_adapter(
     Optimiser states stay behind.
 
     Args:
-        src: folder that PEFT's save_pretrained wrote, or this function. Adapters with factors for single experts, as
+        src: a folder that PEFT's save_pretrained or this function wrote. Adapters with factors for single experts, as
             PEFT writes them where experts are linear layers, are taken too.
         dst: the new folder; it must not exist.
         layout: "native", "hub", "vllm" or "sglang". The last two have one rank, scales folded into lora_B, and a pair of

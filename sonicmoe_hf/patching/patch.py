@@ -52,7 +52,10 @@ HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook)
 
 
 class PatchReport(NamedTuple):
-    """What patch_model did: the layers, and the routing policy in force (None: top-k)."""
+    """What patch_model did. Printed, it says which layers are patched and by which routing.
+
+    layers: as `supports` gives them. routing: the policy in force; None: top-k.
+    """
 
     layers: list[LayerSupport]
     routing: TokenRounding | None
@@ -302,11 +305,16 @@ def from_pretrained(
     attn_implementation is given.
 
     Args:
+        pretrained_model_name_or_path, args, kwargs: as `auto_class.from_pretrained` takes them.
+        routing, save: see `patch_model`.
         experts_quantization: "nf4", "mxfp4", "fp8" or "nvfp4": experts are packed and frozen, one weight after the other
             as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
             DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
-            its linear layers become dense; FP8 becomes the others, one expert after the other. A BitsAndBytesConfig
-            given as quantization_config is for the linear layers.
+            its linear layers become dense. FP8 experts are packed again if another format is asked for, one expert
+            after the other. A BitsAndBytesConfig given as quantization_config is for the linear layers.
+        auto_class: the Auto class that loads the model.
+    Returns:
+        The patched model.
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
         UnsupportedModelError: as patch_model, or distributed_config has experts shared by ranks whose number does not
@@ -363,11 +371,14 @@ def _is_in_transformers(family: Family) -> bool:
 
 
 def patch(families=None, routing=None) -> None:
-    """Patch every model of these families (default: all of this Transformers version) that is built from now on, by
-    whatever builds it.
+    """Patch every model of these families that is built from now on, by whatever builds it.
 
-    Use it before something else (TRL, Axolotl) constructs the model. It wins over the experts_implementation given there.
+    Use it before something else (TRL, Axolotl) constructs the model. It replaces the experts_implementation given there.
 
+    Args:
+        families: a name of `model_patches.FAMILIES`, such as "qwen3_moe", or several; None: all of this Transformers
+            version.
+        routing: see `patch_model`.
     Raises:
         ValueError: an unknown family, or an unknown routing.
     """

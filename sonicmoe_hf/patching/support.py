@@ -46,7 +46,12 @@ OUTSIDE = "is outside Transformers' experts interface: experts_implementation ha
 
 
 class LayerSupport(NamedTuple):
-    """One mixture-of-experts layer: its name, its family if token rounding knows it, and what works, with the reason."""
+    """What works in one mixture-of-experts layer.
+
+    name: of the block in the model. family: name of the model's family, or None if token rounding does not know it.
+    accelerated: sonicmoe_hf computes the experts. token_rounding: it works here. reason: why something does not work,
+    with the remedy; "everything works" otherwise.
+    """
 
     name: str
     family: str | None
@@ -252,7 +257,7 @@ def _why_no_rounding(layer: Layer) -> str | None:
 
 
 def supports(model: nn.Module) -> list[LayerSupport]:
-    """For every mixture-of-experts layer of `model` (also on the meta device): accelerated or not, and why."""
+    """For every mixture-of-experts layer of `model` (also on the meta device): what works, and why not."""
     layers = []
     bound_by_liger = {
         _bare(way): why_not_reached(way) for way in experts_and_wrappers(model) if is_bound_by_liger(way)
