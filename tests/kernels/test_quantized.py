@@ -76,6 +76,9 @@ def test_mxfp4_rounds_to_nearest_even_below_the_smallest_scale_that_holds_the_la
     assert quantize(weight * 1.01, "mxfp4").scales.tolist() == [[[128], [0]]]
     again = quantize(values, "mxfp4")
     assert same_bits(again.codes, packed.codes) and same_bits(again.scales, packed.scales)
+    tiny = quantize(values * 2.0**-129, "mxfp4")  # 6 * 2^-129: there is no smaller scale than 2^-127
+    assert tiny.scales.tolist() == [[[0], [0]]]
+    assert dequantize(tiny, "mxfp4", torch.float32)[0, 0, :3].tolist() == [1.5 * 2.0**-127, 0.0, 0.0]
 
 
 def fp8_of_transformers(weight):

@@ -107,6 +107,19 @@ def test_a_change_under_the_formats_steps_is_lost_and_said_to_be(family, kind, t
     assert kept == 1 if kind == "mxfp4" else kept > 0.9, "a scale moves only where that brings the change nearer"
 
 
+def test_new_scales_are_powers_of_two_where_the_base_says_so_and_the_change_is_the_adapters_alone(tmp_path):
+    base, adapter, merged = base_and_adapter(tmp_path, "deepseek_v3", "fp8", 1.0)
+    edit_config(base, quantization_config={**config_in(base)["quantization_config"], "scale_fmt": "ue8m0"})
+    larger = merge_adapter(base, adapter, merged, quantize="keep")
+    before, after = tensors_in(base), tensors_in(merged)
+    moved = [after[name][after[name] != before[name]] for name in before if name.endswith("_scale_inv")]
+    assert torch.all(torch.frexp(torch.cat(moved))[0] == 0.5) and torch.cat(moved).numel()
+    adapt(load(tmp_path / "dense", torch.float32), tmp_path / "smaller", 1e-5)
+    smaller = merge_adapter(base, tmp_path / "smaller", tmp_path / "merged too", quantize="keep")
+    for large, small in zip(larger.roundings, smaller.roundings, strict=True):
+        assert small.change == pytest.approx(1e-5 * large.change, rel=0.02), "bf16 would round it away"
+
+
 def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
     make(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
     stored, _ = as_nvfp4(tensors_in(tmp_path / "base"))
@@ -126,6 +139,8 @@ def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
     worst = max(relative_error(rounded[name], exact[name]) for name in exact)
     assert 0.02 < worst < 0.2, "NVFP4's steps, and values over the largest that the tensor's scale allows"
     assert all(layer.survived > 0.7 for layer in done.roundings)
+    unverified = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "again", quantize="keep")
+    assert unverified.roundings == done.roundings, "to verify, weights are made twice; they count once"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu], ids=str)
@@ -154,9 +169,19 @@ def test_powers_of_two_stay_powers_of_two():
     assert rounded.values.shape == weight.shape and relative_error(rounded.values, weight) < 0.04, "blocks are cut off"
 
 
+def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_taken():
+    """1 holds 448 of E4M3 and 6 of E2M1; half of it half as much, and of more it takes 2."""
+    held = torch.tensor([1.0, 0.5, 1.001, 0.999])
+    for grid, largest in ((fp8_grid(BLOCK, torch.uint8, False), 448), (mxfp4_grid(), 6)):
+        assert grid.fresh(held * largest).tolist() == [127, 126, 128, 127]
+    powers = fp8_grid(BLOCK, torch.float32, True).fresh(held * 448)
+    assert powers.tolist() == [1.0, 0.5, 2.0, 1.0]
+
+
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
+    weight[0, 3, 32:] = 0.0  # NVFP4's scale of these is zero
     packed = quantize(weight, format)
     grid = mxfp4_grid() if format == "mxfp4" else nvfp4_grid(packed.state.reshape(()))
     scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
@@ -185,6 +210,24 @@ def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
     assert config_in(tmp_path / "packed") == config_in(tmp_path / "expected")
     assert relative_error(logits(load(tmp_path / "packed")), logits(load(tmp_path / "merged"))) < largest
     assert done.roundings and all(layer.survived > 0.8 for layer in done.roundings)
+
+
+@pytest.mark.parametrize("family, format", [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+def test_a_base_packed_for_training_is_merged_and_packed_for_engines(family, format, tmp_path):
+    largest = {"mxfp4": 0.13, "fp8": 0.04}[format]
+    sizes = {"intermediate_size": 32} if family == "gpt_oss" else {"hidden_size": 128, "moe_intermediate_size": 128}
+    make(tmp_path / "base", family, **sizes)
+    convert_checkpoint(tmp_path / "base", tmp_path / "packed", quantize=format)
+    convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "hub", dequantize=True)
+    adapt(load(tmp_path / "dense", torch.float32), tmp_path / "adapter", 0.3, [GATE_UP])
+    merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged", "hub", quantize=format)
+    merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "bf16", "hub")
+    convert_checkpoint(tmp_path / "merged", tmp_path / "merged dense", "hub", dequantize=True)
+    before, expected, after = (tensors_in(tmp_path / name) for name in ("dense", "bf16", "merged dense"))
+    for name in expected:
+        error = relative_error(after[name], expected[name])
+        assert error < largest if "gate" in name or "up_proj" in name else error == 0, name
+    assert sum(relative_error(before[name], expected[name]) > largest for name in expected) >= 2
 
 
 def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):

@@ -164,8 +164,12 @@ def _module(name, **members):
 
 
 def _nan_or(function):
+    """fmin or fmax: of NaN and a number the number, unless `nan` is True."""
+
     def chosen(a, b, nan=False):
-        return math.nan if nan and (a != a or b != b) else function(a, b)
+        if a != a or b != b:
+            return math.nan if nan else (b if a != a else a)
+        return function(a, b)
 
     return chosen
 
