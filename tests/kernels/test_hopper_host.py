@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from sonicmoe_hf.kernels import hopper
-from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles
+from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, row_bucket
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Rows
 
 pytestmark = pytest.mark.pinned
@@ -319,6 +319,7 @@ def test_what_the_kernels_are_called_with(launched, triton):
     assert name == "gemm_down_backward" and parameters[:-1] == (dtype, H, I, False, True, True, True, SWIGLU, False, 0)
     expected = t.dout, t.down.mT, None, None, t.h, t.weight, dh, a, parts, t.rows.pair, t.rows.token, *schedule
     assert same(arguments, expected)
+    assert same(triton.routing_gradient.call_args.args, (parts, t.dout, t.down_bias, t.rows))
     assert parts.shape == (-(-I // parameters[-1].columns), P) and parts.dtype == torch.float32
 
     gradient = call("gate_up_gradient", t)
@@ -333,18 +334,37 @@ def test_what_the_kernels_are_called_with(launched, triton):
     assert gradient.stride() == t.down.stride()
 
 
+def test_an_activation_without_a_gate_has_an_up_projection_of_i_rows(launched, triton):
+    relu2, t = Activation("relu2"), operands(gate_up=of(E, I, H), gate_up_bias=None, h=of(P, I))
+    h, a = hopper.up(t.x, t.gate_up, None, t.rows, relu2, False, True, True)
+    assert launched.pop()[1][:-1] == (torch.bfloat16, H, I, True, False, True, True, relu2, False, 0)
+    assert h.shape == a.shape == (P, I)
+    dh, a, _ = hopper.down_backward(t.dout, t.down, None, t.h, t.weight, t.rows, relu2, False, True, True, True)
+    assert launched.pop()[1][:-1] == (torch.bfloat16, H, I, False, True, True, True, relu2, False, 0)
+    assert dh.shape == a.shape == (P, I)
+
+
+def test_the_weights_of_one_expert_alone_have_no_gaps_whatever_its_stride(launched, triton):
+    one = of(1, 2 * I, H).as_strided((1, 2 * I, H), (8, H, 1))
+    rows = rows_of(P)._replace(offsets=torch.zeros(2, dtype=torch.int32))
+    assert not falls_back("up", operands(gate_up=one, gate_up_bias=None, rows=rows), launched, triton)
+
+
 def test_the_number_of_rows_chooses_among_the_compiled_tiles(launched, triton):
-    """H = 512, I = 1536: every kind of tile of `down` is in its table."""
+    """H = 512, I = 1536: every kind of tile of `down` is in its table; 384 columns: both of a weight gradient's are."""
     narrow, tall, wide = gemm_down_tiles(512, 1536)
     assert (tall, wide) == (TALL, WIDE) and narrow not in (tall, wide)
     for mean_rows, expected in ((96, narrow), (97, tall), (160, tall), (161, narrow), (447, narrow), (448, wide)):
         pairs = E * mean_rows
         call("down", operands(rows=rows_of(pairs), a=of(pairs, 1536), down=of(E, 512, 1536), down_bias=None))
         assert launched.pop()[1][-1] == expected, mean_rows
-    usual, short = gemm_wgrad_tiles(H)
+    assert row_bucket(E * 448 - 1, E) == 2 and row_bucket(E * 97 - 1, E) == 1, "a mean is rounded up"
+    usual, short = gemm_wgrad_tiles(384)
+    assert usual != short
     for mean_rows, expected in ((160, usual), (161, short), (320, short), (321, usual)):
         pairs = E * mean_rows
-        call("gate_up_gradient", operands(rows=rows_of(pairs), h=of(pairs, 2 * I)))
+        t = operands(rows=rows_of(pairs), x=of(T, 384), gate_up=of(E, 2 * I, 384), h=of(pairs, 2 * I))
+        call("gate_up_gradient", t)
         assert launched.pop()[1][-1] == expected, mean_rows
 
 

@@ -9,7 +9,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sonicmoe_hf import PackedWeight, moe_experts
-from sonicmoe_hf.kernels import eager, triton
+from sonicmoe_hf.kernels import eager, minifloat, triton
 from sonicmoe_hf.kernels.quantized import (
     FORMATS,
     ORDERS,
@@ -159,6 +159,21 @@ def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
     assert torch.equal(found, (nearest * factors.unsqueeze(-1)).flatten(-2))
 
 
+def test_weights_of_zeros_have_codes_of_zeros():
+    """Also where a block's scale is zero, as NVFP4's may be."""
+    for name in ("mxfp4", "fp8", "nvfp4"):
+        packed = quantize(torch.zeros(1, 2, 64), name)
+        assert not packed.codes.any() and not dequantize(packed, name, torch.float32).any(), name
+
+
+def test_e4m3_takes_its_largest_value_for_larger_ones_and_knows_both_codes_of_nan():
+    codes = minifloat.to_e4m3(torch.tensor([465.0, -1e9, float("inf"), 448.0]))
+    assert minifloat.from_e4m3(codes).tolist() == [448.0, -448.0, 448.0, 448.0]
+    assert not minifloat.has_e4m3_nan(codes)
+    for code in (0x7F, 0xFF):
+        assert minifloat.has_e4m3_nan(torch.tensor([0, code], dtype=torch.uint8)), code
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused(name, value):
@@ -178,6 +193,13 @@ def test_rows_that_blocks_would_cross_are_refused_by_name(name, size, other):
         match=f"{name} (stores|takes rows of a multiple of) {FORMATS[name]} values,? .*{size} input features",
     ):
         quantize(torch.randn(2, 4, size), name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("order", ["concatenated", "interleaved"])
+def test_an_odd_number_of_rows_is_no_gates_and_ups(name, order):
+    with pytest.raises(ValueError, match="the weight has 5 rows, which are no pairs of a gate and an up"):
+        quantize(torch.randn(2, 5, 64), name, order)
 
 
 @pytest.mark.parametrize("name", FORMATS)
