@@ -31,6 +31,11 @@ def test_sizes_decide_what_runs_on_triton(H, I, refused):
     assert refused == 0 or "multiples of 8" in words
 
 
+def test_without_a_gate_the_up_projection_is_no_wider_than_the_experts():
+    """48 columns are too few, and so are the rows of their up projection, which with a gate are 96."""
+    assert len(on_triton(128, 48, Activation())) == 4 and len(on_triton(128, 48, Activation("relu2"))) == 6
+
+
 @pytest.mark.slow
 def test_the_command_fills_the_cache_and_finds_it_filled(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))

@@ -139,6 +139,15 @@ def test_data_is_assigned_from_packed_weights_alone(weight):
         parameter.data = torch.zeros(weight.shape)
 
 
+def test_a_weight_in_the_other_order_is_not_taken_for_one_of_its_shape():
+    square = torch.randn(E, K, K).bfloat16()
+    weight, other = (PackedWeight.quantize(square, "nf4", is_transposed) for is_transposed in (False, True))
+    with pytest.raises(RuntimeError, match="takes a dense tensor"):
+        as_parameter(weight).data = other
+    with pytest.raises(RuntimeError, match="takes a dense tensor"):
+        weight.copy_(other)
+
+
 @pytest.mark.parametrize(
     "use",
     [
