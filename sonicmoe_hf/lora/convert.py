@@ -142,7 +142,7 @@ def _converted(src: Path, config: dict, base: Path, layout: str) -> tuple[dict[s
         family_of(read_json(base / CONFIG_FILE), base / CONFIG_FILE)
     model = read_base_model(base)
     if layout in ENGINES:
-        check_servable(config, weights, src / ADAPTER_CONFIG)
+        check_servable(config, weights, model, layout, src / ADAPTER_CONFIG)
     if is_per_expert(weights):
         factors = read_per_expert(weights, config, model, path)
         if layout in ENGINES:
@@ -275,8 +275,8 @@ class _Adapter:
         depth = match["depth"].count("base_layer.") if match else 0
         if match is None or depth >= len(parameters):
             raise CheckpointError(
-                f"{name} is not LoRA on the experts' fused parameters (target_parameters); adapters on single experts "
-                "come from Transformers 4: load them with PEFT in Transformers 5, save, and convert the result"
+                f"{name} is no lora_A or lora_B of the experts' weights that target_parameters names: "
+                f"{', '.join(parameters) or 'none there'}; save the adapter with PEFT's save_pretrained"
             )
         return _Place(match["module"], parameters[len(parameters) - 1 - depth], match["side"])
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 ENGINES = ("vllm", "sglang")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+VLLM_ABSORBED = "kv_b_proj"  # of latent attention (MLA): vLLM decodes with matrices that it makes of the base's alone
 
 
 class ServedModel(NamedTuple):

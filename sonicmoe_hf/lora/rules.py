@@ -137,10 +137,12 @@ def check_factors(weight: str, shapes, products, rank: float, layout: str, confi
     version = [int(number) for number in re.findall(r"\d+", str(config.get("peft_version")))[:3]]
     may_be_swapped = num_experts > 1 and layout != "gpt_oss" and version < NOT_SWAPPED
     if tuple(shapes) != due or (may_be_swapped and size_in == size_out):
+        wrong = f"where {due[0]} and {due[1]} are due for r = {rank}"
+        if tuple(shapes) == due:
+            wrong = "which do not show what is in and what is out"
         raise CheckpointError(
-            f"{path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, where {due[0]} and "
-            f"{due[1]} are due for r = {rank}; PEFT up to 0.19.0 took out for in, and peft_version is "
-            f"{config.get('peft_version')!r}: train the adapter with a newer PEFT"
+            f"{path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {wrong}; PEFT up to 0.19.0 "
+            f"took out for in, and peft_version is {config.get('peft_version')!r}: train the adapter with a newer PEFT"
         )
 
 

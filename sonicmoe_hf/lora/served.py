@@ -14,13 +14,14 @@ import torch
 from ..errors import CheckpointError
 from ..layer.experts_module import Sizes
 from .base_model import BaseModel
-from .engines import SERVED_MODELS, SGLANG_FUSED, VLLM_RANKS, ServedModel
+from .engines import SERVED_MODELS, SGLANG_FUSED, VLLM_ABSORBED, VLLM_RANKS, ServedModel
 from .factors import EXPERT_WEIGHTS, PARTS, AdapterFactors, Factors, endings
 from .hub_form import target_parameters, write_tensors
 from .per_expert import EXPERT, hub_block, write_per_expert
 from .rules import KEY, PREFIX, WITH_PEFT, check_plain
 
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST"
+MERGED_BY_PEFT = f"{WITH_PEFT}, save the model and serve that"
 ROUTERS = ("gate", "router")
 EMBEDDINGS = ("embed_tokens", "lm_head")
 NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")  # target_modules says all
@@ -34,24 +35,36 @@ class ServedAdapter(NamedTuple):
     hints: list[str]
 
 
-def check_servable(config: dict, names, config_path: Path) -> None:
-    """Raise CheckpointError, naming the remedy, where the adapter has what engines refuse or leave out."""
+def merged(model: BaseModel) -> str:
+    """How to merge an adapter of this model: `merge_adapter` knows the families that have a native layout."""
+    return MERGED if model.family is not None else MERGED_BY_PEFT
+
+
+def check_servable(config: dict, names, model: BaseModel, engine: str, config_path: Path) -> None:
+    """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
+    remedy = merged(model)
     if saved := config.get("modules_to_save"):
-        raise CheckpointError(f"{config_path}: modules_to_save is {saved!r}, of which engines take none; {MERGED}")
-    check_plain(config, config_path, f"no engine loads it: {WITH_PEFT}, save the model and serve that")
+        raise CheckpointError(f"{config_path}: modules_to_save is {saved!r}, of which engines take none; {remedy}")
+    check_plain(config, config_path, f"no engine loads it: {MERGED_BY_PEFT}")
     for name in names:
         key = name.removeprefix(PREFIX)
         parts = set(key.replace(".base_layer", "").split(".lora_")[0].split("."))
         if parts & set(EMBEDDINGS):
             raise CheckpointError(
-                f"{name} is of the embeddings or the head, which not all models of engines adapt; {MERGED}; "
+                f"{name} is of the embeddings or the head, which not all models of engines adapt; {remedy}; "
                 f"lora_embedding: {WITH_PEFT}"
             )
         match = KEY.match(key)
         if match is None:
             raise CheckpointError(f"{name} is neither lora_A nor lora_B of a layer, which is all that engines load")
-        if match["module"].rpartition(".")[2] in ROUTERS:
-            raise CheckpointError(f"{name} adapts a router, which not all models of engines adapt; {MERGED}")
+        layer = match["module"].rpartition(".")[2]
+        if layer in ROUTERS:
+            raise CheckpointError(f"{name} adapts a router, which not all models of engines adapt; {remedy}")
+        if layer == VLLM_ABSORBED and engine == "vllm":
+            raise CheckpointError(
+                f"{name} adapts {layer}, and vLLM decodes without the adapters of that layer, in silence: {remedy}; or "
+                f"leave {layer} out of target_modules when you train"
+            )
 
 
 def serve(factors: AdapterFactors, config: dict, model: BaseModel, engine: str) -> ServedAdapter:
@@ -65,7 +78,7 @@ def serve(factors: AdapterFactors, config: dict, model: BaseModel, engine: str) 
     if served is None:
         raise CheckpointError(
             f"how engines name the experts of {model.model_type} is not known here, only of {', '.join(SERVED_MODELS)}; "
-            f"{MERGED}"
+            f"{merged(model)}"
         )
     if not factors.every():
         raise CheckpointError("the adapter has no factors")
@@ -73,7 +86,7 @@ def serve(factors: AdapterFactors, config: dict, model: BaseModel, engine: str) 
     factors = factors.fused(model.is_interleaved) if is_3d else factors.split(model.is_interleaved)
     rank = factors.rank()
     if engine == "vllm" and rank > VLLM_RANKS[-1]:
-        raise CheckpointError(f"the adapter's largest rank is {rank}, and vLLM's is {VLLM_RANKS[-1]}; {MERGED}")
+        raise CheckpointError(f"the adapter's largest rank is {rank}, and vLLM's is {VLLM_RANKS[-1]}; {merged(model)}")
     alpha = factors.common_alpha(rank)
     factors = _complete(factors.uniform(rank, alpha), model, EXPERT_WEIGHTS if is_3d else PARTS, engine)
     weights = write_tensors(factors) if is_3d else write_per_expert(factors, served)

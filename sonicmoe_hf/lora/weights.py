@@ -137,7 +137,8 @@ class LoraWeights:
             return f"{module}.weight"
         raise CheckpointError(
             f"{self.path}: {name} adapts no weight of {self.source.folder}; of experts only the fused parameters are "
-            "known (target_parameters): load adapters of Transformers 4 with PEFT in Transformers 5, and save them"
+            "merged (target_parameters): an adapter with factors for single experts is made one of these by sonicmoe-hf "
+            "convert ADAPTER DST --layout hub --trained-on BASE"
         )
 
     def _is_base_weight(self, name: str, weight: str) -> bool:
@@ -212,8 +213,12 @@ class LoraWeights:
         if self._last is None or self._last[0] != (weight, expert):
             a, b = self._factors_of_experts(weight)
             scale = self.factors[weight].scale
-            product = self._product(b[expert], a if weight.endswith("bias") else a[expert], scale)
-            self._last = ((weight, expert), product.T if product.dim() == 2 and self.layout == "gpt_oss" else product)
+            if weight.endswith("bias"):
+                product = self._product(b[expert, None], a, scale)[0]
+            else:
+                product = self._product(b[expert], a[expert], scale)
+                product = product.T if self.layout == "gpt_oss" else product
+            self._last = ((weight, expert), product)
         return self._last[1]
 
     def _factors_of_experts(self, weight: str) -> tuple[torch.Tensor, torch.Tensor]:

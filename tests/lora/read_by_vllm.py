@@ -31,7 +31,7 @@ def run_in_an_environment_of_its_own() -> int:
         (packages / "beside.pth").write_text(sysconfig.get_paths()["purelib"])
         python = Path(folder) / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", VLLM, *IMPORTED], check=True)
-        paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS, TESTS / "lora"))
+        paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS))
         environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         return subprocess.run([python, __file__, "--read"], env=environment).returncode
 
@@ -39,7 +39,7 @@ def run_in_an_environment_of_its_own() -> int:
 def read_every_model() -> None:
     from helpers.checkpoints import FAMILIES, tensors_in
     from helpers.models import ORDER_OF_SUMS, assert_all_close
-    from test_served_adapter import OTHERS, UNEVEN, adapt, base, merged_by_peft
+    from helpers.served import OTHERS, UNEVEN, adapt, base, merged_by_peft
 
     from sonicmoe_hf import convert_adapter
 

@@ -1,92 +1,25 @@
 """Adapters in the forms that vLLM and SGLang load: applied by the engines' own rule they are PEFT's merge in memory."""
 
-import json
 import re
 
 import pytest
 import torch
-from helpers.adapters import save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
-from helpers.models import CONFIGS, GROUPED, ORDER_OF_SUMS, SHARED, assert_all_close, build
+from helpers.models import ORDER_OF_SUMS, assert_all_close, build
 from helpers.native import save_both
+from helpers.served import HUB, OTHERS, UNEVEN, adapt, base, config_of, merged_by_peft
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Glm4MoeConfig,
-    MixtralConfig,
-    Qwen3VLMoeConfig,
-)
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sonicmoe_hf import convert_adapter
-from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.engines import SERVED_MODELS
 
-ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
-HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
-UNEVEN = {
-    "use_rslora": True,
-    "rank_pattern": {r"layers\.1\..*gate_up_proj": 4, "o_proj": 1},
-    "alpha_pattern": {"experts.down_proj": 3, "o_proj": 7},
-}
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
-
-
-def mixtral():
-    return MixtralConfig(**SHARED, **GROUPED, num_local_experts=4, intermediate_size=24)
-
-
-def glm4_moe():
-    experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    return Glm4MoeConfig(**SHARED, **GROUPED, **experts, intermediate_size=40)
-
-
-def qwen3_vl_moe():
-    text = {**SHARED, **GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 40}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "intermediate_size": 16,
-        "out_hidden_size": 32,
-        "deepstack_visual_indexes": [0],
-    }
-    return Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-
-
-OTHERS = {"mixtral": mixtral, "glm4_moe": glm4_moe, "qwen3_vl_moe": qwen3_vl_moe}
 every_model = pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
-
-
-def base(name, folder):
-    """A small model saved in `folder`, loaded from there."""
-    auto_class = AutoModelForImageTextToText if name == "qwen3_vl_moe" else AutoModelForCausalLM
-    if name in CONFIGS:
-        build(name).save_pretrained(folder)
-    else:
-        torch.manual_seed(0)
-        auto_class.from_config(OTHERS[name]()).save_pretrained(folder)
-    return auto_class.from_pretrained(folder)
-
-
-def adapt(model, name, folder, parameters=HUB, **options):
-    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
-    modules = options.pop("target_modules", ATTENTION.get(name, ["q_proj", "o_proj"]))
-    config = LoraConfig(r=2, lora_alpha=5, target_modules=modules, target_parameters=parameters, **options)
-    return save_with_factors(get_peft_model(model, config), folder)
-
-
-def config_of(folder):
-    return json.loads((folder / "adapter_config.json").read_text())
-
-
-def merged_by_peft(adapted, folder):
-    adapted.merge_and_unload().save_pretrained(folder)
-    return tensors_in(folder)
 
 
 def merged_by_the_engines_rule(weights, adapter, name):
@@ -315,16 +248,3 @@ def test_an_adapter_on_some_layers_names_them_in_full(tmp_path):
     assert "experts.0.gate_proj" in config["target_modules"], "gate_proj alone is the shared expert's too"
     factors = tensors_in(tmp_path / "served")
     assert not any(".layers.0." in key for key in factors)
-
-
-def test_the_command_says_how_to_serve_the_adapter(tmp_path, capsys):
-    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter")
-    arguments = ["convert", str(tmp_path / "adapter"), str(tmp_path / "served"), "--layout", "vllm"]
-    assert main(arguments) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "vllm serve BASE --enable-lora --max-lora-rank 8 --lora-modules NAME=ADAPTER" in printed
-    assert '"model": "NAME"' in printed and "--enable-expert-parallel" in printed
-    assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "sglang"), "--layout", "sglang"]) == 0
-    assert '"lora_path": "NAME"' in capsys.readouterr().out
-    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model"), "--layout", "vllm"]) == 2
-    assert "--layout vllm is for adapters; engines load models in the hub's layout" in capsys.readouterr().err

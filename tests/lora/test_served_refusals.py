@@ -1,13 +1,14 @@
-"""What of an adapter engines do not load, and files that are no adapter: errors that name it and the remedy."""
+"""What `convert --layout vllm` and `--layout sglang` refuse, with what to do instead; and what the command says."""
 
 import json
 
 import pytest
 import torch
+from helpers.served import HUB, adapt, base, config_of
 from safetensors.torch import load_file, save_file
-from test_served_adapter import HUB, adapt, base, config_of
 
-from sonicmoe_hf import CheckpointError, convert_adapter
+from sonicmoe_hf import CheckpointError, convert_adapter, merge_adapter
+from sonicmoe_hf.cli.main import main
 
 
 @pytest.fixture
@@ -60,6 +61,25 @@ def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_pat
     assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
 
 
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe", "qwen3_vl_moe"])
+def test_models_that_merge_adapter_does_not_know_are_merged_with_peft(name, tmp_path):
+    model = base(name, tmp_path / "base")
+    adapt(model, name, tmp_path / "adapter", [*HUB, "mlp.gate.weight"])
+    with pytest.raises(CheckpointError, match="conversion knows qwen3_moe"):
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert_refused(tmp_path / "adapter", r"adapts a router, .*: PeftModel.*merge_and_unload\(\), save the model")
+
+
+def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path):
+    """Its MLA makes W_UK and W_UV of the base's kv_b_proj as it loads, and no adapter reaches them; SGLang corrects."""
+    modules = ["kv_b_proj", "o_proj"]
+    adapt(base("deepseek_v3", tmp_path / "base"), "deepseek_v3", tmp_path / "adapter", target_modules=modules)
+    match = "adapts kv_b_proj, and vLLM decodes without .* sonicmoe-hf merge BASE ADAPTER DST; or leave kv_b_proj out"
+    assert_refused(tmp_path / "adapter", match)
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "sglang")
+    assert any(".kv_b_proj." in name for name in load_file(tmp_path / "served" / "adapter_model.safetensors"))
+
+
 def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
     convert_adapter(adapter, tmp_path / "served", "vllm")
     path, name = (
@@ -100,3 +120,15 @@ def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
         )
     )
     assert_refused(adapter, "experts of flex_olmo is not known here, only of deepseek_v2")
+
+
+def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
+    arguments = ["convert", str(adapter), str(tmp_path / "served"), "--layout", "vllm"]
+    assert main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "vllm serve BASE --enable-lora --max-lora-rank 8 --lora-modules NAME=ADAPTER" in printed
+    assert '"model": "NAME"' in printed and "--enable-expert-parallel" in printed
+    assert main(["convert", str(adapter), str(tmp_path / "sglang"), "--layout", "sglang"]) == 0
+    assert '"lora_path": "NAME"' in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model"), "--layout", "vllm"]) == 2
+    assert "--layout vllm is for adapters; engines load models in the hub's layout" in capsys.readouterr().err
