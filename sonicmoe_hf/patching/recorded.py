@@ -35,8 +35,8 @@ class RecordedRouting:
     @classmethod
     def from_server(
         cls,
-        completions: Sequence[numpy.ndarray | torch.Tensor | Any],
-        attention_mask: torch.Tensor,
+        completions: Sequence[numpy.ndarray | torch.Tensor | str | Any],
+        attention_mask: torch.Tensor | numpy.ndarray,
         *,
         prompt_start: int | Sequence[int] = 0,
         layers: Sequence[int] | None = None,
@@ -47,14 +47,16 @@ class RecordedRouting:
         tokens. That token, padding, and prompt tokens that the server left out get -1: the router's own choice.
 
         Args:
-            completions: for each sequence of the batch, vLLM's `CompletionOutput` or the array that is its
-                `routed_experts`: integers [tokens of the sequence - 1 - prompt_start, layers, experts per token].
+            completions: for each sequence of the batch, vLLM's `CompletionOutput`, or what is its `routed_experts`: an
+                array of integers [tokens of the sequence - 1 - prompt_start, layers, experts per token], or over HTTP
+                that as a .npy file in base64.
             attention_mask: [B, S], 0 for padding: of the call that is to use the routing. Padding may be on either side,
                 or on both.
             prompt_start: vLLM's `routed_experts_prompt_start`, how many of the prompt's first tokens the arrays leave
                 out; one number, or one for each sequence.
-            layers: which of the arrays' layers have experts, where the server counts others too, as SGLang does:
-                `range(3, 61)` for DeepSeek-V3. Default: all.
+            layers: which of the arrays' layers have experts, counted from 0: `range(3, 61)` for DeepSeek-V3. vLLM and
+                SGLang count decoder layers without experts too. Default: those in which some token has two experts that
+                differ, since the others hold zeros.
         Returns:
             For `replay_routing` and `serving_divergence`, or as a tensor [L, B * S, K] by `.tensors()`.
         Raises:

@@ -5,6 +5,8 @@ Letters: L layers with experts, B sequences of S positions, K experts per token.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,12 +16,13 @@ import torch
 
 def aligned(
     completions: Sequence[Any],
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | numpy.ndarray,
     prompt_start: int | Sequence[int],
     layers: Sequence[int] | None,
 ) -> torch.Tensor:
     """The experts of every position, int32 [L, B * S, K], -1 where the server names none. Arguments and errors are those
     of RecordedRouting.from_server."""
+    attention_mask = torch.as_tensor(attention_mask)
     if attention_mask.dim() != 2 or len(attention_mask) != len(completions):
         raise ValueError(
             f"there are {len(completions)} completions, but attention_mask is {list(attention_mask.shape)}: it must be "
@@ -53,9 +56,9 @@ def aligned(
                 f"first {start} (prompt_start)"
             )
         index_BSLK[number, positions] = array
-    if layers is not None:
-        index_BSLK = index_BSLK[:, :, _places(layers, index_BSLK.shape[2])]
-    _check_distinct(index_BSLK)
+    places = _recorded(index_BSLK) if layers is None else _places(layers, index_BSLK.shape[2])
+    index_BSLK = index_BSLK[:, :, places]
+    _check_distinct(index_BSLK, places)
     return index_BSLK.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -67,6 +70,8 @@ def _array(completion: Any, number: int) -> torch.Tensor:
             f"sequence {number} came without its routed experts; start vLLM with enable_return_routed_experts=True "
             "(--enable-return-routed-experts)"
         )
+    if isinstance(array, str):
+        array = _decoded(array, number)
     values = numpy.asarray(array.detach().cpu() if isinstance(array, torch.Tensor) else array)
     if values.ndim != 3 or values.dtype.kind not in "iu":
         raise ValueError(
@@ -76,6 +81,28 @@ def _array(completion: Any, number: int) -> torch.Tensor:
     return torch.from_numpy(values.astype(numpy.int32))
 
 
+def _decoded(text: str, number: int) -> numpy.ndarray:
+    """The array that vLLM sends over HTTP: a .npy file in base64."""
+    try:
+        return numpy.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"the routing of sequence {number} is text, but not a .npy file in base64, as vLLM sends it. SGLang's is "
+            "numpy.frombuffer(base64.b64decode(text), numpy.int32).reshape(tokens - 1, decoder layers, experts per token)"
+        ) from error
+
+
+def _recorded(index_BSLK: torch.Tensor) -> list[int]:
+    """The layers of which something was recorded; all, if nothing was. Servers count decoder layers without experts too,
+    whose rows are the zeros that they were made with. A layer of the model's that is left out here is missed there."""
+    is_known_BSL = (index_BSLK >= 0).all(-1)
+    is_constant_BSL = (index_BSLK == index_BSLK[..., :1]).all(-1)
+    is_empty_L = is_known_BSL.any(1).any(0) & (is_constant_BSL | ~is_known_BSL).all(1).all(0)
+    if index_BSLK.shape[-1] == 1 or is_empty_L.all():
+        return list(range(index_BSLK.shape[2]))
+    return (~is_empty_L).nonzero().flatten().tolist()
+
+
 def _places(layers: Sequence[int], number: int) -> list[int]:
     outside = [layer for layer in layers if not 0 <= layer < number]
     if outside:
@@ -83,7 +110,7 @@ def _places(layers: Sequence[int], number: int) -> list[int]:
     return list(layers)
 
 
-def _check_distinct(index_BSLK: torch.Tensor) -> None:
+def _check_distinct(index_BSLK: torch.Tensor, places: list[int]) -> None:
     """Raise ValueError where a token has an expert twice: no router chooses so, but zeros that were never written do."""
     sorted_BSLK = index_BSLK.sort(-1).values
     twice_BSLK = (sorted_BSLK.diff(dim=-1) == 0) & (sorted_BSLK[..., 1:] >= 0)
@@ -91,6 +118,6 @@ def _check_distinct(index_BSLK: torch.Tensor) -> None:
         sequence, position, layer, k = twice_BSLK.nonzero()[0].tolist()
         raise ValueError(
             f"the routing of sequence {sequence} names expert {int(sorted_BSLK[sequence, position, layer, k])} twice for "
-            f"position {position} in layer {layer}: the server recorded nothing there. Where it counts layers without "
-            "experts, name those with experts in layers=...; where a token's row is missing, set its ids to -1"
+            f"position {position} in layer {places[layer]}: the server recorded nothing there. Name the "
+            "layers with experts in layers=...; where a token's row is missing, set its ids to -1"
         )

@@ -1,5 +1,7 @@
 """Routing that an inference server used: its arrays over padded batches, ids of -1, and how far it is from the model's."""
 
+import base64
+import io
 from types import SimpleNamespace
 
 import numpy
@@ -131,19 +133,56 @@ def test_arrays_of_any_integers_lists_and_tensors_on_the_network_give_the_same(d
     assert known_BS.sum(1).tolist() == [max(length - 1 - start, 0) for length, start in zip(LENGTHS, each)]
 
 
+def with_layers_of_zeros(array):
+    """As vLLM and SGLang return them: [.., decoder layers, ..], zeros where a layer has no experts."""
+    zeros = numpy.zeros_like(array[:, :1])
+    return numpy.concatenate([zeros, array[:, :1], zeros, array[:, 1:]], 1)
+
+
 def test_layers_without_experts_that_a_server_counts_are_left_out():
     model = patched()
     _, mask = padded(PADDING["left"])
     arrays = served_arrays(server_of(model))
-    with_dense = [numpy.concatenate([numpy.zeros_like(array[:, :1]), array], 1) for array in arrays]
-    routing = RecordedRouting.from_server(with_dense, mask, layers=range(1, 3))
-    assert torch.equal(routing.tensors()[0], RecordedRouting.from_server(arrays, mask).tensors()[0])
+    arrays[0][0] = -1  # where nothing is known, nothing says that a layer is empty
+    expected = RecordedRouting.from_server(arrays, mask).tensors()[0]
+    with_dense = [with_layers_of_zeros(array) for array in arrays]
+    for layers in (None, [1, 3]):
+        assert torch.equal(RecordedRouting.from_server(with_dense, mask, layers=layers).tensors()[0], expected)
     with pytest.raises(
-        ValueError, match=r"sequence 0 names expert 0 twice for position 7 in layer 0.*in layers=\.\.\."
+        ValueError, match=r"sequence 0 names expert 0 twice for position 7 in layer 2.*in layers=\.\.\."
     ):
-        RecordedRouting.from_server(with_dense, mask)
-    with pytest.raises(ValueError, match="layers names 3, but the server's arrays have 3 layers"):
-        RecordedRouting.from_server(with_dense, mask, layers=range(1, 4))
+        RecordedRouting.from_server(with_dense, mask, layers=[1, 2])
+    with pytest.raises(ValueError, match="layers names 4, but the server's arrays have 4 layers"):
+        RecordedRouting.from_server(with_dense, mask, layers=range(2, 5))
+    missed = [array.copy() for array in with_dense]
+    for array in missed:
+        array[:, 3] = 0
+    with pytest.raises(ValueError, match=r"is torch.int32 \[1, 64, 2\], but .* of 2 layers"):
+        serving_divergence(model, RecordedRouting.from_server(missed, mask))
+    with pytest.raises(ValueError, match="names expert 0 twice for position 7 in layer 0"):
+        RecordedRouting.from_server([numpy.zeros_like(array) for array in arrays], mask)
+    one_each = [array[..., :1] for array in arrays]
+    assert len(RecordedRouting.from_server(one_each, mask).layers) == 2, "of one expert a token nothing tells"
+
+
+def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_way_to_read_them():
+    """vLLM: .npy in base64 (vllm/utils/serial_utils.py); SGLang: the array's bytes in base64."""
+    _, mask = padded(PADDING["left"])
+    arrays = served_arrays(server_of(patched()), numpy.uint8)
+    texts = []
+    for array in arrays:
+        numpy.save(file := io.BytesIO(), array, allow_pickle=False)
+        texts.append(base64.b64encode(file.getvalue()).decode())
+    expected = RecordedRouting.from_server(arrays, mask.numpy()).tensors()[0]
+    for given in (texts, [SimpleNamespace(routed_experts=text) for text in texts]):
+        assert torch.equal(RecordedRouting.from_server(given, mask).tensors()[0], expected)
+    pickled = io.BytesIO()
+    numpy.save(pickled, numpy.array([{}], object), allow_pickle=True)
+    for text in (base64.b64encode(arrays[1].tobytes()).decode(), "no base64!", "", pickled.getvalue().hex()):
+        with pytest.raises(ValueError, match=r"of sequence 1 is text, .*SGLang's is numpy.frombuffer"):
+            RecordedRouting.from_server([texts[0], text, *texts[2:]], mask)
+    with pytest.raises(ValueError, match="of sequence 0 is text"):
+        RecordedRouting.from_server([base64.b64encode(pickled.getvalue()).decode(), *texts[1:]], mask)
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers():
