@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, supported_layers
 from .convert import import_peft
+from .rules import is_target_parameter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -74,7 +76,7 @@ def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, di
     given = {name: settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     for name, pattern in given.items():
         for key in pattern:
-            if any(re.match(rf"(.*\.)?({key})$", weight) for weight in weights):
+            if any(_names(key, weight) for weight in weights):
                 raise ValueError(f"{name} names {key!r}, which is the experts' too: leave it or experts_r out")
     alpha = settings["lora_alpha"]
     if not settings.get("use_rslora"):  # PEFT's scale is alpha / rank, of rsLoRA alpha / sqrt(rank)
@@ -84,6 +86,24 @@ def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, di
         "rank_pattern": {**given["rank_pattern"], **dict.fromkeys(weights, experts_r)},
         "alpha_pattern": {**given["alpha_pattern"], **dict.fromkeys(weights, alpha)},
     }
+
+
+def quiet_false_alarms(config: Any, model: nn.Module) -> None:
+    """PEFT 0.21 looks for the names in rank_pattern and alpha_pattern among modules alone, and warns that it ignores
+    those of parameters, which it does not. Have nobody hear that of the parameters that a LoraConfig adapts."""
+    if not getattr(config, "target_parameters", None):
+        return
+    names = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
+    adapted = [name for name in names if is_target_parameter(name, vars(config))]
+    for field in ("rank_pattern", "alpha_pattern"):
+        keys = [key for key in getattr(config, field) or {} if any(_names(key, name) for name in adapted)]
+        message = f"The following {field} keys did not match any targeted module and were ignored: {sorted(keys)}."
+        warnings.filterwarnings("ignore", re.escape(message), RuntimeWarning)
+
+
+def _names(key: str, name: str) -> bool:
+    """Whether PEFT takes an entry of a pattern for what is called `name`."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
 def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:

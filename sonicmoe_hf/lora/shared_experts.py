@@ -27,6 +27,7 @@ from ..errors import UnsupportedModelError
 from ..layer.experts_module import PARALLELISM, expert_parallelism
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
+from .config import quiet_false_alarms
 
 SHARDED = "_sonicmoe_hf_sharded"  # attribute of ParamWrappers whose factors are sharded with their experts
 AVERAGED = "_sonicmoe_hf_averaged"  # attribute of models whose replicated adapters' gradients we average
@@ -119,6 +120,7 @@ def _shares_experts(model: nn.Module) -> bool:
 
 def _inject_adapter(self, model, *args, **kwargs):
     """In place of BaseTuner's, by which every way to make an adapter passes."""
+    quiet_false_alarms(self.peft_config.get(args[0] if args else kwargs.get("adapter_name")), model)
     if not _shares_experts(model):
         return _PEFTS_INJECT(self, model, *args, **kwargs)
     for module in model.modules():  # after a forward FSDP2's root is whole, and PEFT would freeze what is thrown away

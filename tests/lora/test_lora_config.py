@@ -1,11 +1,15 @@
 """lora_config: the right names for every family and layout, what is given wins, contradictions are refused."""
 
+import inspect
+import warnings
+
 import pytest
 import torch
 from helpers.checkpoints import FAMILIES
 from helpers.models import batch, build
 from helpers.native import native_twin
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
+from peft.tuners import tuners_utils
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -159,6 +163,24 @@ def test_experts_r_stands_beside_patterns_for_other_modules_and_other_names():
     assert not [key for key in config.rank_pattern if key.endswith("vision.experts.down_proj")]
     unset = sonicmoe_hf.lora_config(build("olmoe"), 6)
     assert unset.rank_pattern == unset.alpha_pattern == {}
+
+
+def test_nobody_is_told_that_the_experts_own_rank_is_ignored(tmp_path):
+    """PEFT looks for the names in patterns among modules alone, and uses those of parameters all the same."""
+    model = build("qwen3_moe")
+    config = sonicmoe_hf.lora_config(model, 16, experts_r=2, rank_pattern={r"layers\.1\..*q_proj": 4})
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        get_peft_model(model, config).save_pretrained(tmp_path)
+        loaded = PeftModel.from_pretrained(build("qwen3_moe"), tmp_path)
+        loaded.load_adapter(tmp_path, "again")
+        assert not [warning for warning in heard if "_pattern" in str(warning.message)]
+    ranks = {factor.shape[0] // 8 for name, factor in loaded.named_parameters() if ".experts.lora_A" in name}
+    assert ranks == {2}
+    if "were ignored" in inspect.getsource(tuners_utils):  # not in PEFT 0.20
+        config = sonicmoe_hf.lora_config(build("olmoe"), 16, experts_r=2, rank_pattern={"no_such_layer": 4})
+        with pytest.warns(RuntimeWarning, match="rank_pattern keys did not match .*no_such_layer"):
+            get_peft_model(build("olmoe"), config)
 
 
 @pytest.mark.parametrize(
