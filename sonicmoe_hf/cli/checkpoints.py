@@ -136,7 +136,9 @@ def _run_convert(arguments) -> int:
         return 0
     if arguments.layout in ENGINES:
         raise CheckpointError(
-            f"--layout {arguments.layout} is for adapters; engines load models in the hub's layout: --layout hub"
+            f"--layout {arguments.layout} is for adapters, and {arguments.src} is no folder with adapter_config.json: "
+            f"download one of the hub first, hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's "
+            "layout: --layout hub"
         )
     if arguments.trained_on is not None:
         raise CheckpointError(f"--trained-on is for adapters, but {arguments.src} is none")

@@ -131,4 +131,4 @@ def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
     assert main(["convert", str(adapter), str(tmp_path / "sglang"), "--layout", "sglang"]) == 0
     assert '"lora_path": "NAME"' in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model"), "--layout", "vllm"]) == 2
-    assert "--layout vllm is for adapters; engines load models in the hub's layout" in capsys.readouterr().err
+    assert "base is no folder with adapter_config.json" in capsys.readouterr().err
