@@ -40,7 +40,9 @@ def sinks_attention_forward(
     Args:
         query: [B, H, T, D]; key: [B, H / G, S, D]; value: [B, H / G, S, D'] with heads of any size.
         attention_mask: what `sinks_mask` made; on a CPU any 4-D mask.
-        sliding_window: a query sees its own position and sliding_window - 1 before it (and after it, if not causal).
+        sliding_window: a query sees its own position and sliding_window - 1 before it, and after it in a model that is
+            not causal. If `is_causal` makes a causal model one that is not, it sees sliding_window before and after, as
+            Transformers' masks have it.
         position_ids: [B or 1, T]; where no other mask is, a token whose position is not its predecessor's plus 1 begins
             a packed sequence.
         cu_seq_lens_q, cu_seq_lens_k: where packed sequences begin, [sequences + 1]; max_length_q, max_length_k: the
@@ -50,8 +52,11 @@ def sinks_attention_forward(
             fp64 on CUDA, a device that is neither a CPU nor CUDA, or a model whose attention is something else.
     """
     _check(module, query, value, dropout, s_aux, kwargs)
+    is_causal_model = getattr(module, "is_causal", True)
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        is_causal = is_causal_model
+    if is_causal_model and not is_causal and sliding_window is not None:
+        sliding_window += 1  # what models that are never causal do themselves
     if not is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(f"attention that is not causal needs as many keys as queries; load the model with {EAGER}")
     q, k, v = (x.transpose(1, 2) for x in _cast(query, key, value))

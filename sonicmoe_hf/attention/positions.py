@@ -28,9 +28,10 @@ def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
     """`sequence_starts` of them. It waits for the GPU, so a model's layers, which hand over the same tensor, ask once;
-    compiled ones get an op each, of which torch.compile keeps one."""
+    compiled ones get an op each, of which torch.compile keeps one. Under inference_mode every layer asks, since nothing
+    tells whether such a tensor was changed in place."""
     global _last
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or position_ids.is_inference():
         return sequence_starts(begins_of(position_ids, batch_size))
     last, version = _last, position_ids._version
     if last is not None and last.position_ids() is position_ids and last[1:3] == (version, batch_size):

@@ -215,6 +215,34 @@ def test_generation_token_for_token(kernels, cache, padding):
     assert torch.equal(ours, model.generate(**given, **options)) and ours.shape == (3, 22)
 
 
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_under_inference_mode(kernels, padding):
+    model, batch = build().eval(), inputs(padding)
+    given = {"input_ids": batch["input_ids"]} if padding is None else {**batch, "position_ids": None}
+    with torch.no_grad():
+        expected = model(**given).logits
+    with torch.inference_mode():
+        assert torch.equal(model(**given).logits, expected)
+
+
+def test_position_ids_that_change_in_place_under_inference_mode(kernels):
+    model = build().eval()
+    with torch.inference_mode():
+        batch = {name: packed()[name].clone() for name in ("input_ids", "position_ids")}
+        model(**batch)
+        batch["position_ids"].copy_(torch.arange(15))
+        assert torch.equal(model(**batch).logits, model(input_ids=batch["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_a_causal_model_that_is_told_to_see_both_ways(kernels, model_type, padding):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this Transformers has no {model_type}")
+    model, batch = build(model_type), inputs(padding)
+    assert_all_close(*both(model, {**batch, "is_causal": False}), TOLERANCE, ORDER_OF_SUMS)
+
+
 @pytest.mark.parametrize("model_type", CAUSAL)
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_logits_with_a_cache_that_is_filled_in_pieces(kernels, model_type, kind):

@@ -36,7 +36,8 @@ def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torc
 
 def compute(inputs, mask=None, scale=0.3, module=None, **options):
     q, k, v, sinks = inputs
-    return sinks_attention_forward(module or Attention(), q, k, v, mask, scaling=scale, s_aux=sinks, **options)[0]
+    module = Attention() if module is None else module
+    return sinks_attention_forward(module, q, k, v, mask, scaling=scale, s_aux=sinks, **options)[0]
 
 
 def formula(inputs, sees, scale=0.3):
@@ -65,8 +66,14 @@ def test_the_result_and_every_gradient_are_the_formula_s(kernels, case):
     *sizes, window, is_causal = CASES[case]
     inputs = tensors(*sizes)
     if not is_causal or sizes[1] == sizes[2] or sizes[1] == 1 or window:
-        ours = compute(inputs, sliding_window=window, is_causal=is_causal)
+        ours = compute(inputs, module=Attention(is_causal), sliding_window=window)
         compare(ours, formula(inputs, causal(sizes[1], sizes[2], window, is_causal)), inputs)
+
+
+def test_a_causal_model_that_is_told_to_see_both_ways_sees_as_far_as_transformers_masks(kernels):
+    """Which include the distance sliding_window; models that are never causal add 1 to theirs."""
+    inputs = tensors(2, 9, 9, 4, 2, 8, 8)
+    compare(compute(inputs, sliding_window=3, is_causal=False), formula(inputs, causal(9, 9, 4, False)), inputs)
 
 
 def test_a_layer_may_have_no_sinks(kernels):

@@ -47,9 +47,9 @@ def tensors(batch, queries, keys, heads, key_heads, size, value_size, dtype=torc
     return [*(x.to(dtype).requires_grad_() for x in made[:3]), made[3].requires_grad_()]
 
 
-def compute(made, mask=None, **options):
+def compute(made, mask=None, is_causal=True, **options):
     q, k, v, sinks = made
-    return sinks_attention_forward(Attention(), q, k, v, mask, s_aux=sinks, **options)[0]
+    return sinks_attention_forward(Attention(is_causal), q, k, v, mask, s_aux=sinks, **options)[0]
 
 
 def formula(made, sees):

@@ -16,7 +16,9 @@ class Attention(nn.Module):
     class config:
         model_type = "gpt_oss"
 
-    is_causal = True
+    def __init__(self, is_causal=True):
+        super().__init__()
+        self.is_causal = is_causal
 
 
 def reference(q, k, v, sinks, sees, scale):
