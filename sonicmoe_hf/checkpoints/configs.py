@@ -24,7 +24,8 @@ def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
     if name in WITHOUT_GATE:
         raise CheckpointError(
             f"{path}: the experts of {name} have no gate, and the native layout is pairs of gate and up rows; load this "
-            'checkpoint as it is, with sonicmoe_hf.from_pretrained or experts_implementation="sonicmoe_hf"'
+            'checkpoint as it is, with sonicmoe_hf.from_pretrained or experts_implementation="sonicmoe_hf", and merge '
+            "adapters with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
         )
     if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
         raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}")

@@ -16,7 +16,7 @@ from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.experts import experts_facts, sizes_of
 from ..patching.support import find_layers
 from .engines import SERVED_MODELS, ServedModel
-from .rules import adapter_layout
+from .rules import WITH_PEFT, adapter_layout
 
 FUSED_LAYOUTS = {
     "concatenated": "fused",
@@ -54,7 +54,7 @@ def read_base_model(folder: Path) -> BaseModel:
     """The model whose config.json is in `folder`, in any layout and of any family that Transformers builds.
 
     Raises:
-        CheckpointError: it cannot be built, or has no experts whose weights are known here.
+        CheckpointError: it cannot be built, or has no experts whose weights are known here, or experts without a gate.
     """
     path = folder / CONFIG_FILE
     config = read_json(path)
@@ -68,6 +68,11 @@ def read_base_model(folder: Path) -> BaseModel:
     except DoctorError as error:
         raise CheckpointError(str(error)) from error
     layers = list(find_layers(model))
+    if not all(experts_facts(layer.experts).activation.is_gated for layer in layers):
+        raise CheckpointError(
+            f"{path}: the experts of {model_type} have no gate, and only adapters of experts with gate and up are "
+            f"converted; load this one with PEFT as it is, or {WITH_PEFT}"
+        )
     layouts = {FUSED_LAYOUTS.get(experts_facts(layer.experts).layout) for layer in layers}
     layout = layouts.pop() if len(layouts) == 1 else None
     if layout is None:

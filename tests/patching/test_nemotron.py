@@ -1,12 +1,15 @@
 """Nemotron-H: experts without a gate, of a latent size, behind DeepSeek-V3's router. The whole model is beside Transformers'
 own: logits, loss and every gradient; with adapters, packed, rounded and balanced."""
 
+import shutil
+
 import peft
 import pytest
 import torch
 from helpers.adapters import fused, random_factors
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, twin
 from helpers.training import POLICY, Watch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
@@ -77,6 +80,45 @@ def test_balancing_evens_out_its_experts():
         balancing.step(model)
     handle.remove()
     assert loads[0] > 2 and loads[-1] < 1.3
+
+
+@pytest.fixture(scope="module")
+def hub_and_adapter(tmp_path_factory):
+    """A checkpoint, and an adapter on its experts as PEFT saves it."""
+    folder = tmp_path_factory.mktemp("nemotron_h")
+    model = build("nemotron_h")
+    model.save_pretrained(folder / "hub")
+    sonicmoe_hf.patch_model(model)
+    random_factors(peft.get_peft_model(model, sonicmoe_hf.lora_config(model, r=3))).save_pretrained(folder / "adapter")
+    return folder / "hub", folder / "adapter"
+
+
+@pytest.mark.parametrize("layout", ["native", "hub", "vllm", "sglang"])
+def test_its_adapters_are_not_converted(hub_and_adapter, tmp_path, layout):
+    hub, adapter = hub_and_adapter
+    with pytest.raises(CheckpointError, match=r"experts of nemotron_h have no gate, .*PEFT.*merge_and_unload\(\)$"):
+        sonicmoe_hf.convert_adapter(adapter, tmp_path / "converted", layout, trained_on=hub)
+    assert not (tmp_path / "converted").exists()
+
+
+def test_adapters_on_single_experts_are_not_taken_for_ones_with_a_gate(hub_and_adapter, tmp_path):
+    hub, adapter = hub_and_adapter
+    shutil.copytree(adapter, tmp_path / "single")
+    name = "base_model.model.model.layers.1.mixer.experts.0.up_proj.lora_{}.weight"
+    factors = {name.format("A"): torch.ones(3, 24), name.format("B"): torch.ones(16, 3)}
+    save_file(factors, tmp_path / "single" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="experts of nemotron_h have no gate"):
+        sonicmoe_hf.convert_adapter(tmp_path / "single", tmp_path / "converted", "hub", trained_on=hub)
+
+
+def test_peft_merges_its_adapters_and_our_merge_says_so(hub_and_adapter, tmp_path):
+    hub, adapter = hub_and_adapter
+    with pytest.raises(CheckpointError, match=r"merge adapters with PEFT: .*merge_and_unload\(\)$"):
+        sonicmoe_hf.merge_adapter(hub, adapter, tmp_path / "merged")
+    model = peft.PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(hub, dtype=torch.float32), adapter)
+    with torch.no_grad():
+        expected = {"logits": model(**batch()).logits}
+        assert_all_close({"logits": model.merge_and_unload()(**batch()).logits}, expected, TOLERANCE, ORDER_OF_SUMS)
 
 
 def test_its_adapters_are_those_that_peft_computes():
