@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
-from ..patching.quantize import with_packed_experts
+from ..patching.quantize import FOR_FILE, with_packed_experts
 from ..patching.support import every_experts
 from ..private.peft import before_adapters
 from ..private.torch import remove_hooks
@@ -61,9 +61,10 @@ class Session:
         self.thread.is_loading = True
         try:
             format = self.settings.experts_quantization
-            packs = format is not None and self._has_experts(cls, args, kwargs)
+            name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            packs = format is not None and self._has_experts(cls, name, kwargs)
             if format is not None and packs:
-                kwargs = with_packed_experts(args[0], kwargs, format)
+                kwargs = with_packed_experts(name, kwargs, format)
             loaded = load(*args, **kwargs)
         finally:
             self.thread.is_loading = False
@@ -72,11 +73,12 @@ class Session:
         self._patch(model)
         return loaded
 
-    def _has_experts(self, cls: Any, args: tuple, kwargs: dict) -> bool:
+    def _has_experts(self, cls: Any, name: Any, kwargs: dict) -> bool:
         """Whether models of this class and config have experts that can be packed."""
         config = kwargs.get("config")
         if not hasattr(config, "model_type"):
-            config = cls.config_class.from_pretrained(args[0] if config is None else config)
+            where = {key: kwargs[key] for key in FOR_FILE if key in kwargs}
+            config = cls.config_class.from_pretrained(name if config is None else config, **where)
         with torch.device("meta"):
             return bool(every_experts(cls(copy.deepcopy(config))))
 

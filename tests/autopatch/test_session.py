@@ -134,10 +134,27 @@ def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(m
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     session.load(type(dense).from_pretrained, type(dense), (str(tmp_path / "dense"),), {})
     assert not session.has_packed
-    model = session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, (str(tmp_path / "moe"),), {})
+    for args, kwargs in (((str(tmp_path / "moe"),), {}), ((), {"pretrained_model_name_or_path": tmp_path / "moe"})):
+        model = session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, args, kwargs)
     assert isinstance(model.model.layers[0].mlp.experts.down_proj, sonicmoe_hf.PackedWeight)
     train_step(model.train())
     assert "experts: frozen, packed as mxfp4" in capsys.readouterr().err
+
+
+def test_experts_are_looked_for_where_the_program_loads_from(make_session, tmp_path):
+    build(moe_intermediate_size=32).save_pretrained(tmp_path / "inner")
+    session, places = make_session(experts_quantization="mxfp4"), []
+
+    class Model(Qwen3MoeForCausalLM):
+        class config_class:
+            @staticmethod
+            def from_pretrained(name, **options):
+                places.append((name, options))
+                return Qwen3MoeForCausalLM.config_class.from_pretrained(name, **options)
+
+    kwargs = {"subfolder": "inner", "local_files_only": True, "dtype": torch.float32}
+    session.load(Qwen3MoeForCausalLM.from_pretrained, Model, (str(tmp_path),), kwargs)
+    assert places == [(str(tmp_path), {"subfolder": "inner", "local_files_only": True})] and session.has_packed
 
 
 @pytest.mark.parametrize("rank", [8, 3])
