@@ -143,6 +143,22 @@ def test_the_sitecustomize_that_was_there_is_imported_first(tmp_path, launch_run
     assert done.stdout.splitlines()[-2:] == ["theirs", "1 True"], done.stderr
 
 
+@pytest.mark.parametrize("theirs", ["import transformers.modeling_utils", "raise LookupError('of theirs')"])
+def test_models_are_patched_whatever_the_other_sitecustomize_does(theirs, tmp_path, launch_run):
+    """Where it raises an error, Python prints that and goes on."""
+    write(tmp_path, "theirs/sitecustomize.py", theirs)
+    write(tmp_path, "theirs/transformers/__init__.py", "")
+    model = "class PreTrainedModel:\n    def post_init(self): pass\n"
+    model += "    @classmethod\n    def from_pretrained(cls): pass\n"
+    write(tmp_path, "theirs/transformers/modeling_utils.py", model)
+    ask = "from transformers.modeling_utils import PreTrainedModel as model\n"
+    ask += "print([hasattr(method, '__wrapped__') for method in (model.post_init, model.from_pretrained)])"
+    path = {"PYTHONPATH": str(tmp_path / "theirs")}
+    done = launch_run("-c", ask, env=path)
+    assert done.stdout == "[True, True]\n", done.stderr
+    assert done.stderr == launch(sys.executable, "-c", "", cwd=tmp_path, env=path).stderr
+
+
 def test_children_import_the_package_that_the_command_is_of_and_not_before_a_model_is_built(tmp_path):
     """Also a checkout that is not installed, or where another one is."""
     environment = _environment(RunSettings(), {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
@@ -190,10 +206,82 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(tmp_path, monkeypatch, ca
         with pytest.raises(SystemExit) as exit:
             main(words)
         assert exit.value.code == 2
-    flags = SimpleNamespace(isolated=0, ignore_environment=1, no_site=0)
-    monkeypatch.setattr(program, "sys", SimpleNamespace(flags=flags))
-    with pytest.raises(ProgramError, match="started with -E, under which models cannot be patched"):
-        program._check_startup()
+    monkeypatch.setattr(program.sys, "flags", SimpleNamespace(isolated=0, ignore_environment=1, no_site=0))
+    assert main(["run", "--", "x.py"]) == 2
+    assert "under Python's option -E models cannot be patched; leave -E out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "switch"),
+    [
+        ("-I x.py", "I"),
+        ("-uE -m p", "E"),
+        ("-X dev -S x.py", "S"),
+        ("python -BI x.py", "I"),
+        ("-X I x.py", None),
+        ("-c -I", None),
+        ("-um p -I", None),
+        ("python x.py -I", None),
+        ("x.py -E", None),
+    ],
+)
+def test_options_of_the_programs_python_that_keep_models_from_being_patched_are_refused(words, switch):
+    if switch is None:
+        assert _command(words.split())[-1] == words.split()[-1]
+    else:
+        with pytest.raises(ProgramError, match=f"under Python's option -{switch} .*leave -{switch} out"):
+            _command(words.split())
+
+
+def test_a_python_of_another_environment_is_refused_also_where_env_finds_it(tmp_path, monkeypatch):
+    other = write(tmp_path, "bin/python3", "\x7fELF")
+    script = write(tmp_path, "script", "#!/usr/bin/env python3\n")
+    for path in (other, script):
+        path.chmod(0o755)
+    with pytest.raises(ProgramError, match=r"bin/python3 runs in another Python environment"):
+        _command([str(other), "x.py"])
+    monkeypatch.setenv("PATH", str(other.parent))
+    with pytest.raises(ProgramError, match=r"script runs in another Python environment .*bin/python3"):
+        _command([str(script)])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert _command([str(script)]) == [*_command(["-x"])[:-1], str(script)]
+    other.write_text("#!/bin/sh\n")  # as pyenv's, which looks for the environment's
+    monkeypatch.setenv("PATH", str(other.parent))
+    assert _command([str(other), "x.py"]) == [str(other), "x.py"]
+    assert _command([str(script)]) == [str(script)]
+
+
+def test_a_command_comes_before_a_folder_of_its_name(tmp_path, monkeypatch):
+    """As in a clone of the tool."""
+    scripts = tmp_path / "bin"
+    write(scripts, "tool", f"#!{sys.executable}\n").chmod(0o755)
+    write(tmp_path, "tool/__main__.py", "")
+    monkeypatch.chdir(tmp_path)
+    assert _command(["tool"])[-1] == "tool"
+    monkeypatch.setenv("PATH", str(scripts))
+    assert _command(["tool"])[-1] == str(scripts / "tool")
+
+
+def test_switches_beside_m_reach_the_program(monkeypatch):
+    monkeypatch.setattr(program.sys, "argv", ["sonicmoe_hf/__main__.py", "run", "x.py"])
+    for own, expected in ((["-um"], ["-u"]), (["-X", "dev", "-m"], ["-X", "dev"]), (["-umsonicmoe_hf"], [])):
+        words = own if "sonicmoe_hf" in own[-1] else [*own, "sonicmoe_hf"]
+        monkeypatch.setattr(program.sys, "orig_argv", ["python", *words, "run", "x.py"])
+        assert _command(["x.py"]) == [sys.executable, *expected, "x.py"]
+
+
+def test_the_program_inherits_no_signal_that_python_ignores(monkeypatch):
+    """A shell script whose reader has gone would see errors of writing in place of its end."""
+    names, handlers = program.IGNORED_BY_PYTHON, []
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    assert signal.SIG_IGN in before.values()
+    monkeypatch.setattr(
+        "os.execve", lambda *args: handlers.extend(signal.getsignal(getattr(signal, name)) for name in names)
+    )
+    program.become(["x.py"], RunSettings())
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+    assert handlers == [signal.SIG_DFL] * len(names)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,10 @@ def is_meant(variable):
 
 def install():
     """Have every model that this process builds from now on patched."""
-    sys.meta_path.insert(
-        0, _Watcher({"transformers.modeling_utils": _follow_models, "transformers.trainer": _follow_trainers})
-    )
+    actions = {"transformers.modeling_utils": _follow_models, "transformers.trainer": _follow_trainers}
+    sys.meta_path.insert(0, _Watcher(actions))
+    for name in actions.keys() & sys.modules.keys():  # what another sitecustomize or a .pth file has imported
+        actions[name](sys.modules[name])
 
 
 @functools.cache
