@@ -17,6 +17,10 @@ sonicmoe-hf --version
 sonicmoe-hf doctor
 sonicmoe-hf demo --steps 40 --output demo
 sonicmoe-hf plan demo/model
+planned=$(sonicmoe-hf plan demo/model --method qlora --tokens 128 --json | python -c '
+import json, sys
+print(next(way["command"] for way in json.load(sys.stdin)["ways"] if way["name"].startswith("QLoRA MXFP4, r=8")))')
+eval "$planned --steps 2 --output planned"
 sonicmoe-hf example
 sonicmoe-hf example finetune > mine.py
 sonicmoe-hf example qlora > qlora.py

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
+from pathlib import Path
 
 from ..planning.memory import GIB
 from ..planning.training import METHODS
+from .example import FOLDER
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
     "experts": "experts",
@@ -19,6 +22,7 @@ PARTS = {  # fields of planning.memory.Memory, and their headings
     "logits": "logits",
     "communication": "comm.",
 }
+EXAMPLE = re.compile(r"(?<!\S)examples/(?=\w+\.(?:py|yaml|json)(?!\S))")
 
 
 def gibibytes(text: str) -> float:
@@ -35,7 +39,7 @@ def add_plan(commands, at_least) -> None:
         "plan",
         help="which ways of training a model fit on which GPUs, and the command of each",
         description="Reads a model's config.json alone (hub id or local folder) and prints which ways of training fit, "
-        "GiB of a GPU by part at the peak, and the command of each, which runs from a checkout of this package. Exit "
+        "GiB of a GPU by part at the peak, and the command of each, which runs this package's examples. Exit "
         "code: 0 if a way fits, 1 if none does, 2 if the model cannot be planned for.",
     )
     plan.add_argument("model", help="hub id or local folder")
@@ -84,7 +88,7 @@ def as_json(sizes, ways, arguments) -> dict:
                 "peak_GiB": round(way.memory.total / GIB, 2),
                 "moment": way.memory.moment,
                 "parts_GiB": {part: round(getattr(way.memory, part) / GIB, 2) for part in PARTS},
-                "command": way.command,
+                "command": runnable(way.command),
                 "speed": None if way.speed is None else _speed(way.speed),
             }
             for way in ways
@@ -97,6 +101,13 @@ def _notes(sizes) -> list[str]:
 
     reason = left_out(sizes)
     return [*sizes.notes, *([reason] if reason is not None else [])]
+
+
+def runnable(command: str) -> str:
+    """A command that runs from here: with the examples of the checkout that this folder is, or of the package."""
+    if (Path("examples") / "finetune.py").is_file():
+        return command
+    return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
 
 
 def _speed(speed) -> str:
@@ -137,7 +148,7 @@ def print_plan(sizes, ways, arguments) -> None:
             )
         console.print(table, soft_wrap=False)
         for number, way in enumerate(fitting, 1):
-            console.print(f"[bold]{number}[/]  {escape(way.command)}")
+            console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
             for variant in ways:
                 if variant.fits and variant.kind == way.kind and variant.speed is not None:
                     console.print(f"   measured, {escape(variant.name)}: {escape(_speed(variant.speed))}")

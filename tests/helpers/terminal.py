@@ -52,8 +52,9 @@ def make_configs(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """What the sessions name: configs, small models, an adapter, a dataset."""
+    """What the sessions name: configs, small models, an adapter, a dataset; examples/, as in a checkout."""
     make_configs(folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
     make_model(folder / "small-qwen3-moe")
     write_rows(folder / "texts", [{"text": text} for text in texts()])
     model = make_model(folder / "qwen3-moe-26m", torch.bfloat16, **LARGER)

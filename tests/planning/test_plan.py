@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, L
 
 import sonicmoe_hf
 from sonicmoe_hf.cli.main import build_parser, main
-from sonicmoe_hf.cli.plan import PARTS, gibibytes
+from sonicmoe_hf.cli.plan import PARTS, gibibytes, runnable
 from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.errors import DoctorError
@@ -69,6 +69,24 @@ def test_only_qlora_fits_qwen3_on_a_card_of_24_gib(hub, capsys):
     assert main(["plan", *map(str, arguments)]) == 0
     printed = capsys.readouterr().out
     assert way["command"] in printed and "does not fit: full fp32, one GPU" in printed
+
+
+def test_commands_run_from_anywhere(hub, tmp_path, capsys, monkeypatch):
+    """With examples/ of the checkout, or with the package's."""
+    arguments = hub / "Qwen" / "Qwen3-30B-A3B", "--gpus", 8, "--gpu-memory", "1000GB"
+    _, here = plan_json(capsys, *arguments)
+    monkeypatch.chdir(tmp_path)
+    _, there = plan_json(capsys, *arguments)
+    folder = f"{Path(sonicmoe_hf.__file__).parent}/examples/"
+    for one, other in zip(here["ways"], there["ways"], strict=True):
+        assert other["command"].replace(folder, "examples/") == one["command"]
+        files = [word for word in shlex.split(other["command"]) if word.endswith((".py", ".yaml", ".json"))]
+        assert files and all(Path(file).is_absolute() and Path(file).is_file() for file in files)
+    assert main(["plan", *map(str, arguments)]) == 0
+    assert f" {folder}finetune.py" in capsys.readouterr().out
+    monkeypatch.setattr("sonicmoe_hf.cli.plan.FOLDER", Path("/a b"))
+    moved = runnable("python examples/qlora.py --model examples/x.json/y")
+    assert shlex.split(moved) == ["python", "/a b/qlora.py", "--model", "examples/x.json/y"]
 
 
 def test_parts_add_up_and_a_way_fits_where_its_need_does(hub, capsys):
