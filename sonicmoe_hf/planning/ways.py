@@ -107,10 +107,14 @@ def left_out(sizes: ModelSizes) -> str | None:
     stored = sizes.quantization
     if stored is None or sizes.is_dequantized:
         return None
-    alone = "all ways but QLoRA are" if stored in FORMATS else "every way is"
+    if stored not in FORMATS:  # which no conversion reads
+        return (
+            f"its checkpoint is quantized ({stored}), so every way is left out; plan for the bf16 checkpoint that it was "
+            "made from"
+        )
     return (
-        f"its checkpoint is quantized ({stored}), so {alone} left out; for these convert it to bf16, and plan for the "
-        f"result: sonicmoe-hf convert {shlex.quote(sizes.name)} FOLDER --layout hub"
+        f"its checkpoint is quantized ({stored}), so all ways but QLoRA are left out; for these convert it to bf16, and "
+        f"plan for the result: sonicmoe-hf convert {shlex.quote(sizes.name)} FOLDER --layout hub"
     )
 
 
