@@ -18,7 +18,7 @@ from ..kernels.quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, scales_in_f
 from ..layer.packed_weight import PackedWeight, as_parameter
 from .loading_errors import noted
 from .shares import gathered_rows, pack_share, share_of
-from .state import checked_weight
+from .state import check_shape, check_stored, local_shape
 
 TO_BF16 = "load the bf16 checkpoint that it was made from"
 FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
@@ -186,35 +186,57 @@ class _TakeExperts(ConversionOps):
         module, name = get_module_from_name(model, full_layer_name)
         wanted, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
         dense = getattr(module, name)
+        first = 0 if share is None else share.experts(local_shape(dense)[0]).start
         if wanted == self.format.name:
-            return {full_layer_name: as_parameter(self._weight(input_dict, full_layer_name, dense))}
+            return {full_layer_name: as_parameter(self._weight(input_dict, full_layer_name, dense, first))}
 
         def pack(mean=torch.mean):
             order = "concatenated" if len(self.sources) > 1 else "whole"
-            return self._weight(input_dict, full_layer_name, dense).requantized(wanted, order, mean)
+            return self._weight(input_dict, full_layer_name, dense, first).requantized(wanted, order, mean)
 
         if share is None:
             return {full_layer_name: as_parameter(pack())}
         device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
         return {full_layer_name: as_parameter(pack_share(pack, wanted, dense.shape, device, share))}
 
-    def _weight(self, input_dict, layer: str, dense: torch.Tensor) -> PackedWeight:
-        """The weight as the checkpoint has it, which stands for a dense one on the meta device."""
-        packed = _joined([self._part(input_dict, source, layer) for source in self.sources], self.format.name)
-        return checked_weight(layer, packed, self.format.name, dense)
+    def _weight(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> PackedWeight:
+        """The weight as the checkpoint has it, which stands for a dense one on the meta device. first: which of the
+        layer's experts is the first here."""
+        parts = [self._part(input_dict, source, layer, dense, first) for source in self.sources]
+        alike = parts[0][0]
+        for source, experts in zip(self.sources, parts):
+            for expert, part in enumerate(experts, first):
+                if _kinds(part) != _kinds(alike):
+                    raise CheckpointError(
+                        f"{layer}, {source} of expert {expert}: its weight and scales are stored as {_kinds(part)}, "
+                        f"others of this layer as {_kinds(alike)}"
+                    )
+        packed, format = _joined(parts, self.format.name), self.format.name
+        check_stored(layer, packed, format, first)
+        weight = PackedWeight.of(packed, format, dense.dtype)
+        check_shape(layer, weight, dense)
+        return weight
 
-    def _part(self, input_dict, source: str, layer: str) -> list[Quantized]:
+    def _part(self, input_dict, source: str, layer: str, dense: torch.Tensor, first: int) -> list[Quantized]:
         tensors = [input_dict.get(f"{source}{end}$", []) for end in ("", *self.format.scales)]
-        if len({len(found) for found in tensors}) > 1:
+        num_experts = local_shape(dense)[0]
+        if {len(found) for found in tensors} != {num_experts}:
             counts = ", ".join(f"{len(found)} {WEIGHT}{end}" for end, found in zip(("", *self.format.scales), tensors))
-            raise CheckpointError(f"{layer}: scales of {source} are missing, or weights: there are {counts}")
+            raise CheckpointError(
+                f"{layer}: weights or scales of {source} are missing, or there are too many: of {num_experts} experts "
+                f"the checkpoint has {counts}"
+            )
         packed = []
-        for expert, found in enumerate(zip(*tensors)):
+        for expert, found in enumerate(zip(*tensors), first):
             try:
                 packed.append(self.format.pack(*found))
             except CheckpointError as error:
                 raise CheckpointError(f"{layer}, {source} of expert {expert}: {error}") from error
         return packed
+
+
+def _kinds(part: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in part if tensor is not None]
 
 
 def _uncast(weight: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import BitsAndBytesConfig, QuantizationConfigMixin
 
-from ..errors import UnsupportedExpertsError
+from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
@@ -28,7 +28,7 @@ from .hub_formats import HUB_FORMATS, with_hub_converters
 from .loading_errors import noted
 from .refusals import check_distributed, guard_deepspeed
 from .shares import await_packed, end_awaiting, gathered_for_saving, is_split, quantize_share, share_of, stored_share
-from .state import from_stored, stored_as, use_stored_names
+from .state import check_shape, from_stored, local_shape, stored_as, use_stored_names
 
 QUANT_METHOD = "sonicmoe_hf"
 OF_PACKED = (  # attributes of a model with packed experts
@@ -128,6 +128,7 @@ class _Pack(ConversionOps):
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         module, name = get_module_from_name(model, full_layer_name)
+        check_shape(full_layer_name, value, getattr(module, name))
         format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
         if share is None:
             packed = PackedWeight.quantize(value, format, is_transposed(module), order_of(module, name))
@@ -150,9 +151,17 @@ class _TakePacked(ConversionOps):
             for pattern, value in input_dict.items()
         }
         format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        dense, first = getattr(module, name), 0
+        missing = [stored for stored in stored_as(name, format) if stored not in tensors]
+        if missing:
+            raise CheckpointError(f"{full_layer_name}: {missing[0]} is missing, a part of this {format} weight")
         if share is not None:
-            tensors = stored_share(name, tensors, format, share)
-        packed = from_stored(name, tensors, format, getattr(module, name).dtype, is_transposed(module))
+            tensors, first = stored_share(name, tensors, format, share), share.experts(local_shape(dense)[0]).start
+        try:
+            packed = from_stored(name, tensors, format, dense.dtype, is_transposed(module), first)
+        except ValueError as error:
+            raise CheckpointError(f"{full_layer_name.rpartition('.')[0]}, {error}") from error
+        check_shape(full_layer_name, packed, dense)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -232,9 +241,13 @@ class ExpertsQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        for module in model.modules():
+        for prefix, module in model.named_modules():
             end_awaiting(module)
-            if any(isinstance(weight, PackedWeight) for weight in module._parameters.values()):
+            names = packable(module)
+            for name in names:
+                if not isinstance(module._parameters[name], PackedWeight):
+                    raise CheckpointError(f"the checkpoint has no {prefix}.{name}: some of its experts are missing")
+            if names:
                 use_stored_names(module)
         restore_dtypes(model, self.dtypes)
         mark_model_packed(model)

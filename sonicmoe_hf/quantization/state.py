@@ -6,6 +6,8 @@ NF4: <weight>_codes, <weight>_absmax, <weight>_state. MXFP4: <weight>_blocks, <w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ STORED = {
     "fp8": ("values", "scale_inv"),
     "nvfp4": ("packed", "scale", "scale_2"),
 }
+E8M0_NAN = 255  # of the bytes that stand for powers of two
 HOOKED = "_sonicmoe_hf_stored_names"  # attribute of modules that have our hooks
 
 
@@ -35,36 +38,39 @@ def stored_tensors(name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
 
 
 def from_stored(
-    name: str, tensors: dict[str, torch.Tensor], format: str, dtype: torch.dtype, is_transposed: bool
+    name: str, tensors: dict[str, torch.Tensor], format: str, dtype: torch.dtype, is_transposed: bool, first: int = 0
 ) -> PackedWeight:
     """The weight that `stored_tensors` took apart. Raises ValueError as `check_stored`."""
     packed = Quantized(*(tensors[stored] for stored in stored_as(name, format)))
-    check_stored(name, packed, format)
+    check_stored(name, packed, format, first)
     return PackedWeight.of(packed, format, dtype, is_transposed)
 
 
-def checked_weight(name: str, packed: Quantized, format: str, dense: torch.Tensor) -> PackedWeight:
-    """The weight that stands for `dense`, a parameter on the meta device. Raises ValueError as `check_stored`, or where
-    the shape is another."""
-    check_stored(name, packed, format)
-    weight = PackedWeight.of(packed, format, dense.dtype)
-    if weight.shape[1:] != dense.shape[1:]:
-        raise ValueError(
-            f"{name} has shape {tuple(weight.shape)} in the checkpoint; the model's is {tuple(dense.shape)}"
-        )
-    return weight
+def check_shape(name: str, weight: torch.Tensor, dense: torch.Tensor) -> None:
+    """Raise ValueError where a weight that a checkpoint brings is not of the shape of `dense`, the model's parameter, or
+    of this rank's part of it. Transformers does not compare the shapes of what a quantizer takes."""
+    shape = local_shape(dense)
+    if weight.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(weight.shape)} in the checkpoint; the model's is {tuple(shape)}")
 
 
-def check_stored(name: str, packed: Quantized, format: str) -> None:
+def local_shape(weight: Any) -> torch.Size:
+    """That of a weight, or of this rank's part where Transformers itself splits it."""
+    return (weight.to_local() if hasattr(weight, "device_mesh") else weight).shape
+
+
+def check_stored(name: str, packed: Quantized, format: str, first: int = 0) -> None:
     """Raise ValueError where tensors of a checkpoint do not fit together, a scale or an FP8 value is not finite, or the
-    code book is not NF4's, which the kernels know."""
+    code book is not NF4's, which the kernels know. first: which expert of the layer is the weight's first."""
     try:
         check_quantized(packed, format)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     for part, tensor in zip(stored_as(name, format), packed):
         if tensor is not None and not tensor.is_meta and not _is_sound(tensor, part, format):
-            raise ValueError(f"{part} has NaN or infinite values: the checkpoint is damaged")
+            unsound = (expert for expert, one in enumerate(tensor, first) if not _is_sound(one, part, format))
+            where = f" in expert {next(unsound)}" if tensor.dim() > 1 else ""
+            raise ValueError(f"{part} has NaN or infinite values{where}: the checkpoint is damaged")
     state = packed.state if format == "nf4" else None
     if state is not None and not state.is_meta and not torch.equal(state[VALUE_MAP].cpu(), torch.tensor(NF4_VALUES)):
         raise ValueError(f"{stored_as(name, format)[2]} has other values than NF4's 16: damaged, or another format")
@@ -74,8 +80,8 @@ def _is_sound(tensor: torch.Tensor, part: str, format: str) -> bool:
     """Whether what is stored stands for finite values."""
     if tensor.dtype == torch.float32:
         return bool(torch.isfinite(tensor).all())
-    if format == "fp8" and part.endswith("_scale_inv"):
-        return not bool((tensor == 255).any())  # E8M0's NaN
+    if part.endswith({"fp8": "_scale_inv", "mxfp4": "_scales"}.get(format, "no part")):
+        return not bool((tensor == E8M0_NAN).any())
     is_e4m3 = part.endswith({"fp8": "_values", "nvfp4": "_scale"}.get(format, "no part"))
     return not (is_e4m3 and has_e4m3_nan(tensor))
 

@@ -221,12 +221,32 @@ LINEAR = "model.layers.1.self_attn.o_proj.weight"
     "change, match",
     [
         (lambda t: t.pop(f"{LAYER}_scale_inv"), "scales of .*up_proj.weight are missing"),
-        (lambda t: t[f"{LAYER}_scale_inv"].fill_(float("nan")), "gate_up_proj_scale_inv has NaN or infinite"),
+        (
+            lambda t: t[f"{LAYER}_scale_inv"].fill_(float("nan")),
+            "up_proj_scale_inv has NaN or infinite .* in expert 3",
+        ),
         (
             lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 3)}),
             r"up_proj.weight of expert 3: the scales .* \(2, 3\)",
         ),
-        (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN or infinite"),
+        (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN .* in expert 3"),
+        (
+            lambda t: [t.pop(name) for name in list(t) if ".layers.1.mlp.experts.3." in name],
+            r"layers\.1\.mlp\.experts\.\w+: .*of 8 experts the checkpoint has 7 .weight, 7 .weight_scale_inv",
+        ),
+        (
+            lambda t: [t.pop(name) for name in list(t) if ".layers.1.mlp.experts." in name],
+            r"the checkpoint has no model\.layers\.1\.mlp\.experts\.gate_up_proj",
+        ),
+        # 127 as a number of fp32, if dtypes were mixed, where it stands for 1
+        (
+            lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 2).to(torch.float8_e8m0fnu)}),
+            "up_proj.weight of expert 3: its weight and scales are stored as .*uint8.*others of this layer as",
+        ),
+        (
+            lambda t: t.update({LAYER: t[LAYER][:-16].clone()}),
+            r"up_proj.weight of expert 3: .* stored as .*176, 144",
+        ),
         (lambda t: t.pop(f"{LINEAR}_scale_inv"), "o_proj.weight is torch.float8_e4m3fn with 0 of 1 scales"),
         (lambda t: t[f"{LINEAR}_scale_inv"].fill_(float("inf")), "o_proj.weight or its scales have NaN"),
     ],

@@ -279,9 +279,40 @@ def test_what_cannot_be_packed_is_refused():
         quantize_experts(broken)
 
 
-def test_damaged_parts_are_errors(tmp_path):
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda scales: scales[:, :, :1].contiguous(), r"layers\.1.*down_proj: codes of this mxfp4 weight"),
+        (lambda scales: None, r"layers\.1.*down_proj_scales is missing"),
+        (
+            lambda scales: scales.index_fill(0, torch.tensor([5]), 255),  # E8M0's NaN
+            "down_proj_scales has NaN .* in expert 5",
+        ),
+    ],
+)
+def test_damaged_parts_are_errors(change, match, tmp_path):
     quantize_experts(small("qwen3_moe"), "mxfp4").save_pretrained(tmp_path)
     tensors, key = tensors_in(tmp_path), "model.layers.1.mlp.experts.down_proj_scales"
-    rewrite(tmp_path, {**tensors, key: tensors[key][:, :, :1].contiguous()})
-    with pytest.raises(CheckpointError, match="down_proj: codes of this mxfp4 weight"):
+    changed = {**tensors, key: change(tensors[key])}
+    rewrite(tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None})
+    with pytest.raises(CheckpointError, match=match):
         from_pretrained(tmp_path)
+
+
+def test_experts_that_a_checkpoint_lacks_are_errors_of_packed_and_dense_ones(tmp_path):
+    model = small("qwen3_moe").bfloat16()
+    model.save_pretrained(tmp_path / "dense")
+    quantize_experts(model, "fp8").save_pretrained(tmp_path / "packed")
+    for name, options in (("dense", {"experts_quantization": "fp8"}), ("packed", {})):
+        whole, last = tensors_in(tmp_path / name), ".layers.1.mlp.experts.7."
+        fewer = {key: tensor for key, tensor in whole.items() if last not in key}
+        if name == "packed":
+            fewer = {key: tensor[:7].clone() if "down_proj" in key else tensor for key, tensor in whole.items()}
+        without = {key: tensor for key, tensor in whole.items() if ".layers.1.mlp.experts" not in key}
+        for tensors, match in (
+            (fewer, r"down_proj has shape \(7, 64, 64\) in the checkpoint; the model's is \(8, 64, 64\)"),
+            (without, r"the checkpoint has no model\.layers\.1\.mlp\.experts\.gate_up_proj"),
+        ):
+            rewrite(tmp_path / name, tensors)
+            with pytest.raises(CheckpointError, match=match):
+                from_pretrained(tmp_path / name, **options)
