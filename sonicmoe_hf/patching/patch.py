@@ -34,7 +34,7 @@ from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
-from .quantize import config_for, with_packed_experts
+from .quantize import check_not_packed, config_for, with_packed_experts
 from .ranks import check_ranks
 from .support import (
     REMEDIES,
@@ -317,8 +317,9 @@ def from_pretrained(
         The patched model.
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
-        UnsupportedModelError: as patch_model, or distributed_config has experts shared by ranks whose number does not
-            divide them. UnsupportedExpertsError: experts of a size that the format does not take.
+        UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None; or
+            distributed_config has experts shared by ranks whose number does not divide them.
+        UnsupportedExpertsError: experts of a size that the format does not take.
     """
     policy = as_routing_policy(routing)
     asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
@@ -329,7 +330,9 @@ def from_pretrained(
         )
     if kwargs.get("distributed_config") is not None:
         check_ranks(config_for(pretrained_model_name_or_path, kwargs), kwargs["distributed_config"])
-    if experts_quantization is not None:
+    if experts_quantization is None:
+        check_not_packed(pretrained_model_name_or_path, kwargs)
+    else:
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
     with named_errors():
         model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

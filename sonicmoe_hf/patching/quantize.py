@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
-from ..errors import UnsupportedExpertsError
+from ..errors import UnsupportedExpertsError, UnsupportedModelError
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.packed_weight import PackedWeight
@@ -27,6 +27,7 @@ from ..quantization.quantizer import (
 )
 from ..quantization.state import hold_packed
 from .own_configs import use_own_configs
+from .support import REMEDIES
 
 FOUR_BITS = tuple(format for format in FORMATS if format != "fp8")  # what a checkpoint in FP8 may become
 MODELOPTS_FILE = "hf_quant_config.json"
@@ -114,6 +115,26 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         hub = {**declared, "experts": stored} if is_of_hub else None
         config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
+
+
+def check_not_packed(name, kwargs: dict) -> None:
+    """Raise UnsupportedModelError, with the remedy, where from_pretrained(name, **kwargs) names no format and the
+    checkpoint's experts are in FP8 or NVFP4 as the hub has them. Nothing is loaded: on GPUs Transformers would keep FP8
+    for kernels of its own, elsewhere it tries to make bf16 of it."""
+    try:
+        declared = declared_quantization(config_for(name, kwargs))
+    except (OSError, ValueError):  # an adapter's folder, or what from_pretrained itself says more of
+        return
+    if declared is None or declared["quant_method"] not in METHODS:
+        return
+    if declared.get("dequantize") or getattr(kwargs.get("quantization_config"), "dequantize", False):
+        return
+    try:
+        stored = format_in_checkpoint(declared)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
+    words = "NVFP4" if stored == "nvfp4" else "FP8"
+    raise UnsupportedModelError(f"{name} has {words} experts: {REMEDIES[declared['quant_method']]}")
 
 
 def config_for(name, kwargs: dict) -> PreTrainedConfig:

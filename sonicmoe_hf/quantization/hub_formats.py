@@ -275,7 +275,7 @@ class _TakeDense(ConversionOps):
                 dense = self.format.dense(*tensors) if is_packed else weight
         except CheckpointError as error:
             raise CheckpointError(f"{full_layer_name}: {error}") from error
-        if is_packed and not bool(torch.isfinite(dense).all()):
+        if is_packed and not dense.is_meta and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{full_layer_name} or its scales have NaN or infinite values")
         return {full_layer_name: dense.to(parameter.dtype)}
 

@@ -21,6 +21,7 @@ from sonicmoe_hf import (
     CheckpointError,
     PackedWeight,
     UnsupportedExpertsError,
+    UnsupportedModelError,
     convert_checkpoint,
     from_pretrained,
     inspect_checkpoint,
@@ -211,6 +212,27 @@ def test_other_kinds_of_fp8_are_refused_by_name_with_a_remedy(changes, match, tm
     edit_config(tmp_path, quantization_config={**DECLARED_FP8, **changes})
     with pytest.raises(ValueError, match=f"{match}.*bf16"):
         from_pretrained(tmp_path, experts_quantization="fp8")
+
+
+@pytest.mark.parametrize("changes, match", [
+    ({}, 'has FP8 experts: to keep its experts packed .*experts_quantization="fp8"'),
+    ({"activation_scheme": "static"}, "activation_scheme 'static'.*load the bf16 checkpoint"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 'has NVFP4 experts: .*experts_quantization="nvfp4"'),
+])  # fmt: skip
+def test_without_a_format_the_remedy_is_named_before_a_weight_is_read(changes, match, tmp_path):
+    make(tmp_path, "deepseek_v3", **SIZES["deepseek_v3"])
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    edit_config(tmp_path, quantization_config={**DECLARED_FP8, **changes})
+    with pytest.raises(UnsupportedModelError, match=match):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_a_model_on_the_meta_device_has_its_packed_weights_there(family, tmp_path):
+    make_fp8(tmp_path / "fp8", family)
+    model = from_pretrained(tmp_path / "fp8", experts_quantization="fp8", device_map="meta")
+    assert packed_in(model) and {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
 LAYER = "model.layers.1.mlp.experts.3.up_proj.weight"
