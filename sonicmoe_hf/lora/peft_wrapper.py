@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), fsdp_auto_wrap_policy and
-get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
+parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), `_check_merge_allowed`,
+fsdp_auto_wrap_policy and get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. registration.py puts that in PEFT's place. Adapters of experts that ranks share are another
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.lora import model as peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import other as peft_other
 from torch import nn
 from transformers import PreTrainedConfig
@@ -33,6 +34,7 @@ from ..layer.experts_module import (
 )
 from ..layer.lora_operands import LowRank, of_experts
 from ..layer.moe_experts import FLOAT_DTYPES
+from ..layer.packed_weight import PackedWeight
 from ..patching.active_adapters import ActiveAdapters
 from ..patching.experts import experts_facts
 from ..patching.forwards import why_not_reached
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 _PEFTS_ACTIVATE = ParamWrapper._activate_lora
 _PEFTS_PLAN: Any = getattr(peft_model, "get_tp_plan_and_mesh", None)  # since 0.21
 _PEFTS_POLICY = peft_other.fsdp_auto_wrap_policy
+_PEFTS_CHECK = BaseTuner._check_merge_allowed
 _said: set[str] = set()
 
 
@@ -209,12 +212,28 @@ def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
     return (None, None) if getattr(module, "_is_expert_parallel", False) else _PEFTS_PLAN(model, current_key)
 
 
+def _check_merge_allowed(self) -> None:
+    """In place of BaseTuner's, which merging in memory calls first: else all but the experts would be merged by the time
+    that their error comes."""
+    for module in self.model.modules():
+        if isinstance(module, ParamWrapper) and not set(module.lora_A).isdisjoint(module.active_adapters):
+            experts: Any = module.get_base_layer()
+            shared = hasattr(module, shared_experts.SHARDED)
+            if shared or isinstance(experts._parameters.get(module.parameter_name), PackedWeight):
+                raise UnsupportedModelError(
+                    shared_experts.NOT_MERGED.format(kind="that ranks share" if shared else "that are packed")
+                )
+    _PEFTS_CHECK(self)
+
+
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """(where it stands, its name, what stands there instead) of each function of PEFT's that registration.py replaces.
 
     ParamWrapper then hands the factors to our experts, the policy for FSDP leaves them in their layer, the hooks for
-    tensor parallelism leave them alone under expert parallelism, and `shared_experts` shards them there."""
+    tensor parallelism leave them alone under expert parallelism, merging asks first whether it can, and `shared_experts`
+    shards them there."""
     yield ParamWrapper, "_activate_lora", _activate_lora
+    yield BaseTuner, "_check_merge_allowed", _check_merge_allowed
     yield peft_other, "fsdp_auto_wrap_policy", _fsdp_auto_wrap_policy
     if _PEFTS_PLAN is not None:
         yield peft_model, "get_tp_plan_and_mesh", _get_tp_plan_and_mesh

@@ -31,6 +31,10 @@ from .config import quiet_false_alarms
 
 SHARDED = "_sonicmoe_hf_sharded"  # attribute of ParamWrappers whose factors are sharded with their experts
 AVERAGED = "_sonicmoe_hf_averaged"  # attribute of models whose replicated adapters' gradients we average
+NOT_MERGED = (
+    "adapters of experts {kind} cannot be merged in memory; save the adapter, and merge it into the checkpoint: "
+    "sonicmoe-hf merge BASE ADAPTER DST"
+)
 SIDES = ("lora_A", "lora_B")
 _PEFTS_UPDATE = ParamWrapper.update_layer
 _PEFTS_DELTA = ParamWrapper.get_delta_weight
@@ -107,10 +111,7 @@ def _update_layer(self, adapter_name, *args, **kwargs):
 def _get_delta_weight(self, adapter_name, *args, **kwargs):
     """In place of ParamWrapper's, which merging calls."""
     if hasattr(self, SHARDED):
-        raise UnsupportedModelError(
-            "adapters of experts that ranks share cannot be merged in memory; save the adapter, and merge it into the "
-            "checkpoint: sonicmoe-hf merge BASE ADAPTER DST"
-        )
+        raise UnsupportedModelError(NOT_MERGED.format(kind="that ranks share"))
     return _PEFTS_DELTA(self, adapter_name, *args, **kwargs)
 
 

@@ -15,6 +15,7 @@ USED = {
     ),
     "peft.tuners.lora.layer.ParamWrapper.update_layer": ("0.20 to 0.21", "sharding the factors of experts"),
     "peft.tuners.lora.layer.ParamWrapper.get_delta_weight": ("0.20 to 0.21", "the error for merging sharded factors"),
+    "peft.tuners.tuners_utils.BaseTuner._check_merge_allowed": ("0.20 to 0.21", "the error before anything is merged"),
     "peft.tuners.tuners_utils.BaseTuner.inject_adapter": ("0.20 to 0.21", "averaging the gradients of other adapters"),
     "peft.utils.save_and_load._reshard_dtensor_values_for_load": ("0.21 to 0.21", "loading the factors of experts"),
     "peft.tuners.lora.model.get_tp_plan_and_mesh": (
