@@ -140,7 +140,7 @@ def pack_share(
         raise
     assert packed.state is not None  # NF4 has one
     if not bool(torch.isfinite(packed.state).all()):
-        raise ValueError("the weight of another rank's experts has NaN or infinite values; load a sound one")
+        raise ValueError("another rank's experts have NaN or infinite values, or are missing: see that rank's error")
     return packed
 
 
