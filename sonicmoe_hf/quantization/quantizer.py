@@ -243,12 +243,12 @@ class ExpertsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         for prefix, module in model.named_modules():
             end_awaiting(module)
-            names = packable(module)
-            for name in names:
-                if not isinstance(module._parameters[name], PackedWeight):
+            for name in packable(module):
+                weight = module._parameters[name]
+                if isinstance(weight, PackedWeight):
+                    use_stored_names(module)
+                elif not hasattr(weight, "device_mesh"):  # a packed part, where Transformers itself splits the experts
                     raise CheckpointError(f"the checkpoint has no {prefix}.{name}: some of its experts are missing")
-            if names:
-                use_stored_names(module)
         restore_dtypes(model, self.dtypes)
         mark_model_packed(model)
         return model if self.linear is None else self.linear._process_model_after_weight_loading(model, **kwargs)

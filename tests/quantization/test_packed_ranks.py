@@ -99,6 +99,21 @@ def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
         assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
 
 
+def packed_logits(rank, folder, format):
+    options = {"experts_quantization": format, "distributed_config": PARALLELISM["expert"]()}
+    with torch.no_grad():
+        return sonicmoe_hf.from_pretrained(folder, **options)(**batch()).logits
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4"])
+def test_transformers_own_expert_parallelism_packs_and_computes_each_ranks_experts(ranks, format, tmp_path):
+    build("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = sonicmoe_hf.from_pretrained(tmp_path, experts_quantization=format)(**batch()).logits
+    for logits in ranks.run(packed_logits, str(tmp_path), format):
+        assert_all_close({"logits": logits}, {"logits": expected}, 1e-5, SUMMATION)
+
+
 def packed_by_transformers_own(rank, folder, kind):
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
         sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=PARALLELISM[kind]())
