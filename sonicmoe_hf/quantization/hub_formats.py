@@ -260,6 +260,8 @@ class _TakeDense(ConversionOps):
         module, name = get_module_from_name(model, full_layer_name)
         parameter, ends = getattr(module, name), ("", *self.format.scales)
         tensors = [found[0] for end in ends if (found := input_dict.get(f"{WEIGHT[1:]}{end}$"))]
+        if tensors[0].is_meta:
+            return {full_layer_name: torch.empty_like(parameter, device="meta")}
         if self.format.scales == FP8_ENDS:
             tensors[0] = _uncast(tensors[0])
         weight, is_split = tensors[0], hasattr(parameter, "device_mesh")
@@ -275,7 +277,7 @@ class _TakeDense(ConversionOps):
                 dense = self.format.dense(*tensors) if is_packed else weight
         except CheckpointError as error:
             raise CheckpointError(f"{full_layer_name}: {error}") from error
-        if is_packed and not dense.is_meta and not bool(torch.isfinite(dense).all()):
+        if is_packed and not bool(torch.isfinite(dense).all()):
             raise CheckpointError(f"{full_layer_name} or its scales have NaN or infinite values")
         return {full_layer_name: dense.to(parameter.dtype)}
 
