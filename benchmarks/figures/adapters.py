@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.figures.documented import Cell, Sentence, Table
 from benchmarks.figures.layers import ALL
-from benchmarks.figures.results import Figure, Results, computed, mean, ratio, span, times
+from benchmarks.figures.results import Figure, Results, computed, difference, mean, ratio, span, times
 
 DOCUMENT = "docs/lora.md"
 QWEN3 = "Qwen3-30B-A3B"
@@ -16,7 +16,7 @@ FIXED_ORDER, ANY_ORDER = "7890a131dfe1", "d1b2c91de42f"  # runs of lora_layer.cs
 
 def declared(results: Results) -> Iterator[Table | Sentence]:
     """All tables and sentences of this file."""
-    for part in (memory, steps, layers, others, packed_steps, packed_layers, packed_quality):
+    for part in (memory, ranks, steps, layers, others, packed_steps, packed_layers, packed_quality):
         yield from part(results)
 
 
@@ -34,6 +34,41 @@ def memory(results: Results) -> Iterator[Table | Sentence]:
             ["weights in bf16", computed(2 * 30_532_122_624 / 2**30, "2 bytes a parameter")],
             ["adapters on experts: weights, gradients, Adam", computed(16 * adapters / 2**30, "16 bytes a parameter")],
         ],
+    )
+
+
+def ranks(results: Results) -> Iterator[Table | Sentence]:
+    """The experts' own rank, on the demo's small model."""
+
+    def loss(contender: str, step: int, **seed: int) -> Figure:
+        return mean(results.all("lora_rank", "held_out_loss", contender=contender, step=step, **seed))
+
+    def kept(**seed: int) -> Figure:
+        """What r / K brings beside adapters on the attention alone, in percent of what r brings."""
+        alone = loss("attention alone", 60, **seed)
+        return times(100, ratio(*(difference(alone, loss(contender, 60, **seed)) for contender in ("r / K", "r"))))
+
+    yield Table(
+        DOCUMENT,
+        "| r = 16, adapters on | parameters | held-out loss before | after 60 steps |",
+        [
+            [
+                label,
+                results.one("lora_rank", "adapter_parameters", contender=contender),
+                loss(contender, 0),
+                loss(contender, 60),
+            ]
+            for label, contender in (
+                ("the attention alone", "attention alone"),
+                ("the experts too, `experts_r` = r / K", "r / K"),
+                ("the experts too, at r", "r"),
+            )
+        ],
+    )
+    yield Sentence(
+        DOCUMENT,
+        "r / K brings #% of what the experts' adapters bring at r (#% and #% in the two seeds)",
+        [kept(), kept(seed=1), kept(seed=2)],
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 from pathlib import Path
 
 import torch
@@ -54,7 +53,6 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     dtype = torch.float32 if torch.device(options.device).type == "cpu" else torch.bfloat16
     base, rows, held_out = start(options, dtype)
     gpu = torch.cuda.get_device_name() if base.device.type == "cuda" else "none"
@@ -79,10 +77,7 @@ def main():
             ]
             first, *_, last = curve.values()
             print(f"{contender:15s} seed {seed}: {first:.4f} -> {last:.4f}, {parameters:,} parameters", flush=True)
-        with open(options.out / "lora_rank.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(table)
+        provenance.write_rows(options.out / "lora_rank.csv", FIELDS, table)
 
 
 if __name__ == "__main__":

@@ -76,10 +76,14 @@ class AdapterForecast:
 
     def sentence(self) -> str:
         """The forecast in words."""
+        counts = self.parameters, self.parameters_at_experts_r
+        at_r, at_experts_r = (f"{count / 1e6:,.0f} million" for count in counts)
+        words = f"LoRA on the experts has {at_r} parameters at r = {self.r}, 16 bytes each to train"
+        if self.experts_r == self.r:
+            return words
         return (
-            f"LoRA on the experts has {self.parameters / 1e6:,.0f} million parameters at r = {self.r}, 16 bytes each to "
-            f"train; lora_config(model, r={self.r}, experts_r={self.experts_r}), which is r / experts per token, has "
-            f"{self.parameters_at_experts_r / 1e6:,.0f} million"
+            f"{words}; where that does not fit, lora_config(model, r={self.r}, experts_r={self.experts_r}), which is r / "
+            f"experts per token, learns less (docs/lora.md) and has {at_experts_r}"
         )
 
 
