@@ -84,8 +84,8 @@ def _array(completion: Any, number: int) -> torch.Tensor:
 def _decoded(text: str, number: int) -> numpy.ndarray:
     """The array that vLLM sends over HTTP: a .npy file in base64."""
     try:
-        return numpy.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        return numpy.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except ValueError as error:
         raise ValueError(
             f"the routing of sequence {number} is text, but not a .npy file in base64, as vLLM sends it. SGLang's is "
             "numpy.frombuffer(base64.b64decode(text), numpy.int32).reshape(tokens - 1, decoder layers, experts per token)"

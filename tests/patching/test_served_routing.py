@@ -178,7 +178,8 @@ def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_
         assert torch.equal(RecordedRouting.from_server(given, mask).tensors()[0], expected)
     pickled = io.BytesIO()
     numpy.save(pickled, numpy.array([{}], object), allow_pickle=True)
-    for text in (base64.b64encode(arrays[1].tobytes()).decode(), "no base64!", "", pickled.getvalue().hex()):
+    archive = base64.b64encode(b"PK\x03\x04" + arrays[1].tobytes()).decode()
+    for text in (base64.b64encode(arrays[1].tobytes()).decode(), "no base64!", "", archive, texts[1][:40]):
         with pytest.raises(ValueError, match=r"of sequence 1 is text, .*SGLang's is numpy.frombuffer"):
             RecordedRouting.from_server([texts[0], text, *texts[2:]], mask)
     with pytest.raises(ValueError, match="of sequence 0 is text"):
