@@ -7,7 +7,7 @@ from helpers.flash_kernels import Attention, as_on_cuda, causal, reference
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
 from sonicmoe_hf.attention.models import NAME
-from sonicmoe_hf.attention.packing import sides_of
+from sonicmoe_hf.attention.packing import sequence_starts, sides_of
 
 EXACT = 1e-12  # fp64: the same numbers summed in another order
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
@@ -257,6 +257,15 @@ def test_packing_and_back():
     assert queries.pack(x[:, 4:])[:5].tolist() == [5, 6, 12, 13, 14]
     assert torch.equal(keys.unpack(keys.pack(x)), x)
     assert queries.clear_(torch.ones(2, 9), 1).sum(1).tolist() == [5, 5]
+
+
+def test_rows_that_hold_one_sequence_each_are_not_packed():
+    """None: nothing else begins one, and the kernels take the batch as it is."""
+    begins = torch.zeros(3, 5, dtype=torch.bool)
+    begins[:, 0] = True
+    assert sequence_starts(begins) is None
+    begins[1, 2] = True
+    assert sequence_starts(begins).tolist() == [0, 5, 7, 10, 15]
 
 
 REFUSALS = {

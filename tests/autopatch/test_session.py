@@ -124,6 +124,24 @@ def test_a_model_is_patched_after_it_was_loaded_not_while(make_session, tmp_path
     assert during == [False] and sonicmoe_hf.is_patched(model) and info == {"missing_keys": set()}
 
 
+def test_models_without_weights_are_not_spoken_of(make_session, capsys):
+    """Of the shell of a model, as accelerate's init_empty_weights builds, nothing is computed."""
+    session = make_session()
+    with torch.device("meta"):
+        shell = build()
+    session.built(shell)
+    session.say()
+    assert sonicmoe_hf.is_patched(shell) and capsys.readouterr().err == ""
+
+
+def test_models_are_patched_after_one_that_could_not_be_loaded(make_session, tmp_path):
+    session, model = make_session(), build()
+    with pytest.raises(OSError, match="no file named model.safetensors"):
+        session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, (str(tmp_path),), {})
+    session.built(model)
+    assert sonicmoe_hf.is_patched(model)
+
+
 def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(make_session, tmp_path, capsys):
     build(moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
     config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)

@@ -14,7 +14,7 @@ from rounding_problems import matrix
 from test_rank import SCALE, adapter
 
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
+from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.lora_operands import pack
@@ -83,10 +83,14 @@ def every_product_of_packed_experts(name):
         gate_up, down = (
             PackedOperand(*map(guard, quantize(tensors[w], name, order)), name) for w, order in orders.items()
         )
-        _, a = kernels.up(
-            guard(tensors["x"]), gate_up, guard(tensors["gate_up_bias"]), rows, Activation(), False, True, True
+        first, second = (  # adapters' rows and factors, of rank 8
+            LoraTerm(guard(torch.randn(rows.token.numel(), 8)), guard(torch.randn(E, columns, 8)))
+            for columns in (2 * I, H)
         )
-        kernels.down(a, down, guard(tensors["down_bias"]), rows)
+        _, a = kernels.up(
+            guard(tensors["x"]), gate_up, guard(tensors["gate_up_bias"]), rows, Activation(), False, True, True, first
+        )
+        kernels.down(a, down, guard(tensors["down_bias"]), rows, second)
         for packed in (gate_up, down):
             kernels.dequantize(*packed[:3], name, torch.float32, rows)
 

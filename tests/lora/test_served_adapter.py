@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.lora.engines import SERVED_MODELS
+from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
@@ -83,6 +84,16 @@ def test_patterns_and_rslora_come_back_with_the_same_products(name, tmp_path):
     assert_all_close(ours, expected, 1e-5, ORDER_OF_SUMS)
 
 
+def test_lora_alpha_is_a_whole_number_of_the_file_whatever_the_scale(tmp_path):
+    """Of rank 2, rsLoRA's scale is 5 over the root of 2: no whole number over 2."""
+    model = base("qwen3_moe", tmp_path / "base")
+    adapted = adapt(model, "qwen3_moe", tmp_path / "adapter", use_rslora=True)
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    assert isinstance(config_of(tmp_path / "served")["lora_alpha"], int)
+    merged = merged_by_the_engines_rule(tensors_in(tmp_path / "base"), tmp_path / "served", "qwen3_moe")
+    assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-5, ORDER_OF_SUMS)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", [HUB[:1], HUB[1:], []], ids=["gate and up", "down", "attention only"])
 def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, parameters, tmp_path):
@@ -100,6 +111,46 @@ def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, paramet
     assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-5, ORDER_OF_SUMS)
     convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
     assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter")), "zeros are left out again"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scales", [(2.0, 2.0), (0.5, 2.0)])
+@pytest.mark.parametrize("shares_a", [False, True])
+def test_gate_and_up_become_one_weight_with_the_same_products(shares_a, scales, interleaved):
+    a = torch.randn(2, 3, 3, 8)
+    parts = [Factors(a[0 if shares_a else i], torch.randn(3, 4, 3), scale) for i, scale in enumerate(scales)]
+    fused = fused_gate_up(*parts, interleaved)
+    product = fused.scale * fused.b @ fused.a
+    products = (product[:, 0::2], product[:, 1::2]) if interleaved else product.chunk(2, dim=1)
+    for part, found in zip(parts, products):
+        torch.testing.assert_close(found, part.scale * part.b @ part.a)
+    assert fused.rank == (3 if shares_a and scales[0] == scales[1] else 6)
+
+
+@pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (1.0, 2.0, 0.5)])
+def test_experts_of_several_ranks_and_scales_become_one_weight_with_the_same_products(scales):
+    own = [Factors(torch.randn(r, 8), torch.randn(4, r), scale) for r, scale in zip((2, 4, 1), scales)]
+    of_all = stacked(own)
+    assert of_all.rank == 4
+    for expert, factors in enumerate(own):
+        product = of_all.scale * of_all.b[expert] @ of_all.a[expert]
+        torch.testing.assert_close(product, factors.scale * factors.b @ factors.a)
+
+
+def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
+    """Its B is zero, and its A is not: what is trained on must not be left out."""
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=HUB)
+    get_peft_model(base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
+    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
+    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("rank", [8, 512])
+def test_ranks_that_vllm_has_are_taken_as_they_are(rank, tmp_path, capsys):
+    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter", rank_pattern={"o_proj": rank})
+    assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "served"), "--layout", "vllm"]) == 0
+    assert f"--max-lora-rank {rank} " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

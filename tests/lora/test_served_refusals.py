@@ -110,6 +110,10 @@ def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
         save_file({key: tensor for key, tensor in {**weights, **changes}.items() if tensor is not None}, path)
         for layout in ("vllm", "hub", "native"):
             assert_refused(tmp_path / "served", match, layout, trained_on=tmp_path / "base")
+    save_file(weights, path)
+    edit(tmp_path / "served", r=4)
+    due = r"where \(4, in\) and \(out, 4\) are due for r = 4"
+    assert_refused(tmp_path / "served", due, trained_on=tmp_path / "base")
 
 
 def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):

@@ -75,6 +75,13 @@ def test_copies_and_casts_leave_it_intact(weight, change):
     assert same(change(as_parameter(weight)), weight)
 
 
+def test_what_compilers_take_it_apart_into_makes_it_again(weight):
+    names, context = weight.__tensor_flatten__()
+    parts = {name: getattr(weight, name) for name in names}
+    again = PackedWeight.__tensor_unflatten__(parts, context, weight.shape, weight.stride())
+    assert same(again, weight) and again.dtype == weight.dtype
+
+
 def test_a_module_is_moved_and_cast_around_it(weight):
     module = Experts(weight)
     module.half()
