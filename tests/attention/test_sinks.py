@@ -8,6 +8,7 @@ from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
 from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.attention.packing import sequence_starts, sides_of
+from sonicmoe_hf.attention.positions import starts_of
 
 EXACT = 1e-12  # fp64: the same numbers summed in another order
 CASES = {  # B, T, S, H, key heads, D, D of values, window, causal
@@ -266,6 +267,15 @@ def test_rows_that_hold_one_sequence_each_are_not_packed():
     assert sequence_starts(begins) is None
     begins[1, 2] = True
     assert sequence_starts(begins).tolist() == [0, 5, 7, 10, 15]
+
+
+def test_positions_that_changed_in_place_or_are_of_another_batch_are_looked_at_again():
+    """What was found out about a tensor is kept for the model's other layers alone."""
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    assert starts_of(positions, 1).tolist() == [0, 3, 5]
+    assert starts_of(positions, 2).tolist() == [0, 3, 5, 8, 10]
+    positions[0, 1:] = torch.tensor([0, 1, 2, 3])
+    assert starts_of(positions, 2).tolist() == [0, 1, 5, 6, 10]
 
 
 REFUSALS = {

@@ -136,7 +136,7 @@ def test_models_without_weights_are_not_spoken_of(make_session, capsys):
 
 def test_models_are_patched_after_one_that_could_not_be_loaded(make_session, tmp_path):
     session, model = make_session(), build()
-    with pytest.raises(OSError, match="no file named model.safetensors"):
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, (str(tmp_path),), {})
     session.built(model)
     assert sonicmoe_hf.is_patched(model)

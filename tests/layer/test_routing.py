@@ -235,6 +235,18 @@ def test_the_policys_bound_holds_whatever_the_routing(problem, rounding):
     assert rows <= policy.max_rows(len(scores), top_k.shape[1], scores.shape[1])
 
 
+def test_balanced_rounding_may_take_half_a_tile_more_than_top_k():
+    """7 rows, of which 3 become 4 and 4 stay."""
+    scores = torch.tensor([[0.9, 0.1]] * 3 + [[0.2, 0.8]] * 4)
+    rows = round_tokens(scores, scores.topk(1).indices, tile=4, rounding="balanced").sum()
+    assert rows == 8 and TokenRounding(rounding="balanced", tile=4).max_rows(7, 1, 2) == 9
+
+
+def test_rounding_applies_from_the_mean_number_of_tiles_on():
+    policy = TokenRounding(tile=8, min_tiles_per_expert=2.0)
+    assert policy.applies(16, 4, 4) and not policy.applies(15, 4, 4), "64 pairs are two tiles of each expert"
+
+
 def test_bad_policies_raise_value_error_with_the_value():
     with pytest.raises(ValueError, match=r"rounding is 'closest'; choose one of 'nearest', 'balanced'"):
         TokenRounding(rounding="closest")

@@ -152,6 +152,7 @@ def test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized():
         for way in ways:
             is_plain = way.training.method != "qlora"
             assert ("--dequantize" in way.command) is is_plain, way.command
+            assert way.training.linear == "bf16", "bitsandbytes packs linear layers of a plain checkpoint alone"
     config.quantization_config = {"quant_method": "sonicmoe_hf", "experts": "nf4", "linear": None}
     sizes = sizes_of(config)
     assert {way.training.method for way in ways_of(sizes, gpus=1, gpu_memory=80, tokens=4096)} == {"qlora"}
@@ -166,6 +167,16 @@ def test_experts_of_a_size_that_a_format_does_not_take_are_not_planned_in_it():
     config = OlmoeConfig(**SMALL, num_experts=4, intermediate_size=48)
     formats = {way.training.experts for way in ways_of(sizes_of(config), gpus=1, gpu_memory=8, tokens=64)}
     assert formats == {"bf16", "fp8", "nvfp4"}, "48 is no multiple of 32 or 64"
+
+
+def test_experts_that_the_gpus_do_not_divide_are_not_split_over_them():
+    sizes = sizes_of(OlmoeConfig(**SMALL, num_experts=6, intermediate_size=64))
+    for gpus, is_split in ((3, True), (4, False)):
+        ways = ways_of(sizes, gpus=gpus, gpu_memory=8, tokens=64)
+        assert any(way.training.parallel == "expert parallelism" for way in ways) is is_split
+        packed = {way.training.parallel for way in ways if way.training.method == "qlora"}
+        assert ("FSDP2" in packed) is is_split and "DDP" in packed
+        assert any(way.training.parallel == "FSDP2" for way in ways if way.training.method == "full")
 
 
 def test_attention_with_sinks_is_planned_as_it_is_loaded():
