@@ -97,6 +97,9 @@ def moe_experts(
 ) -> torch.Tensor:
     """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
 
+    Autograd differentiates it, and so do grad, vjp and jacrev of torch.func; vmap computes its calls one after the other.
+    torch.compile(fullgraph=True) takes it as one op.
+
     Args:
         x: [T, H], fp64, fp32, bf16 or fp16.
         gate_up, down: the experts' weights in x's dtype, stored as `layout` says: [E, 2I, H] and [E, H, I], or for the
