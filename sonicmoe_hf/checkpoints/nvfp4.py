@@ -37,10 +37,10 @@ def is_declared(config: dict, folder: Path) -> bool:
         declared = {"quant_method": METHOD, **quantization}
     if not isinstance(declared, dict) or declared.get("quant_method") != METHOD:
         return False
-    found, block = declared.get("quant_algo"), declared.get("group_size", BLOCK)
-    if found != ALGORITHM or block != BLOCK:
+    algorithm, block = declared.get("quant_algo"), declared.get("group_size", BLOCK)
+    if algorithm != ALGORITHM or block != BLOCK:
         raise CheckpointError(
-            f"{folder} is quantized by ModelOpt as {found!r} in groups of {block}; conversion reads {ALGORITHM} in "
+            f"{folder} is quantized by ModelOpt as {algorithm!r} in groups of {block}; conversion reads {ALGORITHM} in "
             f"groups of {BLOCK}: convert the bf16 checkpoint that it was made from"
         )
     return True
@@ -62,10 +62,10 @@ def packed_weights(tensors: dict[str, Header]) -> set[str]:
 
 def scales(tensors: dict[str, Header], weights: set[str]) -> dict[str, tuple[int, ...]]:
     """The shapes that what stands beside `weights` must have; of activations' scales, any shape is right."""
-    found = {name: tensors[name].shape for name in tensors if name.endswith(OF_ACTIVATIONS)}
+    shapes = {name: tensors[name].shape for name in tensors if name.endswith(OF_ACTIVATIONS)}
     for name in weights:
         rows, columns = tensors[name].shape
-        found[f"{name}_scale"] = (rows, columns * 2 // BLOCK)
+        shapes[f"{name}_scale"] = (rows, columns * 2 // BLOCK)
         single = tensors[f"{name}_scale_2"].shape
-        found[f"{name}_scale_2"] = single if single == (1,) else ()
-    return found
+        shapes[f"{name}_scale_2"] = single if single == (1,) else ()
+    return shapes

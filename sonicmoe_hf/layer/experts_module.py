@@ -100,8 +100,8 @@ def is_expert_parallel(experts: Any) -> bool:
 
 def num_experts_in(config: Any) -> int | None:
     """E, of a model's config; None where it does not say, or where layers differ."""
-    found = (getattr(config, name, None) for name in COUNTS)
-    return next((total for total in found if isinstance(total, int)), None)
+    totals = (getattr(config, name, None) for name in COUNTS)
+    return next((total for total in totals if isinstance(total, int)), None)
 
 
 def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:

@@ -255,8 +255,8 @@ class ModelEntryHook:
         mesh = parallel_mesh(model, "tp")
         if mesh is not None:
             return mesh.get_group()
-        parallelism = (expert_parallelism(layer.experts) for layer in self.layers)
-        return next((found.batch_group for found in parallelism if found is not None), None)
+        implementations = (expert_parallelism(layer.experts) for layer in self.layers)
+        return next((ours.batch_group for ours in implementations if ours is not None), None)
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy

@@ -43,11 +43,11 @@ def in_this_thread(state: PatchState, *, recording: RecordedRouting | None = Non
 
 def recording_of(state: PatchState) -> RecordedRouting | None:
     """Where this thread's calls of a model note their routing, if they do."""
-    found = [context.recording for context in _contexts_of(state) if context.recording is not None]
-    return found[-1] if found else None
+    recordings = [context.recording for context in _contexts_of(state) if context.recording is not None]
+    return recordings[-1] if recordings else None
 
 
 def replay_of(state: PatchState) -> Replay | None:
     """What this thread's calls of a model take their experts from, if they do."""
-    found = [context.replay for context in _contexts_of(state) if context.replay is not None]
-    return found[-1] if found else None
+    replays = [context.replay for context in _contexts_of(state) if context.replay is not None]
+    return replays[-1] if replays else None
