@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sonicmoe_hf import convert_adapter
+from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.engines import SERVED_MODELS
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
