@@ -34,6 +34,12 @@ def test_models_with_sinks_get_them_on_a_gpu(folder, on_a_gpu):
     assert attention(folder) == NAME
 
 
+def test_the_oldest_gpu_is_an_a100_and_dtypes_are_of_16_bits(folder, on_a_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert attention(folder) == attention(folder, dtype=torch.float16) == NAME
+    assert attention(folder, dtype=torch.float64) == "eager"
+
+
 def test_what_the_caller_asks_for_stays(folder, on_a_gpu):
     assert attention(folder, attn_implementation="eager") == "eager"
 

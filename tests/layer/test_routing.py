@@ -284,5 +284,7 @@ def test_a_routing_takes_the_weights_that_came_beside_it_unless_they_were_cast()
     assert taken.weights is beside and taken.token_index is routing.token_index and taken.sentinels
     for same in (None, routing.weights, routing.weights.bfloat16()):
         assert routing.weighted_by(same) is routing
+    local = Routing(routing.expert_index, routing.weights, sentinels=True, is_local=True)
+    assert local.weighted_by(beside).is_local and not taken.is_local
     with pytest.raises(ValueError, match=r"list the same pairs"):
         routing.weighted_by(torch.rand(2, 2))

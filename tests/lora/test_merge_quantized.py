@@ -21,6 +21,7 @@ from helpers.checkpoints import (
 )
 from helpers.models import batch, build, relative_error
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
@@ -118,6 +119,22 @@ def test_new_scales_are_powers_of_two_where_the_base_says_so_and_the_change_is_t
     smaller = merge_adapter(base, tmp_path / "smaller", tmp_path / "merged too", quantize="keep")
     for large, small in zip(larger.roundings, smaller.roundings, strict=True):
         assert small.change == pytest.approx(1e-5 * large.change, rel=0.02), "bf16 would round it away"
+
+
+def test_a_module_that_the_adapter_holds_whole_takes_the_place_of_the_bases(tmp_path):
+    """modules_to_save: a head beside the format, and a linear layer that is in it."""
+    whole = {"modules": ("q_a_proj",), "modules_to_save": ["lm_head", "o_proj"]}
+    base, adapter, merged = base_and_adapter(tmp_path, "deepseek_v3", "fp8", 0.3, **whole)
+    saved = tensors_in(adapter)
+    trained = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in saved.items() if "lora" not in name}
+    save_file({**saved, **trained}, adapter / "adapter_model.safetensors")
+    merge_adapter(base, adapter, merged, quantize="keep")
+    convert_checkpoint(merged, tmp_path / "merged dense", "hub", dequantize=True)
+    found = tensors_in(tmp_path / "merged dense")
+    assert len(trained) == 3
+    for name, tensor in trained.items():
+        error = relative_error(found[name.removeprefix("base_model.model.")], tensor)
+        assert error < (0.004 if "lm_head" in name else 0.04), "of bf16 and of FP8"
 
 
 def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):

@@ -152,4 +152,11 @@ MUTATIONS = [
         "the slope of geglu_tanh lacks a factor of its cubic term",
         "tests/kernels/test_triton.py::test_activations_and_their_slopes_agree_with_the_eager_backend",
     ),
+    Mutation(
+        "kernels/triton/activations.py",
+        "return tl.where(h <= 0, 0.0, h), tl.where(h <= 0, 0.0, da)",
+        "return tl.where(h <= 0, 0.0, h), tl.where(h < 0, 0.0, da)",
+        "relu has a slope at zero",
+        "tests/kernels/test_ungated.py::test_activations_and_their_slopes_agree_with_the_eager_backend",
+    ),
 ]

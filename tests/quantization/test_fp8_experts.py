@@ -17,6 +17,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight, UnsupportedModelError
+from sonicmoe_hf.kernels.quantized import dequantize, quantize
 
 SIZES = {
     "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 128, "num_hidden_layers": 2},
@@ -85,6 +86,38 @@ def test_a_model_that_transformers_loaded_computes_with_its_own_bytes(load, fami
     assert same_bits(model.state_dict(), before) and not any(
         isinstance(weight, PackedWeight) for weight in model.parameters()
     )
+
+
+def test_their_pairs_of_fp4_values_are_mxfp4(load):
+    """As DeepSeek-V4's are stored: int8 [E, N, K / 2], and a power of two for 32 values, in E8M0."""
+    model, dense = load("qwen3_moe", hidden_size=160)
+    for experts, wanted in zip(fp8_experts(model), (layer.mlp.experts for layer in dense.model.layers)):
+        for name in ("gate_up_proj", "down_proj"):
+            packed = quantize(getattr(wanted, name).detach(), "mxfp4")
+            setattr(experts, name, nn.Parameter(packed.codes.flatten(2).view(torch.int8), requires_grad=False))
+            scales = nn.Parameter(packed.scales.view(torch.float8_e8m0fnu), requires_grad=False)
+            setattr(experts, f"{name}_scale_inv", scales)
+            getattr(wanted, name).data = dequantize(packed, "mxfp4", torch.float32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sonicmoe_hf.patch_model(model)
+    assert {experts.down_proj.format for experts in fp8_experts(model)} == {"mxfp4"}
+    expected = dense(**BATCH).logits
+    assert (model(**BATCH).logits - expected).norm() <= 1e-6 * expected.norm()
+    assert same_bits(model.state_dict(), before)
+
+
+def test_what_a_state_dict_or_a_checkpoint_brings_them_is_looked_at(load):
+    model, _ = load("qwen3_moe", "ue8m0")
+    experts = fp8_experts(model)[0]
+    experts.gate_up_proj.requires_grad_(False)
+    experts.down_proj.requires_grad_(True)
+    sonicmoe_hf.patch_model(model)
+    state = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    state["down_proj_scale_inv"].view(torch.uint8)[2, 0, 0] = 255  # E8M0's NaN
+    with pytest.raises(ValueError, match="down_proj_scale_inv has NaN"):
+        experts.load_state_dict(state)
+    sonicmoe_hf.unpatch_model(model)
+    assert experts.down_proj.requires_grad and not experts.gate_up_proj.requires_grad
 
 
 @pytest.mark.parametrize("patched_first", [True, False])

@@ -83,6 +83,15 @@ def test_one_weight_may_be_packed_alone(name, layout, packed):
     assert gradient.shape == dense_weight.shape and gradient.isfinite().all() and gradient.any()
 
 
+def test_it_computes_in_the_dtype_of_down_where_that_alone_is_packed():
+    """In bf16, to which x and the dense gate_up are cast."""
+    (gate_up, down), (leaves, index) = packed_weights("nf4", "concatenated", torch.bfloat16), inputs()
+    dense = gate_up.dequantize().float()
+    found = moe_experts(leaves[0].float(), dense, down, (index, leaves[1]))
+    expected = moe_experts(leaves[0].bfloat16(), gate_up.dequantize(), down, (index, leaves[1]))
+    assert found.dtype == torch.float32 and torch.equal(found, expected.float())
+
+
 def test_it_computes_in_the_packed_weights_dtype_or_autocasts():
     gate_up, down = packed_weights("nf4", "concatenated", torch.bfloat16)
     leaves, index = inputs()
