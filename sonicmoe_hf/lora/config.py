@@ -27,7 +27,7 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
 
     Args:
         model: a model with experts that sonicmoe_hf supports, in the hub layout or the native one, patched or not; one on
-            the meta device will do.
+            the meta device will do, and one that has adapters already.
         r: the rank of every adapter; each expert has factors of its own.
         experts_r: the rank on the experts, if it should not be r. A common choice is r / experts per token, because an
             expert's adapters see fewer tokens than the attention's by that ratio; they then also take less memory by it
@@ -47,6 +47,8 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
         config = sonicmoe_hf.lora_config(model, r=16, experts_r=2)  # of a model with 8 experts per token
     """
     peft = import_peft()
+    if isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
     experts = _experts(model)
     chosen = options.get("layers_to_transform")
     defaults = {
@@ -93,7 +95,7 @@ def quiet_false_alarms(config: Any, model: nn.Module) -> None:
     those of parameters, which it does not. Have nobody hear that of the parameters that a LoraConfig adapts."""
     if not getattr(config, "target_parameters", None):
         return
-    names = [name.replace(".base_layer", "") for name, _ in model.named_parameters()]
+    names = [_without_wrappers(name) for name, _ in model.named_parameters()]
     adapted = [name for name in names if is_target_parameter(name, vars(config))]
     for field in ("rank_pattern", "alpha_pattern"):
         keys = [key for key in getattr(config, field) or {} if any(_names(key, name) for name in adapted)]
@@ -106,6 +108,11 @@ def _names(key: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
+def _without_wrappers(name: str) -> str:
+    """The name of what PEFT may have wrapped, as it was before."""
+    return name.replace(".base_layer", "")
+
+
 def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:
     """What `target_parameters` of a LoraConfig calls the experts' weights of `model`; of the layers `chosen` alone, where
     they are given. Raises UnsupportedModelError as `lora_config`."""
@@ -114,7 +121,7 @@ def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> 
 
 def _experts(model: nn.Module) -> dict[str, nn.Module]:
     layers = supported_layers(model, check_accelerated(model), "accelerated")
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: _without_wrappers(name) for name, module in model.named_modules()}
     return {names[layer.experts]: layer.experts for layer in layers}
 
 
@@ -134,7 +141,7 @@ def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int
     """The experts' weights, under names that end as no other parameter's; by layer where layers are `chosen`."""
     weights = [f"{name}.{weight}" for name, module in experts.items() for weight in weight_names(module)]
     if chosen is None:
-        return _shortest_endings(weights, [name for name, _ in model.named_parameters()], parts=2)
+        return _shortest_endings(weights, [_without_wrappers(name) for name, _ in model.named_parameters()], parts=2)
     layers = {chosen} if isinstance(chosen, int) else set(chosen)
     return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 
@@ -147,7 +154,7 @@ def _attention_projections(model: nn.Module, experts: dict[str, nn.Module]) -> l
         for name, module in model.named_modules()
         if "Attention" in type(module).__name__ and name.startswith(tuple(f"{stack}." for stack in stacks))
         for child, layer in module.named_children()
-        if isinstance(layer, nn.Linear)
+        if isinstance(getattr(layer, "base_layer", layer), nn.Linear)
     ]
     return _shortest_endings(projections, [name for name, _ in model.named_modules()], parts=1)
 

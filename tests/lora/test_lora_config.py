@@ -45,6 +45,21 @@ def adapted_names(model, config):
     return modules, parameters
 
 
+@pytest.mark.parametrize("family, layout", [("qwen3_moe", "hub"), ("gpt_oss", "hub"), ("deepseek_v3", "native")])
+def test_a_model_that_has_an_adapter_gets_the_config_of_one_that_has_none(family, layout, tmp_path):
+    model = build(family)
+    model = native_twin(model, tmp_path) if layout == "native" else model
+    options = [{}, {"experts_r": 2}, {"layers_to_transform": [1]}]
+    first, *others = [sonicmoe_hf.lora_config(model, r=4, **each).to_dict() for each in options]
+    adapted = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))
+    for with_adapter in (adapted, adapted.get_base_model()):
+        again = [sonicmoe_hf.lora_config(with_adapter, r=4, **each).to_dict() for each in options]
+        assert again == [first, *others]
+    adapted.add_adapter("second", sonicmoe_hf.lora_config(adapted, r=4))
+    wrappers = [module for module in adapted.modules() if type(module).__name__ == "ParamWrapper"]
+    assert wrappers and all(set(wrapper.lora_A) == {"default", "second"} for wrapper in wrappers)
+
+
 @pytest.mark.parametrize(
     "family, layout", [("mixtral", "hub"), *((family, layout) for family in FAMILIES for layout in ("hub", "native"))]
 )
