@@ -57,7 +57,7 @@ MUTATIONS = [
         "not a.shape[0] == b.shape[1] == rank",
         "not a.shape[0] == b.shape[1]",
         "factors of another rank than the config's are taken",
-        "tests/lora/test_served_adapter.py::test_files_that_are_no_such_adapter_raise_with_the_name",
+        "tests/lora/test_served_refusals.py::test_files_that_are_no_such_adapter_raise_with_the_name",
     ),
     Mutation(
         "sonicmoe_hf/lora/per_expert.py",
