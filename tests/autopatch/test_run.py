@@ -18,7 +18,7 @@ PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched
 TRAINING = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01,
             "report_to": "none", "use_cpu": True, "bf16": False}  # fmt: skip
 ACCELERATE = """
-import json, sys
+import json, os, sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -46,8 +46,9 @@ for batch in batches:
     losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
 assert (accelerator.num_processes == 1) == (len(losses[0]) == 1)
 if accelerator.is_main_process:
-    print(json.dumps(losses))
+    print(json.dumps(losses), flush=True)
 accelerator.end_training()
+os._exit(0)  # gloo's threads sometimes abort as Python ends
 """
 BY_HAND = """
 import json, sys

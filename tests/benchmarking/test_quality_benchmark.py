@@ -211,8 +211,9 @@ def test_evaluation_uses_top_k(quality, tiny, corpus, method):
     assert torch.equal(rows, expected_rows)
 
 
-def test_evaluation_refuses_any_other_routing(quality, tiny, corpus):
+def test_evaluation_refuses_any_other_routing(quality, tiny, corpus, monkeypatch):
     training, _ = quality
+    monkeypatch.setattr(training, "DROP_CAPACITY_FACTOR", 0.5)  # drops half, whatever the corpus is
     model, counters = training.build_model(tiny, training.Run("token_drop", 0, "layer", 0), CPU)
     model.eval = lambda: model  # as if somebody forgot to switch to evaluation
     with pytest.raises(RuntimeError, match="not 2 a token"):
