@@ -11,7 +11,7 @@ from torch import nn
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, supported_layers
 from .convert import import_peft
-from .rules import is_target_parameter
+from .rules import is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -95,7 +95,7 @@ def quiet_false_alarms(config: Any, model: nn.Module) -> None:
     those of parameters, which it does not. Have nobody hear that of the parameters that a LoraConfig adapts."""
     if not getattr(config, "target_parameters", None):
         return
-    names = [_without_wrappers(name) for name, _ in model.named_parameters()]
+    names = [without_wrappers(name) for name, _ in model.named_parameters()]
     adapted = [name for name in names if is_target_parameter(name, vars(config))]
     for field in ("rank_pattern", "alpha_pattern"):
         keys = [key for key in getattr(config, field) or {} if any(_names(key, name) for name in adapted)]
@@ -108,11 +108,6 @@ def _names(key: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({key})$", name) is not None
 
 
-def _without_wrappers(name: str) -> str:
-    """The name of what PEFT may have wrapped, as it was before."""
-    return name.replace(".base_layer", "")
-
-
 def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> list[str]:
     """What `target_parameters` of a LoraConfig calls the experts' weights of `model`; of the layers `chosen` alone, where
     they are given. Raises UnsupportedModelError as `lora_config`."""
@@ -121,7 +116,7 @@ def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> 
 
 def _experts(model: nn.Module) -> dict[str, nn.Module]:
     layers = supported_layers(model, check_accelerated(model), "accelerated")
-    names = {module: _without_wrappers(name) for name, module in model.named_modules()}
+    names = {module: without_wrappers(name) for name, module in model.named_modules()}
     return {names[layer.experts]: layer.experts for layer in layers}
 
 
@@ -141,7 +136,7 @@ def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int
     """The experts' weights, under names that end as no other parameter's; by layer where layers are `chosen`."""
     weights = [f"{name}.{weight}" for name, module in experts.items() for weight in weight_names(module)]
     if chosen is None:
-        return _shortest_endings(weights, [_without_wrappers(name) for name, _ in model.named_parameters()], parts=2)
+        return _shortest_endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=2)
     layers = {chosen} if isinstance(chosen, int) else set(chosen)
     return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 

@@ -47,6 +47,7 @@ from .rules import (
     pattern_name,
     read_adapter_config,
     resolved,
+    without_wrappers,
 )
 from .served import check_servable, serve
 
@@ -292,7 +293,7 @@ class _Adapter:
         pairs: dict[tuple[str, str], dict[str, str]] = {}
         for name in self.weights.keys() - self.places.keys():
             key = name.removeprefix(PREFIX)
-            module, lora, _ = key.replace(".base_layer", "").partition(".lora_")
+            module, lora, _ = without_wrappers(key).partition(".lora_")
             if lora:
                 weights.add(f"{module}.weight")
             if match := KEY.match(key):

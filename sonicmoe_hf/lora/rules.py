@@ -31,6 +31,7 @@ PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate
 PARTS.update({native: PARTS[hub] for hub, native in PARAMETERS.items()})
 PREFIX = "base_model.model."
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
+WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "bias", "init_lora_weights",
@@ -40,6 +41,11 @@ PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
+
+
+def without_wrappers(name: str) -> str:
+    """The name of what PEFT may have wrapped, as it was before."""
+    return WRAPPER.sub("", name)
 
 
 def read_adapter_config(path: Path) -> dict:

@@ -18,7 +18,7 @@ from .engines import SERVED_MODELS, SGLANG_FUSED, VLLM_ABSORBED, VLLM_RANKS, Ser
 from .factors import EXPERT_WEIGHTS, PARTS, AdapterFactors, Factors, endings
 from .hub_form import target_parameters, write_tensors
 from .per_expert import EXPERT, hub_block, write_per_expert
-from .rules import KEY, PREFIX, WITH_PEFT, check_plain
+from .rules import KEY, PREFIX, WITH_PEFT, check_plain, without_wrappers
 
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST"
 MERGED_BY_PEFT = f"{WITH_PEFT}, save the model and serve that"
@@ -48,7 +48,7 @@ def check_servable(config: dict, names, model: BaseModel, engine: str, config_pa
     check_plain(config, config_path, f"no engine loads it: {MERGED_BY_PEFT}")
     for name in names:
         key = name.removeprefix(PREFIX)
-        parts = set(key.replace(".base_layer", "").split(".lora_")[0].split("."))
+        parts = set(without_wrappers(key).split(".lora_")[0].split("."))
         if parts & set(EMBEDDINGS):
             raise CheckpointError(
                 f"{name} is of the embeddings or the head, which not all models of engines adapt; {remedy}; "

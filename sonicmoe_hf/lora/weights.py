@@ -33,6 +33,7 @@ from .rules import (
     pattern_name,
     read_adapter_config,
     resolved,
+    without_wrappers,
 )
 
 EMBEDDINGS = ("lm_head.weight", "model.embed_tokens.weight")  # which PEFT saves whole if one of them is adapted
@@ -101,7 +102,7 @@ class LoraWeights:
         pairs: dict[str, dict[str, str]] = {}
         for name in self.headers:
             key = name.removeprefix(PREFIX)
-            match, weight = KEY.match(key), key.replace(".base_layer.", ".")
+            match, weight = KEY.match(key), without_wrappers(key)
             if weight in EMBEDDINGS and self._is_base_weight(name, weight):
                 continue
             if match is not None:
