@@ -1,135 +1,86 @@
-"""The program that `sonicmoe-hf run` becomes: how it is started, and with what environment.
-
-The process is replaced by the program's (execve). So arguments, exit code, signals, standard input and tracebacks are
-the program's own; sitecustomize.py beside this module patches the models there.
-"""
+"""How `sonicmoe-hf run` starts its program: with sitecustomize.py, beside this module, on PYTHONPATH."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NoReturn
 
 from .settings import VARIABLE, RunSettings
 
 SITE = Path(__file__).parent / "site"
+REACHED = "SONICMOE_HF_REACHED"  # the file that tells whether sitecustomize.py saw Transformers in some process
 PYTHON_FILES = (".py", ".pyw", ".pyc", ".pyz")
-PYTHON = re.compile(r"python[\d.]*")
-INTERPRETER = re.compile(rb"(?:#!\s*|'''exec' )\"?(?:\S+/env\s+(?:-S\s+)?)?([^\s\"]*python[\d.]*)\"?(?=\s)")
-OPTIONS = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)  # a word of Python's: switches, an option, its value
-AGAINST_PATCHING = {"I": "isolated", "E": "ignore_environment", "S": "no_site"}  # switches, and names of sys.flags
-IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")  # what it becomes would inherit that
+NOTHING_PATCHED = (
+    f"sonicmoe-hf run: nothing was patched: no Python of {sys.prefix} that reads PYTHONPATH has imported Transformers; "
+    "leave out Python's options -I, -E and -S, or install sonicmoe-hf in the environment that the program runs in"
+)
 
 
 class ProgramError(Exception):
-    """The program cannot be started, or not so that its models are patched; the message says why and what to do."""
+    """The program cannot be started; the message says why and what to do."""
 
 
-def _own_flags() -> list[str]:
-    """The flags that this Python was started with, such as -u."""
-    flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-    if flags and (last := OPTIONS.fullmatch(flags[-1])) and last[2] in ("m", "c") and not last[3]:
-        return [*flags[:-1], *([f"-{last[1]}"] if last[1] else [])]  # -um is -u and -m
-    return flags
+def run_program(program: list[str], settings: RunSettings) -> int:
+    """Run the program; its models, and those of its children, are patched as `settings` say.
 
+    A Python file, a module or a command of this environment takes over this process, so that arguments, exit code,
+    signals, standard input and tracebacks are its own. Any other program is a child, since only its end shows whether
+    a Python that can be patched was in it.
 
-def _own_switches() -> str:
-    """Those of AGAINST_PATCHING that this Python was started with."""
-    return "".join(switch for switch, name in AGAINST_PATCHING.items() if getattr(sys.flags, name))
-
-
-def _switches(words: list[str]) -> str:
-    """Python's switches in what follows `python` on a command line: "uB" of -u -X dev -Bm package."""
-    switches, rest = "", iter(words)
-    for word in rest:
-        options = OPTIONS.fullmatch(word)
-        if options is None:
-            break
-        switches += options[1]
-        if options[2] in ("c", "m"):
-            break
-        if options[2] and not options[3]:
-            next(rest, None)
-    return switches
-
-
-def _check_switches(switches: str) -> None:
-    """Raise for those that keep Python from reading PYTHONPATH or importing sitecustomize."""
-    for switch in AGAINST_PATCHING:
-        if switch in switches:
-            raise ProgramError(f"under Python's option -{switch} models cannot be patched; leave -{switch} out")
-
-
-def _is_python(file: str) -> bool:
-    """Whether a command is Python itself. A script of that name, such as pyenv's, looks for one when it runs."""
-    if PYTHON.fullmatch(Path(file).name) is None:
-        return False
-    with open(file, "rb") as start:
-        return start.read(2) != b"#!"
-
-
-def _interpreter(script: str) -> str | None:
-    """The Python that a script names in its first lines; None for any other program."""
-    with open(script, "rb") as file:
-        match = INTERPRETER.search(file.read(1024))
-    if match is None:
-        return None
-    named = match[1].decode(errors="surrogateescape")
-    if os.sep in named:
-        return named
-    found = shutil.which(named)  # as /usr/bin/env does
-    return found if found is not None and _is_python(found) else None
-
-
-def _check_environment(script: str, interpreter: str) -> None:
-    """Raise where a script belongs to another environment, whose Python leaves models alone."""
-    if Path(interpreter).parent.resolve() != Path(sys.executable).parent.resolve():
-        raise ProgramError(
-            f"{script} runs in another Python environment ({interpreter}) than sonicmoe-hf ({sys.executable}); install "
-            "sonicmoe-hf there, and run that one"
-        )
-
-
-def _command(program: list[str]) -> list[str]:
-    """The command line of the program: what it begins with is an option of Python (-m, -c), a command, or a Python file
-    or folder.
-
+    Returns:
+        The child's exit code.
     Raises:
-        ProgramError: see `become`.
+        ProgramError: there is no such program.
     """
-    python = [sys.executable, *_own_flags()]
+    environment = _environment(settings, os.environ)
+    command = _own_python(program)
+    if command is None or sys.platform == "win32":  # which has no execve that keeps the process
+        return _run_child(command or _foreign(program), environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environment)
+
+
+def _own_python(program: list[str]) -> list[str] | None:
+    """The command line of a program that this environment's Python runs; None for every other."""
     name = program[0]
-    if name.startswith("-"):
-        _check_switches(_switches(program))
-        return [*python, *program]
-    path = Path(name)
-    if path.suffix in PYTHON_FILES:
-        return [*python, *program]
-    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    found = shutil.which(name, path=places)
-    if found is None and (path.is_file() or (path / "__main__.py").is_file()):
-        return [*python, *program]
-    if found is None:
+    if name in ("-m", "-c") or Path(name).suffix in PYTHON_FILES:
+        return [sys.executable, *program]
+    path = _which(name)
+    if path is None:
+        is_python = Path(name).is_file() or Path(name, "__main__.py").is_file()
+        return [sys.executable, *program] if is_python else None
+    is_ours = Path(path).parent == Path(sysconfig.get_path("scripts"))
+    if is_ours and entry_points(group="console_scripts", name=Path(path).name):
+        return [sys.executable, path, *program[1:]]
+    return None
+
+
+def _foreign(program: list[str]) -> list[str]:
+    """The command line of every other program; what begins with an option of Python's is one of this Python."""
+    if program[0].startswith("-"):
+        return [sys.executable, *program]
+    path = _which(program[0])
+    if path is None:
         raise ProgramError(
-            f"there is no command {name!r} in this environment or on PATH, and no file of that name; a module is run by "
-            f"sonicmoe-hf run -- -m {name}"
+            f"there is no command {program[0]!r} in this environment or on PATH, and no file of that name; a module is "
+            f"run by sonicmoe-hf run -- -m {program[0]}"
         )
-    if _is_python(found):
-        _check_environment(name, found)
-        _check_switches(_switches(program[1:]))
-        return [found, *program[1:]]
-    interpreter = _interpreter(found)
-    if interpreter is None:
-        return [found, *program[1:]]
-    _check_environment(found, interpreter)
-    return [*python, found, *program[1:]]
+    return [path, *program[1:]]
+
+
+def _which(name: str) -> str | None:
+    return shutil.which(
+        name, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    )
 
 
 def _environment(settings: RunSettings, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -139,18 +90,14 @@ def _environment(settings: RunSettings, inherited: Mapping[str, str]) -> dict[st
     return {**inherited, "PYTHONPATH": path, VARIABLE: settings.as_variable()}
 
 
-def become(program: list[str], settings: RunSettings) -> NoReturn:
-    """Become the program. Its models, and those of its children, are patched as `settings` say.
-
-    Raises:
-        ProgramError: there is no such program, it belongs to another environment, or an option of Python forbids it.
-    """
-    _check_switches(_own_switches())
-    command, environment = _command(program), _environment(settings, os.environ)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if sys.platform == "win32":  # which has no execve that keeps the process
-        raise SystemExit(subprocess.run(command, env=environment).returncode)
-    for name in IGNORED_BY_PYTHON:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    os.execve(command[0], command, environment)
+def _run_child(command: list[str], environment: dict[str, str]) -> int:
+    """Run it as a child, and say at its end if nothing was patched."""
+    with tempfile.TemporaryDirectory() as folder:
+        reached = Path(folder, "reached")
+        process = subprocess.Popen(command, env={**environment, REACHED: str(reached)})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
+        signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+        code = process.wait()
+        if not reached.exists():
+            print(NOTHING_PATCHED, file=sys.stderr)
+    return code if code >= 0 else 128 - code  # as shells tell a signal

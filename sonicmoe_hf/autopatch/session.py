@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
-import logging
 import os
 import sys
 import threading
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from ..errors import UnsupportedModelError
 from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
@@ -27,7 +26,6 @@ from ..private.torch import remove_hooks
 from .report import ComputedBy, describe
 from .settings import RunSettings, from_environment
 
-logger = logging.getLogger(__name__)
 COMMAND = "sonicmoe-hf run"
 
 
@@ -44,10 +42,21 @@ class Session:
         self.has_packed = False
         self.thread = threading.local()  # is_loading: from_pretrained patches what it has loaded
         self.has_trained = False
+
+    def install(self) -> None:
+        """Follow the process's optimizers, Trainers and adapters, and its end."""
         atexit.register(self.at_exit)
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.say())
-        if settings.adapt_experts is not None:
+        if self.settings.adapt_experts is not None:
             before_adapters(self.adapt)
+        train = Trainer.train
+
+        @functools.wraps(train)
+        def attached_train(trainer, *args, **kwargs):
+            self.prepare(trainer)
+            return train(trainer, *args, **kwargs)
+
+        Trainer.train = attached_train  # type: ignore[method-assign]
 
     def built(self, model: PreTrainedModel) -> None:
         """A model's constructor has ended."""
@@ -195,6 +204,7 @@ def session() -> Session:
     """The process's own."""
     global _current
     _current = Session(from_environment())
+    _current.install()
     return _current
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from ..autopatch.program import ProgramError, become
+from ..autopatch.program import ProgramError, run_program
 from ..autopatch.settings import ROUTINGS, RunSettings
 from ..kernels.quantized import FORMATS
 from ..layer.config import SAVE_POLICIES
 
 OPTIONS = ("--routing", "--tile", "--save", "--experts-quantization", "--adapt-experts")  # each takes a value
-DESCRIPTION = """Runs a program, in this process, with every Transformers model that it or its children build patched,
-and says at the first training step what was patched, by which backend, or why not. PROGRAM is a command (trl,
-llamafactory-cli, axolotl, swift, accelerate, torchrun), a Python file, or -m and a module; all that follows is its own.
-Arguments, exit code, signals, standard input and tracebacks are the program's. Under a launcher: torchrun ... -m
-sonicmoe_hf run -- script.py."""
+DESCRIPTION = """Runs a program with every Transformers model that it or its children build patched, and says at the
+first training step what was patched, by which backend, or why not. PROGRAM is a command (trl, llamafactory-cli, axolotl,
+swift, accelerate, torchrun), a Python file, or -m and a module; all that follows is its own. These take over the process,
+so that arguments, exit code, signals, standard input and tracebacks are the program's. Under a launcher: torchrun ...
+-m sonicmoe_hf run -- script.py."""
 
 
 def split_program(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -84,4 +84,4 @@ def _run(arguments) -> int:
         experts_quantization=arguments.experts_quantization,
         adapt_experts=arguments.adapt_experts,
     )
-    become(arguments.program, settings)
+    return run_program(arguments.program, settings)

@@ -24,12 +24,9 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 @pytest.fixture
 def make_session(monkeypatch):
-    """A Session that is not told when the tests end."""
+    """A Session that follows nothing of this process but what a test hands it."""
 
     def make(**settings):
-        monkeypatch.setattr("atexit.register", lambda function: None)
-        monkeypatch.setattr(sessions, "register_optimizer_step_pre_hook", lambda hook: None)
-        monkeypatch.setattr(sessions, "before_adapters", lambda change: None)
         session = Session(RunSettings(**settings))
         monkeypatch.setattr(sessions, "_current", session)
         return session

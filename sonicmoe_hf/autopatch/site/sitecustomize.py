@@ -1,28 +1,75 @@
-"""Python imports this when it starts, because `sonicmoe-hf run` has put this folder on PYTHONPATH. It imports the
-sitecustomize that this one hides, and then has models patched as `sonicmoe-hf run` was asked to."""
+"""Python imports this as it starts, because `sonicmoe-hf run` has put this folder on PYTHONPATH.
 
+The models of this process are patched as they are built. Nothing of Transformers or of this package is imported before
+the program does so, because programs set variables such as HF_HOME first. Last comes the sitecustomize that this hides.
+"""
+
+import functools
+import importlib.util
+import json
 import os
 import sys
-import traceback
+from importlib.machinery import PathFinder
 
-import sonicmoe_hf_startup
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
-
-
-def _patch_models():
-    variable = os.environ.get("SONICMOE_HF_RUN")
-    if not variable:
-        return
-    try:
-        if sonicmoe_hf_startup.is_meant(variable):
-            sonicmoe_hf_startup.install()
-    except Exception as error:  # Python goes on after one, and models would not be patched
-        traceback.print_exc()
-        raise SystemExit("sonicmoe-hf run: models cannot be patched in this process") from error
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.abspath(os.path.join(HERE, *[os.pardir] * 3))  # what holds the package sonicmoe_hf
 
 
-try:
-    sonicmoe_hf_startup.load("sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != _HERE])
-finally:  # also after an error of theirs, which Python prints before it goes on
-    _patch_models()
+def load(name, folders):
+    """Import a module from these folders alone; nothing where they have none."""
+    spec = PathFinder.find_spec(name, folders)
+    if spec is not None and spec.loader is not None:
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+@functools.cache
+def session():
+    """What patches and reports the models of this process."""
+    if "sonicmoe_hf" not in sys.modules:
+        load("sonicmoe_hf", [ROOT])  # the one that the command is of, also where another is installed
+    from sonicmoe_hf.autopatch.session import session
+
+    return session()
+
+
+def follow_models(modeling_utils):
+    """Have constructors and from_pretrained of Transformers' models call the session."""
+    model = modeling_utils.PreTrainedModel
+    built, load_model = model.post_init, vars(model)["from_pretrained"].__func__
+
+    @functools.wraps(built)
+    def post_init(self):
+        built(self)
+        session().built(self)
+
+    @functools.wraps(load_model)
+    def from_pretrained(cls, *args, **kwargs):
+        return session().load(functools.partial(load_model, cls), cls, args, kwargs)
+
+    model.post_init, model.from_pretrained = post_init, classmethod(from_pretrained)
+    if "SONICMOE_HF_REACHED" in os.environ:
+        open(os.environ["SONICMOE_HF_REACHED"], "w").close()
+
+
+class FirstImport:
+    """A finder of one module, once: everybody else's finders find it, and `follow_models` comes after its import."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "transformers.modeling_utils":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), follow_models(module))
+        return spec
+
+
+settings = os.environ.get("SONICMOE_HF_RUN")
+if settings and os.path.realpath(json.loads(settings)["prefix"]) == os.path.realpath(sys.prefix):
+    if "transformers.modeling_utils" in sys.modules:  # which a .pth file has imported
+        follow_models(sys.modules["transformers.modeling_utils"])
+    else:
+        sys.meta_path.insert(0, FirstImport())
+load("sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != HERE])
