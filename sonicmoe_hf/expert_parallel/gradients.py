@@ -10,13 +10,17 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The parameters in groups of those on one device mesh, and those on none: what an optimiser takes as its groups.
-    Torch updates lists of tensors of one mesh."""
+def by_mesh(parameters: Iterable[torch.Tensor]) -> list[dict[str, list[torch.Tensor]]]:
+    """An optimiser's parameter groups: the parameters on one device mesh each, and those on none. Torch updates lists of
+    tensors of one mesh.
+
+    Example:
+        optimizer = torch.optim.AdamW(by_mesh(model.parameters()), lr=1e-4)
+    """
     groups = collections.defaultdict(list)
     for parameter in parameters:
         groups[getattr(parameter, "device_mesh", None)].append(parameter)
-    return list(groups.values())
+    return [{"params": group} for group in groups.values()]
 
 
 def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -27,7 +31,7 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float) -> torc
     Example:
         clip_grad_norm_(model.parameters(), 1.0)
     """
-    groups = by_mesh(parameter for parameter in parameters if parameter.grad is not None)
+    groups = [group["params"] for group in by_mesh(p for p in parameters if p.grad is not None)]
     norms: list[Any] = [get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

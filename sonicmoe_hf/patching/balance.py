@@ -63,14 +63,14 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        scale = ctx.call.outermost.loss_scale
-        if scale is None:
+        call = ctx.call.outermost
+        if call.loss_scale is None:
             raise RuntimeError(NO_SCALE)
-        return gradient, scale.to(ctx.device), None
+        return gradient, call.loss_scale.to(ctx.device) / call.num_layer_losses, None
 
 
 def with_layer_loss(weights: torch.Tensor, loss: torch.Tensor, call: ModelCall) -> torch.Tensor:
-    """`weights`, whose backward adds `loss` to the training loss.
+    """`weights`, whose backward adds `loss` to the training loss, divided by the number of layers that ran in the call.
 
     The returned router logits are no place for it: the experts depend on the weights alone, and reentrant checkpointing
     gives gradients to nothing else that is made inside a layer.

@@ -22,7 +22,7 @@ from .recorded import ReplayedCall
 
 
 class Balancing(NamedTuple):
-    """What routers do for balance while training. loss_weight: of every layer's loss, 0.0 for none; counting: whether
+    """What routers do for balance while training. loss_weight: of the layers' mean loss, 0.0 for none; counting: whether
     they count their tokens for the bias update."""
 
     loss_weight: float
@@ -74,7 +74,8 @@ class ModelCall:
     none; recomputing: whether checkpointing runs the module's forward again, as part of the call that did so first.
     outer: the call of a model that this call is part of; outermost: of those of the same model, the first.
     share: what part of the optimiser step's tokens the outermost call has, as far as its own loss says; loss_scale: what
-    backward multiplies its balancing loss by, once it began. recorded, replayed: the experts that the
+    backward multiplies its balancing loss by, once it began; num_layer_losses: how many runs of
+    layers that loss is the mean of. recorded, replayed: the experts that the
     outermost call notes ({layer: [indices [T, K] of each run]}), or takes in place of the routers' own. agreed: under
     expert parallelism, this rank's numbers of tokens and pairs, and the largest of all ranks. batch_group: the ranks that
     share the outermost call's batch, if stochastic rounding must draw the same there.
@@ -103,6 +104,7 @@ class ModelCall:
         self.recomputing: bool = part_of is not None and (part_of is not outer or part_of.recomputing)
         self.share: torch.Tensor | float = 1.0
         self.loss_scale: torch.Tensor | None = None
+        self.num_layer_losses = 0
         self.recorded: dict[str, list[torch.Tensor]] | None = None
         self.replayed: ReplayedCall | None = None
         self.agreed: tuple[list[int], list[int]] | None = None

@@ -42,9 +42,8 @@ class ExpertLoad:
         n_E = torch.where(fell_back > 0, f_E, rows_E)
         change_E = n_E - f_E
         avoided_E = (-f_E) % tile - (-n_E) % tile
-        per_call = (f_E.new_ones(()), fell_back)
-        rounded = torch.stack([change_E.clamp(min=0).sum(), (-change_E).clamp(min=0).sum(), avoided_E.sum()])
-        counted.add_(torch.cat([n_E, torch.stack(per_call), rounded * (1 - fell_back)]))
+        added, dropped = change_E.clamp(min=0).sum(), (-change_E).clamp(min=0).sum()
+        counted.add_(torch.cat([n_E, torch.stack([f_E.new_ones(()), fell_back, added, dropped, avoided_E.sum()])]))
 
     def take(self) -> torch.Tensor | None:
         """[E + len(TOTALS)] since the last call, None where counting never started; it starts again from zero."""

@@ -122,6 +122,8 @@ class RouterHook:
         if balancing is not None:
             if balancing.counting and not recomputing:
                 self.balance.record(index_TK, num_experts, valid_T)
+            if balancing.loss_weight and not recomputing:
+                call.outermost.num_layer_losses += 1
             if balancing.loss_weight and torch.is_grad_enabled():
                 weights = weights_TK if rounded is None else rounded.weights
                 weights = self._with_layer_loss(router, output, weights, valid_T, call, balancing.loss_weight)

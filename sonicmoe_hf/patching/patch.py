@@ -314,7 +314,7 @@ def from_pretrained(
             after the other. A BitsAndBytesConfig given as quantization_config is for the linear layers.
         auto_class: the Auto class that loads the model.
     Returns:
-        The patched model.
+        The patched model; with output_loading_info=True, (model, what Transformers says of the names).
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
         UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None; or
@@ -335,13 +335,14 @@ def from_pretrained(
     else:
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
     with named_errors():
-        model = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     if any(map(is_fp8_experts, model.modules())):
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
     if not _asks_for_attention(kwargs) and attention_runs_here(model):
         model.set_attn_implementation(ATTENTION)
     patch_model(model, policy, save=save)
-    return model
+    return loaded
 
 
 def _asks_for_attention(kwargs: dict[str, Any]) -> bool:

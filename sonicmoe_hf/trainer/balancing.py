@@ -33,11 +33,11 @@ class LoadBalancing(_ExpertsInCheckpoints):
     recomputes count once.
 
     Args:
-        per_layer_loss: weight of the balancing loss, which is computed for every layer by itself and averaged over
-            layers. Use it in place of the model's own (`router_aux_loss_coef`, `output_router_logits`), which pools the
-            counts of all layers. Its gradient is scaled as the model's returned loss is: by gradient accumulation,
-            `num_items_in_batch`, a GradScaler, DDP; or as a loss computed outside the model is, in a Trainer by `attach`,
-            else by `scaled_as`. The load is that of one micro-batch of one rank.
+        per_layer_loss: weight of the balancing loss, which is computed for every layer by itself and averaged over the
+            layers that run in a call. Use it in place of the model's own (`router_aux_loss_coef`,
+            `output_router_logits`), which pools the counts of all layers. Its gradient is scaled as the model's returned
+            loss is: by gradient accumulation, `num_items_in_batch`, a GradScaler, DDP; or as a loss computed outside the
+            model is, in a Trainer by `attach`, else by `scaled_as`. The load is that of one micro-batch of one rank.
         bias_update: by how much the correction bias of an expert moves at every optimiser step: up where it had fewer
             tokens than the mean, down where it had more. For routers that have one (DeepSeek-V3 and its kin). The load
             is that of all ranks and micro-batches of the step. The biases are saved with the model, and made fp32.
@@ -93,8 +93,7 @@ class LoadBalancing(_ExpertsInCheckpoints):
                 counts = find_hook(forward_hooks(router), RouterHook).balance
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
-        weight = 0.0 if self.per_layer_loss is None else self.per_layer_loss / len(layers)
-        return Balancing(weight, self.bias_update is not None)
+        return Balancing(self.per_layer_loss or 0.0, self.bias_update is not None)
 
     def step(self, model: nn.Module) -> None:
         """Call it after every optimiser step: updates the biases, with the tokens of all ranks since the last call."""

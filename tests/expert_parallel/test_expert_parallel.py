@@ -64,6 +64,14 @@ def step(model, inputs):
     return {"loss": loss.detach(), **gradients(model)}
 
 
+def largest(rank):
+    return collectives.largest([rank, 3, 5 - rank], torch.distributed.group.WORLD)
+
+
+def test_ranks_agree_on_the_maximum_of_each_number(ranks):
+    assert ranks.run(largest) == [[1, 3, 5]] * WORLD
+
+
 # ranks that share a batch
 
 

@@ -105,7 +105,7 @@ def packed_steps(rank, folder):
         result = {"loss": loss.detach(), **{name: one.clone() for name, one in gradients(model).items()}}
         norm = clip_grad_norm_(model.parameters(), 0.1)
         clipped = clip_grad_norm_(model.parameters(), torch.inf)
-        optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh(model.parameters())], foreach=True)
+        optimizer = torch.optim.AdamW(by_mesh(model.parameters()), foreach=True)
         optimizer.step()
         found.append({**result, "norm": norm, "clipped": clipped})
     return found

@@ -22,6 +22,15 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_rounding_that_fell_back_counts_top_ks_rows_and_no_change():
+    index_TK, load = torch.tensor([[0, 1], [0, 2], [0, 1]]), ExpertLoad()
+    rows_E = torch.tensor([4, 0, 0, 4])
+    load.record(index_TK, 4, rows_E=rows_E, fell_back=torch.tensor(True), tile=4)
+    assert load.take().tolist() == [3, 2, 1, 0, 1, 1, 0, 0, 0]
+    load.record(index_TK, 4, rows_E=rows_E, fell_back=torch.tensor(False), tile=4)
+    assert load.take().tolist() == [4, 0, 0, 4, 1, 0, 5, 3, (1 + 2 + 3) - 0]
+
+
 def test_counting_a_forward_by_top_k_takes_few_kernels():
     torch.manual_seed(0)
     load, index_TK = ExpertLoad(), torch.rand(32, 8).topk(2).indices

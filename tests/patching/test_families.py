@@ -97,6 +97,17 @@ def test_a_layer_in_bf16_is_as_near_to_fp32_as_bf16_allows(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_experts_follow_a_dtype_that_changes_between_calls(family):
+    model = build(family)
+    plain = twin(model)
+    sonicmoe_hf.patch_model(model)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        found, expected = (loss_and_gradients(each.to(dtype), batch()) for each in (model, plain))
+        assert found["logits"].dtype == dtype
+        assert_all_close(found, expected, 1e-5, FP32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_bf16_errs_no_more_than_eager_bf16(family):
     """Whole models in bf16 are several percent off fp32 whoever computes them; routing itself flips. So: errors."""
     ours_total = eager_total = 0.0

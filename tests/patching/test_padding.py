@@ -47,6 +47,12 @@ def test_a_masks_columns_of_a_tuned_prefix_are_not_the_calls_own():
     assert set(counted(tuned, **inputs).values()) == {int(inputs["attention_mask"].sum())}
 
 
+def test_a_mask_that_numbers_the_sequences_it_packs_leaves_out_its_zeros_alone():
+    model, inputs = patched(), batch(padding=True)
+    inputs["attention_mask"] = inputs["attention_mask"] * torch.arange(1, 5).unsqueeze(1)
+    assert set(counted(model, **inputs).values()) == {int((inputs["attention_mask"] > 0).sum())}
+
+
 class Reshaping(torch.nn.Module):
     """A model's stack of layers, which gets its mask as the model makes it of a 2-D one."""
 

@@ -141,6 +141,13 @@ def test_from_pretrained_loads_and_patches(tmp_path):
         sonicmoe_hf.from_pretrained(tmp_path, routing="rounded")
 
 
+def test_from_pretrained_hands_on_what_transformers_says_of_the_names(tmp_path):
+    saved = build("qwen3_moe")
+    saved.save_pretrained(tmp_path)
+    model, information = sonicmoe_hf.from_pretrained(tmp_path, output_loading_info=True)
+    assert patch_state(model).policy is None and not information["missing_keys"]
+
+
 def test_saving_a_patched_model_saves_the_plain_one(tmp_path):
     model = build("gpt_oss")
     plain = twin(model)

@@ -120,6 +120,17 @@ def test_calls_are_replayed_in_order_and_tensors_do_too():
         assert torch.equal(model(**inputs[0]).logits, logits[0]), "nothing is left behind"
 
 
+def test_of_replays_inside_each_other_the_innermost_counts():
+    model, inputs = patched("qwen3_moe"), batch()
+    outer, inner = (torch.tensor(pair).expand(2, 96, 2) for pair in ([0, 2], [1, 3]))
+    with torch.no_grad(), replay_routing(model, [outer, outer]), record_routing(model) as used:
+        model(**inputs)
+        with replay_routing(model, inner):
+            model(**inputs)
+        model(**inputs)
+    assert [call[0, 0].tolist() for call in used.tensors()] == [[0, 2], [1, 3], [0, 2]]
+
+
 # layers that run several times in a call, or not at all
 
 

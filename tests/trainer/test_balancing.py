@@ -10,6 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing
+from sonicmoe_hf.patching.patch import router_hooks
 from sonicmoe_hf.patching.support import find_layers
 
 WEIGHT, K, E = 0.5, 2, 8  # a weight at which the loss shows in every gradient
@@ -70,6 +71,29 @@ def test_its_gradients_are_those_of_every_layers_loss_scaled_as_the_models_is(fa
     assert_all_close(found, with_loss_by_hand(family, model, inputs, 3.0), 1e-5, ORDER_OF_SUMS)
     balancing.stop(ours)
     assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, ORDER_OF_SUMS)
+
+
+def test_layers_that_share_their_experts_each_count_in_the_mean():
+    model, inputs = build("qwen3_moe", num_hidden_layers=3), batch(padding=True)
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    ours = twin(model)
+    sonicmoe_hf.patch_model(ours)
+    LoadBalancing(per_layer_loss=WEIGHT).start(ours)
+    ours(**inputs).loss.backward()
+    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert_all_close(found, with_loss_by_hand("qwen3_moe", model, inputs, 1.0), 1e-5, ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_recomputed_count_their_tokens_once(kind):
+    model, inputs = build("deepseek_v3"), batch(padding=True)
+    sonicmoe_hf.patch_model(model)
+    if KINDS[kind] is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[kind])
+    LoadBalancing(bias_update=1e-3).start(model)
+    model(**inputs).loss.backward()
+    for hook in router_hooks(model):
+        assert hook.balance.counted_E.sum() == K * inputs["attention_mask"].sum()
 
 
 def test_a_loss_computed_outside_the_model_gives_the_scale():
