@@ -3,7 +3,7 @@ the list for users.
 
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT, and one of
 Transformers, are replaced by ones that call the original for every model that is not ours. A model whose experts are
-packed guards DeepSpeed's initialize (quantization/refusals.py), the one change that comes later.
+packed guards DeepSpeed's initialize (formats/refusals.py), the one change that comes later.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .attention.implementation import sinks_attention_forward
 from .attention.mask import sinks_mask
 from .attention.models import NAME as ATTENTION
 from .checkpoints.modeling import NATIVE
+from .formats.declared import QUANT_METHOD
+from .formats.quantizer import ExpertsQuantizationConfig, ExpertsQuantizer
+from .formats.refusals import unguard_deepspeed
 from .layer.experts_module import IMPLEMENTATION, has_expert_parallelism
 from .patching.experts import sonicmoe_hf_experts_forward
 from .private.transformers import forget_auto_classes, forget_implementation, scalars_read_whole
-from .quantization.quantizer import QUANT_METHOD, ExpertsQuantizationConfig, ExpertsQuantizer
-from .quantization.refusals import unguard_deepspeed
 
 OLDEST_PEFT = "0.20"
 

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..errors import CheckpointError, DoctorError
+from ..formats.declared import declared_quantization
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers, supported_layers, supports
 from ..private.transformers import auto_classes, builds
@@ -70,6 +71,7 @@ def build_on_meta(name: str) -> PreTrainedModel:
     try:
         path = local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE
         entries = read_json(path)
+        declared_quantization(entries, where=str(path))  # where it is no object, Transformers' error would not name it
     except CheckpointError as error:
         raise DoctorError(str(error)) from error
     _check_model_type(path, entries)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..kernels.quantized import FORMATS
+from ..formats.declared import MODELOPT, QUANT_METHOD
+from ..formats.declared import declared_quantization as read_quantization
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
-from ..quantization.quantizer import QUANT_METHOD
-from . import nvfp4
 from .files import CONFIG_FILE
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
-QUANTIZATIONS = ("mxfp4", "fp8", nvfp4.METHOD, QUANT_METHOD)
+QUANTIZATIONS = ("mxfp4", "fp8", MODELOPT, QUANT_METHOD)
 WITHOUT_GATE = ("nemotron_h",)  # families whose experts have no gate
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
@@ -79,26 +78,23 @@ def declared_quantization(config: dict, folder: Path) -> tuple[str | None, bool]
     Raises:
         CheckpointError: it is another quantization.
     """
-    if nvfp4.is_declared(config, folder):
-        return "nvfp4", False
-    declared = config.get("quantization_config")
+    path = folder / CONFIG_FILE
+    declared = read_quantization(config, folder, str(path))
     if declared is None:
         return None, False
-    path = folder / CONFIG_FILE
-    if not isinstance(declared, dict):
-        raise CheckpointError(f"{path}: quantization_config is {declared!r}; it must be an object")
-    method = declared.get("quant_method")
-    if method not in QUANTIZATIONS:
-        raise CheckpointError(f"{path}: quantized by {method!r}; conversion reads {', '.join(QUANTIZATIONS)}")
-    if method != QUANT_METHOD:
-        return method, False
-    if declared.get("experts") not in tuple(FORMATS):
-        raise CheckpointError(
-            f"{path}: experts are {declared.get('experts')!r}; conversion reads {', '.join(FORMATS)}"
-        )
-    if declared.get("linear") is not None:
+    if declared.method not in QUANTIZATIONS:
+        raise CheckpointError(f"{path}: quantized by {declared.method!r}; conversion reads {', '.join(QUANTIZATIONS)}")
+    if declared.method in ("fp8", "mxfp4"):  # FP8 of other blocks too
+        return declared.method, False
+    try:
+        format = declared.format()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not declared.is_packed_here:
+        return format, False
+    if declared.entries.get("linear") is not None:
         raise CheckpointError(
             f"{folder}: the linear layers are bitsandbytes', which conversion does not read: merge the adapter "
             "into the model's bf16 checkpoint, or into one packed by sonicmoe-hf convert --quantize"
         )
-    return declared["experts"], True
+    return format, True

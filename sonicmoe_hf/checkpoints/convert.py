@@ -19,10 +19,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError
+from ..formats.declared import MODELOPT_FILE
+from ..formats.quantizer import ExpertsQuantizationConfig
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
-from ..quantization.quantizer import ExpertsQuantizationConfig
-from . import nvfp4
 from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from .comparing import same_bytes
 from .configs import hub_config, native_config
@@ -229,7 +229,7 @@ def _other_files(source: Source, keeps_format: bool) -> tuple[list[Path], list[s
     """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
     weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
     if not keeps_format:
-        weights.add(nvfp4.FILE)
+        weights.add(MODELOPT_FILE)
     files, skipped = [], []
     for path in sorted(source.folder.iterdir()):
         if path.name in weights or path.name.startswith("."):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..formats.hub_formats import HUB_FORMATS
 from ..kernels.minifloat import has_e4m3_nan
-from ..quantization.hub_formats import HUB_FORMATS
 from .dequantize import block_size
 from .layouts import Named, assemble
 from .packed import TRANSPOSED, part_views

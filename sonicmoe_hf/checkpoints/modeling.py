@@ -19,13 +19,13 @@ from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..formats.state import stored_names
 from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation, moe_experts
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.active_adapters import adapters_of
 from ..patching.experts import ExpertsFacts, as_routing, experts_facts, note_reached, save_policy, sizes_of
 from ..patching.support import load_family_class
-from ..quantization.state import stored_names
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
 if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into

@@ -9,41 +9,14 @@ attention, are scales of activations, for inference alone; they are left out.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from ..errors import CheckpointError
-from .files import Header, read_json
+from .files import Header
 
-METHOD, ALGORITHM = "modelopt", "NVFP4"
-FILE = "hf_quant_config.json"  # beside config.json, which in older exports says nothing
 BLOCK = 16
 SCALES = ("_scale", "_scale_2")
 OF_ACTIVATIONS = (".input_scale", ".k_scale", ".v_scale")
-
-
-def is_declared(config: dict, folder: Path) -> bool:
-    """Whether a checkpoint with this config.json is ModelOpt's, in NVFP4.
-
-    Raises:
-        CheckpointError: it is ModelOpt's in another format.
-    """
-    declared = config.get("quantization_config")
-    if declared is None and (folder / FILE).is_file():
-        quantization = read_json(folder / FILE).get("quantization") or {}
-        if not isinstance(quantization, dict):
-            raise CheckpointError(f"{folder / FILE}: quantization is {quantization!r}; it must be an object")
-        declared = {"quant_method": METHOD, **quantization}
-    if not isinstance(declared, dict) or declared.get("quant_method") != METHOD:
-        return False
-    algorithm, block = declared.get("quant_algo"), declared.get("group_size", BLOCK)
-    if algorithm != ALGORITHM or block != BLOCK:
-        raise CheckpointError(
-            f"{folder} is quantized by ModelOpt as {algorithm!r} in groups of {block}; conversion reads {ALGORITHM} in "
-            f"groups of {BLOCK}: convert the bf16 checkpoint that it was made from"
-        )
-    return True
 
 
 def packed_weights(tensors: dict[str, Header]) -> set[str]:

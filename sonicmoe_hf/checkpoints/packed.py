@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..formats.state import STORED, check_stored, stored_as
 from ..kernels.quantized import Quantized, dequantize_expert, quantize, stored_dtypes, stored_shapes
-from ..quantization.state import STORED, check_stored, stored_as
 from .layouts import Named, View, holder
 
 TRANSPOSED = ("gpt_oss",)  # layouts whose dense weights are [E, in, out]

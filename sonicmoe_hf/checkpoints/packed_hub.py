@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
+from ..formats.hub_formats import HUB_FORMATS
 from ..kernels.quantized import FP8_BLOCK, Quantized, dequantize, quantize
-from ..quantization.hub_formats import HUB_FORMATS
 from .kept_format import expert_matrices, is_sound
 from .layouts import Named, assemble, holder, layer_tensors
 from .packed import part_views, parts_of
@@ -48,13 +48,17 @@ def quantization_config(source: Source, format: str) -> dict:
     """config.json's entry for such a checkpoint."""
     if format == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_DENSE}
-    dense = (name for name, shape in source.expected.plain.items() if len(shape) == 2 and name.endswith(".weight"))
+    dense = {
+        source.model_name(name).removesuffix(".weight")
+        for name in source.carried  # layers for multi-token prediction are among them, with experts of their own
+        if name.endswith(".weight") and len(source.shape_of(name)) == 2
+    }
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": sorted({name.removesuffix(".weight") for name in dense} | {"lm_head"}),
+        "modules_to_not_convert": sorted(dense | {"lm_head"}),
     }
 
 

@@ -11,14 +11,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..errors import CheckpointError
+from ..formats.hub_formats import FP8_SCALES, HUB_FORMATS
+from ..formats.state import stored_as
 from ..kernels.quantized import FP8_BLOCK, Quantized
 from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
-from ..quantization.hub_formats import FP8_SCALES, HUB_FORMATS
-from ..quantization.state import stored_as
 from . import nvfp4
 from .config_only import UNREADABLE, without_code
 from .configs import declared_quantization, family_of, hub_config

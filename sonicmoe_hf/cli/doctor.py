@@ -13,17 +13,15 @@ from packaging.requirements import Requirement
 
 from ..attention.models import describe_attention
 from ..checkpoints.config_only import build_on_meta
-from ..errors import DoctorError
-from ..kernels.quantized import FORMATS
+from ..errors import CheckpointError
+from ..formats.declared import Declared, declared_quantization
 from ..layer import backends
 from ..layer.config import TokenRounding
 from ..layer.experts_module import expert_parallel_remedy, has_expert_parallelism, weight_names, whole_shape
 from ..patching.experts import experts_facts, sizes_of
 from ..patching.layer_ranges import LayerRange, collapse
-from ..patching.quantize import declared_quantization, format_in_checkpoint
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
 from ..private.versions import versions
-from ..quantization.quantizer import QUANT_METHOD
 from .warmup import placement
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -187,18 +185,20 @@ def examine(
             whether token rounding applies. tile: M, rows; None is the policy's own.
     Raises:
         DoctorError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
+        CheckpointError: its experts are packed in no format that is known.
     """
     model = build_on_meta(name)
-    quantization = _quantization(model.config)
-    support = supports(model)
-    if quantization is not None and quantization.startswith(PACKED_AS):
+    quantization, declared, support = None, declared_quantization(model.config), supports(model)
+    if declared is not None and declared.is_packed_here:
+        quantization = PACKED_AS + declared.format()
         support = [
             layer._replace(reason=f"{layer.reason}; its experts are {quantization}, frozen") for layer in support
         ]
-    elif quantization is not None:
+    elif declared is not None:
+        quantization = declared.method
         reason = (
             f"the checkpoint is quantized ({quantization}): its experts would never reach sonicmoe_hf; "
-            f"{_remedy(model.config, quantization)}"
+            f"{_remedy(declared)}"
         )
         support = [layer._replace(accelerated=False, token_rounding=False, reason=reason) for layer in support]
     rounding = []
@@ -210,35 +210,13 @@ def examine(
     return ModelReport(name, type(model).__name__, quantization, layers, here, rounding, adapters, attention)
 
 
-def _remedy(config, method: str) -> str:
+def _remedy(declared: Declared) -> str:
     """How to load a quantized checkpoint, or what of its scheme no format takes."""
-    declared = declared_quantization(config)
     try:
-        if declared is not None:
-            format_in_checkpoint(declared)
-    except ValueError as error:
+        declared.format()
+    except CheckpointError as error:
         return str(error)
-    return REMEDIES.get(method, NO_REMEDY)
-
-
-def _quantization(config) -> str | None:
-    """The quantization method that the checkpoint's config declares, also inside a multimodal model; of ours, the format
-    with PACKED_AS before it."""
-    for part in (config, config.get_text_config()):
-        declared = getattr(part, "quantization_config", None)
-        if declared:
-            method = declared.get("quant_method", "unnamed method") if isinstance(declared, dict) else declared
-            return _packed_as(declared) if method == QUANT_METHOD else str(method)
-    return None
-
-
-def _packed_as(declared: dict | str) -> str:
-    experts = declared.get("experts") if isinstance(declared, dict) else None
-    if experts not in tuple(FORMATS):
-        raise DoctorError(
-            f"config.json: the experts' format in quantization_config is {experts!r}, not {' or '.join(FORMATS)}"
-        )
-    return PACKED_AS + experts
+    return REMEDIES.get(declared.method, NO_REMEDY)
 
 
 def _forecasts(model, support: list[LayerSupport], tokens: int, policy: TokenRounding) -> list[RoundingForecast]:

@@ -16,11 +16,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from ..formats.quantizer import is_transposed, mark_model_packed, order_of, packable
+from ..formats.shares import await_packed, end_awaiting
+from ..formats.state import hold_packed
 from ..layer.packed_weight import PackedWeight
 from ..patching.ranks import check_ranks
-from ..quantization.quantizer import is_transposed, mark_model_packed, order_of, packable
-from ..quantization.shares import await_packed, end_awaiting
-from ..quantization.state import hold_packed
 from .random_bytes import random_packed
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedExpertsError
+from ..formats.state import check_stored
 from ..kernels.quantized import FP8_BLOCK, Quantized, stored_shapes
 from ..layer.experts_module import IMPLEMENTATION, has_gate
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private.transformers import fp8_experts_functions
-from ..quantization.state import check_stored
 from .experts import sonicmoe_hf_experts_forward
 
 WEIGHTS = {"gate_up_proj": "concatenated", "down_proj": "whole"}  # name: order of ORDERS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,13 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..attention.models import NAME as ATTENTION
 from ..attention.models import runs_here as attention_runs_here
 from ..errors import UnsupportedModelError
+from ..formats.loading_errors import named_errors
+from ..formats.quantizer import ignore_packed_in_ddp
 from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
-from ..quantization.loading_errors import named_errors
-from ..quantization.quantizer import ignore_packed_in_ddp
 from .calls import PatchState
 from .experts import SAVE, is_fp8_experts
 from .forwards import restore
@@ -337,6 +338,8 @@ def from_pretrained(
     with named_errors():
         loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+    if experts_quantization is None and not os.path.isdir(pretrained_model_name_or_path):
+        check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
     if any(map(is_fp8_experts, model.modules())):
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
     if not _asks_for_attention(kwargs) and attention_runs_here(model):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
-from ..errors import UnsupportedExpertsError, UnsupportedModelError
-from ..kernels.quantized import FORMATS
-from ..layer.config import check_choice
-from ..layer.packed_weight import PackedWeight
-from ..quantization.hub_formats import METHODS, TO_BF16, check_fp8, check_nvfp4
-from ..quantization.quantizer import (
-    QUANT_METHOD,
+from ..errors import CheckpointError, UnsupportedExpertsError, UnsupportedModelError
+from ..formats.declared import MODELOPT_FILE, QUANT_METHOD, TO_BF16, check_undeclared, declared_quantization
+from ..formats.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
     check_packable,
@@ -25,12 +20,14 @@ from ..quantization.quantizer import (
     mark_model_packed,
     order_of,
 )
-from ..quantization.state import hold_packed
+from ..formats.state import hold_packed
+from ..kernels.quantized import FORMATS
+from ..layer.config import check_choice
+from ..layer.packed_weight import PackedWeight
 from .own_configs import use_own_configs
 from .support import REMEDIES
 
 FOUR_BITS = tuple(format for format in FORMATS if format != "fp8")  # what a checkpoint in FP8 may become
-MODELOPTS_FILE = "hf_quant_config.json"
 FOR_FILE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
 
@@ -95,14 +92,13 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
             "BitsAndBytesConfig, for the linear layers, or None"
         )
     config = config_for(name, kwargs)
-    declared = declared_quantization(config) or _modelopts(name, kwargs)
+    declared = declared_quantization(config, _folder_of(name, kwargs, MODELOPT_FILE))
     if declared is None:
         return {**kwargs, "quantization_config": ExpertsQuantizationConfig(format, linear)}
-    stored = format_in_checkpoint(declared)
+    stored = declared.format()
     if stored not in FORMATS:
         raise ValueError(f"the checkpoint is quantized already ({stored}), which is none of our formats: {TO_BF16}")
-    is_of_hub = declared["quant_method"] in METHODS
-    if stored != format and not (is_of_hub and stored == "fp8" and format in FOUR_BITS):
+    if stored != format and not (declared.is_per_expert and stored == "fp8" and format in FOUR_BITS):
         raise ValueError(
             f"experts_quantization is {format!r}, but the checkpoint is quantized already ({stored}); name that "
             "format, or convert the checkpoint to bf16 first: sonicmoe-hf convert SRC DST"
@@ -111,30 +107,39 @@ def with_packed_experts(name, kwargs: dict, format: str) -> dict:
         raise ValueError(
             f"quantization_config cannot be given for a checkpoint that is quantized already ({stored}); leave it out"
         )
-    if declared["quant_method"] != QUANT_METHOD:  # as the hub has it
-        hub = {**declared, "experts": stored} if is_of_hub else None
+    if not declared.is_packed_here:  # as the hub has it
+        hub = {**declared.entries, "experts": stored} if declared.is_per_expert else None
         config.quantization_config = {**ExpertsQuantizationConfig(format).to_dict(), "hub": hub}
     return {**kwargs, "config": config}
 
 
 def check_not_packed(name, kwargs: dict) -> None:
-    """Raise UnsupportedModelError, with the remedy, where from_pretrained(name, **kwargs) names no format and the
-    checkpoint's experts are in FP8 or NVFP4 as the hub has them. Nothing is loaded: on GPUs Transformers would keep FP8
-    for kernels of its own, elsewhere it tries to make bf16 of it."""
+    """Raise where from_pretrained(name, **kwargs) names no format, and the checkpoint's experts are in FP8 or NVFP4 as
+    the hub has them. On GPUs Transformers would keep FP8 for kernels of its own, elsewhere it tries to make bf16 of it.
+
+    Raises:
+        UnsupportedModelError: with the remedy. CheckpointError: the checkpoint has FP8 weights, and does not say so;
+            files of the hub that are not here yet are passed over.
+    """
     try:
-        declared = declared_quantization(config_for(name, kwargs))
+        config, folder = config_for(name, kwargs), _folder_of(name, kwargs, CONFIG_NAME)
+    except CheckpointError:
+        raise
     except (OSError, ValueError):  # an adapter's folder, or what from_pretrained itself says more of
         return
-    if declared is None or declared["quant_method"] not in METHODS:
+    declared = declared_quantization(config, folder)
+    if declared is None:
+        check_undeclared(sorted(folder.glob("*.safetensors")) if folder is not None else ())
         return
-    if declared.get("dequantize") or getattr(kwargs.get("quantization_config"), "dequantize", False):
+    if not declared.is_per_expert or declared.entries.get("dequantize"):
+        return
+    if getattr(kwargs.get("quantization_config"), "dequantize", False):
         return
     try:
-        stored = format_in_checkpoint(declared)
-    except ValueError as error:
+        kind = "NVFP4" if declared.format() == "nvfp4" else "FP8"
+    except CheckpointError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
-    words = "NVFP4" if stored == "nvfp4" else "FP8"
-    raise UnsupportedModelError(f"{name} has {words} experts: {REMEDIES[declared['quant_method']]}")
+    raise UnsupportedModelError(f"{name} has {kind} experts: {REMEDIES[declared.method]}")
 
 
 def config_for(name, kwargs: dict) -> PreTrainedConfig:
@@ -142,60 +147,19 @@ def config_for(name, kwargs: dict) -> PreTrainedConfig:
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         return config
-    return AutoConfig.from_pretrained(name, **{key: kwargs[key] for key in FOR_CONFIG if key in kwargs})
+    options = {key: kwargs[key] for key in FOR_CONFIG if key in kwargs}
+    try:
+        return AutoConfig.from_pretrained(name, **options)
+    except AttributeError:  # of Transformers, where quantization_config is no object
+        declared_quantization(PreTrainedConfig.get_config_dict(name, **options)[0], where=f"config.json of {name}")
+        raise
 
 
-def _modelopts(name, kwargs: dict) -> dict | None:
-    """What older exports of ModelOpt declare in a file of its own beside config.json; None without that file."""
-    path = Path(name) / MODELOPTS_FILE
-    if not path.parent.is_dir():
-        try:
-            path = Path(hf_hub_download(str(name), MODELOPTS_FILE, **{k: kwargs[k] for k in FOR_FILE if k in kwargs}))
-        except (EntryNotFoundError, HFValidationError):
-            return None
-    if not path.is_file():
+def _folder_of(name, kwargs: dict, file: str) -> Path | None:
+    """The folder of a checkpoint that is here; of one of the hub, its place in the cache once it has this file."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(hf_hub_download(str(name), file, **{k: kwargs[k] for k in FOR_FILE if k in kwargs})).parent
+    except (EntryNotFoundError, HFValidationError):
         return None
-    quantization = json.loads(path.read_text()).get("quantization")
-    return {"quant_method": "modelopt", **quantization} if isinstance(quantization, dict) else None
-
-
-def declared_quantization(config: PreTrainedConfig) -> dict | None:
-    """The quantization_config of a checkpoint's config, with the method as a str; None of one that is not quantized."""
-    declared = getattr(config, "quantization_config", None)
-    if declared is None:
-        return None
-    declared = declared if isinstance(declared, dict) else declared.to_dict()
-    method, of_experts = (
-        declared.get("quant_method"),
-        getattr(config, "expert_dtype", None),
-    )  # where DeepSeek-V4 has it
-    beside = {} if of_experts is None else {"expert_dtype": of_experts}
-    return {**beside, **declared, "quant_method": str(getattr(method, "value", method))}
-
-
-def format_in_checkpoint(declared: dict) -> str:
-    """The format of the experts in a quantized checkpoint: a name of FORMATS, or the method where it is none of ours.
-
-    Raises:
-        ValueError: FP8 or NVFP4 of a kind that no format here is, with the remedy.
-    """
-    method = declared["quant_method"]
-    if method == QUANT_METHOD:
-        return str(declared.get("experts"))
-    if method == "fp8":
-        check_fp8(declared)
-        return "mxfp4" if declared.get("expert_dtype") == "fp4" else "fp8"
-    if method == "modelopt":
-        check_nvfp4(declared)
-        return "nvfp4"
-    if method == "compressed-tensors":
-        return f"compressed-tensors, {_scheme(declared.get('config_groups') or {})}"
-    return method
-
-
-def _scheme(groups: dict) -> str:
-    """What compressed-tensors says of its scales."""
-    weights = [group.get("weights") or {} for group in groups.values()]
-    inputs = [group.get("input_activations") or {} for group in groups.values()]
-    words = f"scales by {' and '.join(sorted({str(weight.get('strategy')) for weight in weights})) or 'none'}"
-    return f"{words}, static activations" if any(each.get("dynamic") is False for each in inputs) else words

@@ -13,11 +13,10 @@ from ..attention.models import SUPPORTED as MODELS_WITH_SINKS
 from ..checkpoints.config_only import build_on_meta
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import DoctorError
+from ..formats.declared import declared_quantization
 from ..layer.experts_module import weight_names, whole_shape
 from ..patching.experts import experts_facts
-from ..patching.quantize import declared_quantization, format_in_checkpoint
 from ..patching.support import LayerSupport, supported_layers, supports
-from ..quantization.quantizer import QUANT_METHOD
 
 DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
@@ -114,9 +113,9 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     _check_supported(name, support)
     layers = list(supported_layers(model, support, "accelerated"))
     config: Any = model.config.get_text_config()
-    declared = declared_quantization(model.config) or declared_quantization(config)
     try:
-        quantization = None if declared is None else format_in_checkpoint(declared)
+        declared = declared_quantization(model.config)
+        quantization = None if declared is None else declared.format()
     except ValueError as error:
         raise DoctorError(f"{name}: {error}") from error
     shapes = [shape for layer in layers for shape in _weights_of(layer.experts)]
@@ -169,8 +168,8 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         ),
         attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
         quantization=quantization,
-        is_packed=declared is not None and declared["quant_method"] == QUANT_METHOD,
-        is_dequantized=declared is not None and quantization == declared["quant_method"] in DEQUANTIZED,
+        is_packed=declared is not None and declared.is_packed_here,
+        is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,
         has_sinks=config.model_type.removeprefix(NATIVE_PREFIX) in MODELS_WITH_SINKS,
         notes=_notes(model, support),
     )

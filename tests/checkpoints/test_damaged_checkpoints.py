@@ -102,7 +102,10 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({"hidden_size": "wide"}, "does not describe a qwen3_moe model"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; it must be an object"),
-        ({"quantization_config": {"quant_method": "sonicmoe_hf", "experts": [1]}}, r"experts are \[1\]"),
+        (
+            {"quantization_config": {"quant_method": "sonicmoe_hf", "experts": [1]}},
+            r"config.json: the experts' format in quantization_config is \[1\]",
+        ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "disagree on whether experts are packed"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}, "no tensor is float8"),
     ],

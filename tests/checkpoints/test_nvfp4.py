@@ -118,8 +118,8 @@ def test_what_is_no_nvfp4_is_refused(checkpoint, tmp_path):
         with pytest.raises(CheckpointError, match=match):
             convert_checkpoint(folder, tmp_path / "out", "hub")
 
-    refused("ModelOpt as 'FP8'.*conversion reads NVFP4", quant_algo="FP8")
-    refused("groups of 32; conversion reads NVFP4 in groups of 16", group_size=32)
+    refused("ModelOpt as 'FP8'.*'NVFP4' in groups of 16", quant_algo="FP8")
+    refused("in groups of 32; 'NVFP4' in groups of 16", group_size=32)
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     refused(f"{name}_scale_2 is missing", {k: v for k, v in stored.items() if k != f"{name}_scale_2"})
     refused(

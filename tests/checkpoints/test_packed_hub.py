@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.checkpoints import SHARDS, config_in, make, same_bits, tensors_in
+from helpers.checkpoints import SHARDS, config_in, make, rewrite, same_bits, tensors_in
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
@@ -58,7 +58,11 @@ def test_blocks_move_between_the_layouts_bit_for_bit(family, format, sizes, tmp_
 
 
 def test_fp8_says_which_layers_are_not_in_it(tmp_path):
-    make(tmp_path / "bf16", "deepseek_v3", **WHOLE_BLOCKS)
+    make(tmp_path / "bf16", "deepseek_v3", num_nextn_predict_layers=1, **WHOLE_BLOCKS)
+    tensors = tensors_in(tmp_path / "bf16")
+    again = {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in tensors.items()}
+    again["model.layers.2.eh_proj.weight"] = torch.randn(128, 256)  # of the layer for multi-token prediction
+    rewrite(tmp_path / "bf16", {**tensors, **again})
     assert (
         main(["convert", *map(str, (tmp_path / "bf16", tmp_path / "fp8")), "--layout", "hub", "--quantize", "fp8"])
         == 0
@@ -67,7 +71,8 @@ def test_fp8_says_which_layers_are_not_in_it(tmp_path):
     assert declared["weight_block_size"] == [128, 128] and declared["activation_scheme"] == "dynamic"
     stored = tensors_in(tmp_path / "fp8")
     matrices = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dim() == 2}
-    dense = {name for name in matrices if not name.endswith("_scale_inv") and ".experts." not in name}
+    dense = {name for name in matrices if f"{name}.weight_scale_inv" not in stored and "_scale_inv" not in name}
+    assert {"model.layers.2.eh_proj", "model.layers.2.mlp.experts.7.up_proj"} < dense
     assert dense | {"lm_head"} == set(declared["modules_to_not_convert"])
     assert {"lm_head", "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.gate"} < dense
 

@@ -16,9 +16,9 @@ from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.demo import model as random_models
 from sonicmoe_hf.demo.model import random_model, random_packed_model
 from sonicmoe_hf.demo.random_bytes import random_packed
+from sonicmoe_hf.formats.state import check_stored
 from sonicmoe_hf.kernels.minifloat import from_e4m3
 from sonicmoe_hf.kernels.quantized import FORMATS, ORDERS, dequantize
-from sonicmoe_hf.quantization.state import check_stored
 
 STD = 0.02
 SIZES = {  # NF4 needs multiples of 64

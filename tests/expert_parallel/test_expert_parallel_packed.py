@@ -20,9 +20,9 @@ from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
+from sonicmoe_hf.formats.shares import Share, quantize_share
 from sonicmoe_hf.layer.packed_weight import PackedWeight
 from sonicmoe_hf.patching.support import find_layers
-from sonicmoe_hf.quantization.shares import Share, quantize_share
 
 FORMATS = ["nf4", "mxfp4", "fp8", "nvfp4"]
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}

@@ -98,7 +98,7 @@ MUTATIONS = [
         "tests/lora/test_merge.py::test_square_weights_of_a_peft_that_takes_in_for_in_are_merged",
     ),
     Mutation(
-        "sonicmoe_hf/quantization/state.py",
+        "sonicmoe_hf/formats/state.py",
         "return bool(torch.isfinite(tensor).all())",
         "return not bool(torch.isnan(tensor).any())",
         "infinite scales of packed weights are taken",
@@ -119,7 +119,7 @@ MUTATIONS = [
         "tests/kernels/test_hopper_cache.py::test_a_kernel_of_other_versions_sources_or_parameters_is_not_found",
     ),
     Mutation(
-        "sonicmoe_hf/quantization/sharding.py",
+        "sonicmoe_hf/formats/sharding.py",
         "return PackedWeight(Quantized(codes, scales, state), format, param_dtype, is_transposed), ()",
         "return PackedWeight(Quantized(codes, scales, state), format, param_dtype), ()",
         "packed experts that are stored transposed come back from FSDP2 as if they were not",

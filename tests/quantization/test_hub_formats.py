@@ -5,6 +5,7 @@ gradients, which sum over more.
 """
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.checkpoints import DECLARED_FP8, edit_config, fp8_of, in_fp8, make,
 from helpers.models import batch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV4Config
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from sonicmoe_hf import (
@@ -28,8 +29,8 @@ from sonicmoe_hf import (
     quantize_experts,
 )
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.formats.hub_formats import HUB_FORMATS
 from sonicmoe_hf.kernels.quantized import quantize
-from sonicmoe_hf.quantization.hub_formats import HUB_FORMATS
 
 SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' products
     "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2},
@@ -226,6 +227,53 @@ def test_without_a_format_the_remedy_is_named_before_a_weight_is_read(changes, m
     edit_config(tmp_path, quantization_config={**DECLARED_FP8, **changes})
     with pytest.raises(UnsupportedModelError, match=match):
         from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"experts_quantization": "nvfp4"}], ids=["dense", "packed"])
+def test_fp8_weights_that_no_config_declares_are_an_error(options, tmp_path):
+    """Their codes taken for weights, as Transformers does, have a relative error of 1.4."""
+    make_fp8(tmp_path / "fp8", "qwen3_moe")
+    plain = AutoConfig.from_pretrained(tmp_path / "dense")
+    with pytest.raises(CheckpointError, match=r"experts\.0\.\w+\.weight in .* is FP8, but .*leave out config="):
+        from_pretrained(tmp_path / "fp8", config=plain, **options)
+    edit_config(tmp_path / "fp8", quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"is FP8, but .*add quantization_config to config\.json"):
+        from_pretrained(tmp_path / "fp8", **options)
+
+
+@pytest.mark.parametrize("declared", [["fp8"], "fp8", 8])
+def test_a_declaration_that_is_no_object_is_named(declared, tmp_path, capsys):
+    make(tmp_path, "qwen3_moe")
+    edit_config(tmp_path, quantization_config=declared)
+    for options in ({}, {"experts_quantization": "nf4"}):
+        with pytest.raises(
+            CheckpointError, match=r"config\.json of .*: quantization_config is .*8.*; it must be an object"
+        ):
+            from_pretrained(tmp_path, **options)
+    for command in ("doctor", "plan", "inspect"):
+        assert main([command, str(tmp_path)]) == 2
+        assert f"config.json: quantization_config is {declared!r}; it must be an object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_a_layers_experts_that_the_checkpoint_has_in_floats_are_packed_like_those_of_a_dense_one(format, tmp_path):
+    stored, dense = make_fp8(tmp_path / "fp8", "qwen3_moe", modules_to_not_convert=["model.layers.1.mlp.experts"])
+    plain = {name: tensor.bfloat16() for name, tensor in dense.items() if ".layers.1.mlp.experts." in name}
+    kept = {name: tensor for name, tensor in stored.items() if ".layers.1.mlp.experts." not in name}
+    rewrite(tmp_path / "fp8", {**kept, **plain})
+    rewrite(tmp_path / "dense", {**dense, **plain})
+    model = from_pretrained(tmp_path / "fp8", experts_quantization=format, dtype=torch.bfloat16)
+    expected = from_pretrained(tmp_path / "dense", experts_quantization=format, dtype=torch.bfloat16)
+    layers = [0, 1] if format != "fp8" else [1]  # FP8 is taken as it is stored
+    for layer, name in itertools.product(layers, ("gate_up_proj", "down_proj")):
+        ours, theirs = (getattr(each.model.layers[layer].mlp.experts, name) for each in (model, expected))
+        assert all(torch.equal(*parts) for parts in zip(ours.packed, theirs.packed) if parts[0] is not None)
+    for name, weight in packed_in(from_pretrained(tmp_path / "fp8", experts_quantization="fp8")).items():
+        if ".layers.0." in name:
+            wanted = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[name.rpartition(".")[2]]
+            for expert, values in enumerate(weight.dequantize(torch.float32)):
+                parts = [dense[f"model.layers.0.mlp.experts.{expert}.{part}.weight"] for part in wanted]
+                assert torch.equal(values, torch.cat(parts))
 
 
 @pytest.mark.parametrize("family", SIZES)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.formats.state import STORED, hold_packed
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.packed_weight import as_parameter
-from sonicmoe_hf.quantization.state import STORED, hold_packed
 
 E, N, K = 3, 8, 64
 

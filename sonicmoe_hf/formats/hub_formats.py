@@ -20,8 +20,6 @@ from .loading_errors import noted
 from .shares import gathered_rows, pack_share, share_of
 from .state import check_shape, check_stored, local_shape
 
-TO_BF16 = "load the bf16 checkpoint that it was made from"
-FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
 FP8_ENDS = ("_scale_inv",)  # what follows a weight's name in those of its scales, where linear layers are in FP8
 FP4_PAIRS = (torch.int8, torch.uint8)  # what stores two values a byte, the first in its low half
@@ -29,6 +27,7 @@ SHORT_NAMES = (
     r"^(.+)(?<!_l2_clip)\.scale$",
     r"\1.weight_scale_inv",
 )  # DeepSeek-V4's names of scales, and those that we go by
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHT = ".weight"  # how the name of a projection's tensor ends
 
 
@@ -123,34 +122,6 @@ HUB_FORMATS = {
     "mxfp4": HubFormat("mxfp4", FP8_ENDS, (), _dense_fp8, _pack_fp4),
 }
 CASTS_FP8 = not hasattr(HfQuantizer, "get_new_dtype")
-METHODS = ("fp8", "modelopt")  # quantization methods of checkpoints in HUB_FORMATS
-
-
-def check_fp8(declared: dict) -> None:
-    """Raise ValueError where a quantization_config of method "fp8" is not DeepSeek's blocks."""
-    block, scheme = declared.get("weight_block_size", FP8_BLOCKS), declared.get("activation_scheme", "dynamic")
-    if block is None or list(block) != FP8_BLOCKS:
-        raise ValueError(
-            f"the checkpoint's FP8 has weight_block_size {block}; experts_quantization takes blocks of "
-            f"{FP8_BLOCKS}: {TO_BF16}"
-        )
-    if scheme != "dynamic":
-        raise ValueError(
-            f"the checkpoint's FP8 has activation_scheme {scheme!r}, scales of activations that only FP8 arithmetic "
-            f"uses; experts_quantization takes 'dynamic': {TO_BF16}"
-        )
-    if declared.get("expert_dtype", "fp8") not in ("fp8", "fp4"):
-        raise ValueError(f"the checkpoint's experts are {declared['expert_dtype']}, not fp8 or fp4: {TO_BF16}")
-
-
-def check_nvfp4(declared: dict) -> None:
-    """Raise ValueError where a quantization_config of method "modelopt" is not NVFP4."""
-    algorithm, block = declared.get("quant_algo"), declared.get("group_size") or SCALE_COLUMNS["nvfp4"]
-    if algorithm != "NVFP4" or block != SCALE_COLUMNS["nvfp4"]:
-        raise ValueError(
-            f"the checkpoint is quantized by ModelOpt as {algorithm!r} in groups of {block}; experts_quantization takes "
-            f"'NVFP4' in groups of {SCALE_COLUMNS['nvfp4']}: {TO_BF16}"
-        )
 
 
 def _joined(parts: list[list[Quantized]], format: str) -> Quantized:
@@ -187,17 +158,28 @@ class _TakeExperts(ConversionOps):
         wanted, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
         dense = getattr(module, name)
         first = 0 if share is None else share.experts(local_shape(dense)[0]).start
-        if wanted == self.format.name:
+        order = "concatenated" if len(self.sources) > 1 else "whole"
+        is_plain = self._is_plain(input_dict)
+        if wanted == self.format.name and not is_plain:
             return {full_layer_name: as_parameter(self._weight(input_dict, full_layer_name, dense, first))}
 
         def pack(mean=torch.mean):
-            order = "concatenated" if len(self.sources) > 1 else "whole"
+            if is_plain:
+                plain = torch.cat([torch.stack(input_dict[f"{source}$"]) for source in self.sources], dim=1)
+                check_shape(full_layer_name, plain, dense)
+                return PackedWeight.quantize(plain.to(dense.dtype), wanted, order=order, mean=mean)
             return self._weight(input_dict, full_layer_name, dense, first).requantized(wanted, order, mean)
 
         if share is None:
             return {full_layer_name: as_parameter(pack())}
         device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
         return {full_layer_name: as_parameter(pack_share(pack, wanted, dense.shape, device, share))}
+
+    def _is_plain(self, input_dict) -> bool:
+        """Whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""
+        has_scales = any(input_dict.get(f"{source}{end}$") for source in self.sources for end in self.format.scales)
+        weights = [tensor for source in self.sources for tensor in input_dict.get(f"{source}$", ())]
+        return not has_scales and all(tensor.dtype in FLOATS for tensor in weights)
 
     def _weight(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> PackedWeight:
         """The weight as the checkpoint has it, which stands for a dense one on the meta device. first: which of the

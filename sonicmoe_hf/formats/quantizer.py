@@ -23,6 +23,7 @@ from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
+from .declared import QUANT_METHOD, check_undeclared
 from .dtypes import restore_dtypes, wanted_dtypes
 from .hub_formats import HUB_FORMATS, with_hub_converters
 from .loading_errors import noted
@@ -30,7 +31,6 @@ from .refusals import check_distributed, guard_deepspeed
 from .shares import await_packed, end_awaiting, gathered_for_saving, is_split, quantize_share, share_of, stored_share
 from .state import check_shape, from_stored, local_shape, stored_as, use_stored_names
 
-QUANT_METHOD = "sonicmoe_hf"
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",
     "_ddp_params_and_buffers_to_ignore",
@@ -230,14 +230,16 @@ class ExpertsQuantizer(HfQuantizer):
             return super().update_weight_conversions(weight_conversions, *model)
         return with_hub_converters(weight_conversions, self, HUB_FORMATS[hub["experts"]])
 
-    def _process_model_before_weight_loading(self, model, **kwargs):
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        if not self.pre_quantized:
+            check_undeclared(file for file in checkpoint_files or () if str(file).endswith(".safetensors"))
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
         for module in {module for _, module, _ in weights}:
             await_packed(module, packable(module), self.quantization_config.experts)
         self.dtypes = {} if self.quantization_config.hub is None else wanted_dtypes(model)
         if self.linear is not None:
-            self.linear._process_model_before_weight_loading(model, **kwargs)
+            self.linear._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):

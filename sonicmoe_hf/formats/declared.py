@@ -1,0 +1,149 @@
+"""What a checkpoint declares of its quantization, for everything that wants to know: quantization_config of its config,
+or the file that older exports of ModelOpt have beside config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from ..errors import CheckpointError
+from ..kernels.quantized import FORMATS, FP8_BLOCK, SCALE_COLUMNS
+
+QUANT_METHOD = "sonicmoe_hf"
+MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
+FP8_BLOCKS = [FP8_BLOCK, FP8_BLOCK]  # what Transformers takes where a checkpoint does not say
+TO_BF16 = "load the bf16 checkpoint that it was made from"
+FLOAT8 = ("F8_E4M3", "F8_E5M2")  # dtypes in the headers of safetensors files
+
+
+class Declared(NamedTuple):
+    """method: quant_method. entries: all of the declaration, and config.json's expert_dtype (DeepSeek-V4's)."""
+
+    method: str
+    entries: dict
+
+    @property
+    def is_packed_here(self) -> bool:
+        """Whether quantize_experts or conversion packed the experts."""
+        return self.method == QUANT_METHOD
+
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether it is FP8 or NVFP4 in every linear layer, with tensors for each expert."""
+        return self.method in ("fp8", MODELOPT)
+
+    def format(self) -> str:
+        """The experts' format, a name of FORMATS; where it is none of these, what the quantization is called.
+
+        Raises:
+            CheckpointError: FP8 or NVFP4 of a kind that no format here is, with the remedy; or experts packed here in a
+                format that is not known.
+        """
+        if self.is_packed_here:
+            experts = self.entries.get("experts")
+            if experts not in tuple(FORMATS):
+                raise CheckpointError(
+                    f"the experts' format in quantization_config is {experts!r}, not {' or '.join(FORMATS)}"
+                )
+            return experts
+        if self.method == "fp8":
+            self._check_fp8()
+            return "mxfp4" if self.entries.get("expert_dtype") == "fp4" else "fp8"
+        if self.method == MODELOPT:
+            self.check_nvfp4()
+            return "nvfp4"
+        if self.method == "compressed-tensors":
+            return f"compressed-tensors, {_scheme(self.entries.get('config_groups') or {})}"
+        return self.method
+
+    def _check_fp8(self) -> None:
+        block = self.entries.get("weight_block_size", FP8_BLOCKS)
+        scheme, of_experts = self.entries.get("activation_scheme", "dynamic"), self.entries.get("expert_dtype", "fp8")
+        if block is None or list(block) != FP8_BLOCKS:
+            raise CheckpointError(
+                f"the checkpoint's FP8 has weight_block_size {block}; experts_quantization takes blocks of "
+                f"{FP8_BLOCKS}: {TO_BF16}"
+            )
+        if scheme != "dynamic":
+            raise CheckpointError(
+                f"the checkpoint's FP8 has activation_scheme {scheme!r}, scales of activations that only FP8 arithmetic "
+                f"uses; experts_quantization takes 'dynamic': {TO_BF16}"
+            )
+        if of_experts not in ("fp8", "fp4"):
+            raise CheckpointError(f"the checkpoint's experts are {of_experts}, not fp8 or fp4: {TO_BF16}")
+
+    def check_nvfp4(self) -> None:
+        """Raise CheckpointError where what ModelOpt made is not NVFP4."""
+        size = SCALE_COLUMNS["nvfp4"]
+        algorithm, block = self.entries.get("quant_algo"), self.entries.get("group_size") or size
+        if algorithm != "NVFP4" or block != size:
+            raise CheckpointError(
+                f"the checkpoint is quantized by ModelOpt as {algorithm!r} in groups of {block}; 'NVFP4' in groups of "
+                f"{size} is what sonicmoe_hf reads: {TO_BF16}"
+            )
+
+
+def _scheme(groups: dict) -> str:
+    """What compressed-tensors says of its scales."""
+    weights = [group.get("weights") or {} for group in groups.values()]
+    inputs = [group.get("input_activations") or {} for group in groups.values()]
+    scales = f"scales by {' and '.join(sorted({str(weight.get('strategy')) for weight in weights})) or 'none'}"
+    return f"{scales}, static activations" if any(each.get("dynamic") is False for each in inputs) else scales
+
+
+def declared_quantization(
+    config: PreTrainedConfig | dict, folder: Path | None = None, where: str = "config.json"
+) -> Declared | None:
+    """What a config, or else the text model's inside it, declares, or ModelOpt's file in `folder`; None of a checkpoint
+    that is not quantized.
+
+    Raises:
+        CheckpointError: the declaration is no JSON object; the message begins with `where`.
+    """
+    parts = [config] if isinstance(config, dict) else [vars(config), vars(config.get_text_config())]
+    declared, of_experts = (_first(parts, entry) for entry in ("quantization_config", "expert_dtype"))
+    if declared is None and folder is not None and (folder / MODELOPT_FILE).is_file():
+        where = str(folder / MODELOPT_FILE)
+        declared = _of_modelopt(Path(where))
+    if declared is None:
+        return None
+    declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+    if not isinstance(declared, dict):
+        raise CheckpointError(f"{where}: quantization_config is {declared!r}; it must be an object")
+    method = declared.get("quant_method")
+    beside = {} if of_experts is None else {"expert_dtype": of_experts}
+    return Declared(str(getattr(method, "value", method)), {**beside, **declared})
+
+
+def _first(parts: list[dict], entry: str):
+    return next((part[entry] for part in parts if part.get(entry) is not None), None)
+
+
+def _of_modelopt(path: Path) -> dict | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    quantization = content.get("quantization") if isinstance(content, dict) else content
+    if quantization is not None and not isinstance(quantization, dict):
+        raise CheckpointError(f"{path}: quantization is {quantization!r}; it must be an object")
+    return quantization and {"quant_method": MODELOPT, **quantization}
+
+
+def check_undeclared(files: Iterable[Path]) -> None:
+    """Raise CheckpointError where safetensors files of a checkpoint that declares no quantization hold an FP8 weight:
+    Transformers would take its codes for values, and leave out their scales."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                if tensors.get_slice(name).get_dtype() in FLOAT8:
+                    raise CheckpointError(
+                        f"{name} in {file} is FP8, but the checkpoint's config declares no quantization, so its codes "
+                        "would be taken for weights; add quantization_config to config.json as the original has it "
+                        '({"quant_method": "fp8", ...}), leave out config=, or load the bf16 checkpoint'
+                    )
