@@ -1,0 +1,345 @@
+"""Training steps of few tokens, where a GPU waits for Python: eager, with compiled layers, and as CUDA graphs.
+
+    python -m benchmarks.step.small_batches --check [--model NAME]
+    python -m benchmarks.step.small_batches [--model NAME] [--mode full|LoRA] [--layers N] [--tokens T ...]
+        [--contender NAME ...] [--execution NAME ...] [--csv FILE]
+    python -m benchmarks.step.small_batches --tables FILE ...
+
+Models at full width with random weights (models.py), one sequence of T random tokens; a step is forward, backward, fused
+AdamW and zero_grad. Experts get the rows of a balanced model. Executions: eager; layers, torch.compile of every decoder
+layer; reduce-overhead, torch.compile(model, mode="reduce-overhead"), which records CUDA graphs. Each number of tokens is
+compiled for on its own. Rows: milliseconds of a step, those in which the GPU was busy (a trace of other steps), their
+ratio, peak memory, the first step, the loss, and how many graphs broke or were left uncaptured.
+
+--check compares loss and gradients of both compiled forms with eager ones, and fails where they differ, where a graph
+breaks, or where Inductor does not capture what it compiled. Every measured contender is checked so first, with two layers
+(--no-check leaves that out). --seconds ends a call in time: runs that would begin later are left out, and named.
+Transformers' sonicmoe tunes for minutes at every number of tokens, so it runs only if named. --device cpu --tiny checks
+the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+import sonicmoe_hf
+from benchmarks.common.contenders import Unavailable
+from benchmarks.common.paths import RESULTS
+from benchmarks.common.table import Table
+from benchmarks.step import models
+from benchmarks.step.models import CONTENDERS, MODELS, OURS
+from benchmarks.step.training import Clock, adapted, one_step, optimizer_of
+from benchmarks.step.training_tables import read_rows
+from sonicmoe_hf.patching.support import find_layers
+
+TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
+EXECUTIONS = ("eager", "layers", "reduce-overhead")
+WARMUP = 4  # compiling, CUDA graphs' own warm-up, recording them, replaying them
+PROFILED = 3
+CHECKED_LAYERS, CHECKED_TOKENS = 2, 1024
+# Both are in bf16 with the same routing, and differ in where sums are rounded: 2^-9 at each of some tens of roundings.
+CHECK_TOLERANCE = 0.05
+ATTENTION = {"gpt-oss-20b": "torch_sinks"}
+
+
+class Run(NamedTuple):
+    """One measurement: a model with so many layers, tokens a step, what is trained, who computes the experts, how Python
+    runs it."""
+
+    model: str
+    layers: int
+    tokens: int
+    mode: str
+    contender: str
+    execution: str
+
+    def __str__(self):
+        case = f"{self.model}, {self.layers} layers, {self.mode}, {self.tokens:,} tokens"
+        return f"{case}: {self.contender}, {self.execution}"
+
+
+class FixedLoad(models.SpreadLoad):
+    """The router's input is the noise alone, so that what is compiled otherwise routes alike."""
+
+    def __call__(self, router, arguments):
+        x, *others = arguments
+        noise, *_ = super().__call__(router, (torch.zeros_like(x),))
+        return noise, *others
+
+
+def build(run: Run, options):
+    """The model as `run` trains it, uncompiled.
+
+    Raises:
+        Unavailable: the contender's package is not here, or does not compute this model's experts.
+    """
+    models.check_available(run.contender)
+    contender = CONTENDERS[run.contender]
+    ours = contender.implementation == "ours"
+    if run.mode == "LoRA" and not ours and contender.implementation != "grouped_mm":
+        raise Unavailable(f"{run.contender} has no adapters")
+    implementation = "grouped_mm" if ours else contender.implementation
+    model = models.build(
+        run.model, run.layers, device=options.device, tiny=options.tiny, implementation=implementation
+    )
+    if options.device == "cuda" and run.model in ATTENTION:
+        model.set_attn_implementation(ATTENTION[run.model])
+    if ours:
+        sonicmoe_hf.patch_model(model)
+    return adapted(model, run.mode)
+
+
+def compiled(model, execution: str):
+    """What is called for a step."""
+    if execution == "reduce-overhead":
+        return torch.compile(model, mode="reduce-overhead", dynamic=False)
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None  # undoes Module.compile, for which torch has no function
+        if execution == "layers":
+            layer.compile(dynamic=False)
+    return model
+
+
+def decoder_layers(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
+
+
+def tokens_of(model, count: int, device: str) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randint(model.config.vocab_size, (1, count), generator=generator, device=device)
+
+
+def steer(model, hook, tokens: torch.Tensor):
+    """Have the hook decide the load, and make its noise before anything is compiled. Returns the hooks' handles."""
+    compiled(model, "eager")
+    handles = [layer.router.register_forward_pre_hook(hook) for layer in find_layers(model)]
+    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16):
+        model(input_ids=tokens, use_cache=False)
+    return handles
+
+
+def uncaptured() -> tuple[int, int]:
+    """(graphs that Inductor compiled and did not capture, breaks of graphs) since `forget`."""
+    return counters["inductor"]["cudagraph_skips"], sum(counters["graph_break"].values())
+
+
+def forget(device: str) -> None:
+    """The code and the memory of what ran before."""
+    torch.compiler.reset()
+    counters.clear()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def loss_and_gradients(call, model, tokens: torch.Tensor, autocast: bool) -> dict[str, torch.Tensor]:
+    """Of the third call: the first two compile and record. CUDA graphs write the next call's results over these."""
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach().clone(), **gradients}
+
+
+def check(run: Run, options) -> list[str]:
+    """What is wrong with the compiled forms of a contender: empty if nothing."""
+    run = run._replace(layers=CHECKED_LAYERS, tokens=CHECKED_TOKENS if not options.tiny else 64)
+    model, autocast = build(run, options), run.mode != "full"
+    tokens = tokens_of(model, run.tokens, options.device)
+    steer(model, FixedLoad(), tokens)
+    expected, wrong = loss_and_gradients(model, model, tokens, autocast), []
+    for execution in EXECUTIONS[1:]:
+        forget(options.device)
+        began = time.perf_counter()
+        call = compiled(model, execution)
+        actual = loss_and_gradients(call, model, tokens, autocast)
+        errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+        worst = max(errors, key=errors.__getitem__)
+        skips, breaks = uncaptured()
+        print(
+            f"check of {run._replace(execution=execution)}: loss {actual['loss'].item():.4f}, eager "
+            f"{expected['loss'].item():.4f}; largest relative error {errors[worst]:.1e} ({worst}), tolerance "
+            f"{CHECK_TOLERANCE}; {skips} graphs not captured, {breaks} breaks; {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+        wrong += [f"{execution}: {name} {error:.2g}" for name, error in errors.items() if not error < CHECK_TOLERANCE]
+        if options.device == "cuda" and execution == "reduce-overhead" and (skips or breaks):
+            wrong.append(f"{execution}: {skips} graphs not captured, {breaks} breaks: {dict(counters['graph_break'])}")
+    return wrong
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (actual.float() - expected.float()).norm()
+    return (difference / expected.float().norm().clamp(min=1e-30)).item()
+
+
+def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
+    """The time in which kernels and copies ran, of a step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(PROFILED):
+            one_step(call, optimizer, tokens, autocast)
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in trace.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
+    )
+    total, until = 0, 0
+    for start, end in spans:
+        total += max(end - max(start, until), 0)
+        until = max(until, end)
+    return 1e-6 * total / PROFILED
+
+
+def measure(model, run: Run, options) -> dict[str, list[float]]:
+    """metric -> values of one run."""
+    forget(options.device)
+    on_gpu, autocast = options.device == "cuda", run.mode != "full"
+    tokens = tokens_of(model, run.tokens, options.device)
+    handles = steer(model, models.SpreadLoad(), tokens)
+    call, optimizer, clock = compiled(model, run.execution), optimizer_of(model), Clock(on_gpu)
+    try:
+        began = time.perf_counter()
+        for number in range(WARMUP):
+            loss = one_step(call, optimizer, tokens, autocast)
+            if on_gpu:
+                torch.cuda.synchronize()
+            if number == 0:
+                first_step_s = time.perf_counter() - began
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        clock.note()
+        for _ in range(options.steps):
+            loss = one_step(call, optimizer, tokens, autocast)
+            clock.note()
+        values = {"ms": clock.milliseconds(), "first_step_s": [first_step_s], "loss": [loss.item()]}
+        skips, breaks = uncaptured()
+        values |= {"graphs_not_captured": [float(skips)], "graph_breaks": [float(breaks)]}
+        if on_gpu:
+            values["peak_GiB"] = [torch.cuda.max_memory_allocated() / 2**30]
+            busy = busy_milliseconds(call, optimizer, tokens, autocast)
+            values |= {"busy_ms": [busy], "ms_over_busy": [statistics.median(values["ms"]) / busy]}
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return values
+
+
+def measure_contender(table: Table, runs: list[Run], options, began: float) -> None:
+    """The runs of one contender, which share a model."""
+    model = build(runs[0], options)
+    for run in runs:
+        if time.perf_counter() - began > options.seconds:
+            print(f"{run}: left out, {options.seconds:.0f} s are over", flush=True)
+            continue
+        try:
+            values = measure(model, run, options)
+        except torch.OutOfMemoryError:
+            values = {"out_of_memory": [1.0]}
+        for metric, measured in values.items():
+            shape = f"{run.layers},{run.tokens}"
+            table.add(run.model, shape, run.contender, run.mode, run.execution, metric, measured)
+        print(f"{run}: " + ", ".join(f"{k} {statistics.median(v):.4g}" for k, v in values.items()), flush=True)
+        for reason, times in counters["graph_break"].items():
+            print(f"    {times} breaks: {reason.strip().splitlines()[0]}", flush=True)
+        table.write(options.csv)
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A table a model and mode: a row a number of tokens, a column a contender and execution, cells of milliseconds a
+    step and, in brackets, of its part in which the GPU was busy."""
+    figures: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        key = row["config"], row["shape"], row["mode"], row["contender"], row["launch"]
+        figures.setdefault(key, {})[row["metric"]] = float(row["median"])
+    lines = []
+    for case in dict.fromkeys((model, shape.split(",")[0], mode) for model, shape, mode, *_ in figures):
+        model, layers, mode = case
+        own = {key: value for key, value in figures.items() if (key[0], key[1].split(",")[0], key[2]) == case}
+        columns = list(dict.fromkeys(key[3:] for key in own))
+        lines.append(f"\n{model}, {layers} layers, {mode}: ms a step (the GPU is busy)\n")
+        lines.append("| tokens | " + " | ".join(", ".join(column) for column in columns) + " |")
+        lines.append("|---" * (1 + len(columns)) + "|")
+        for tokens in sorted({int(key[1].split(",")[1]) for key in own}):
+            cells = [_cell(own.get((model, f"{layers},{tokens}", mode, *column))) for column in columns]
+            lines.append(f"| {tokens:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(figures: dict[str, float] | None) -> str:
+    if figures is None:
+        return ""
+    if "out_of_memory" in figures:
+        return "out of memory"
+    busy = f" ({figures['busy_ms']:.1f})" if "busy_ms" in figures else ""
+    failed = f", {figures['graphs_not_captured']:.0f} not captured" if figures.get("graphs_not_captured") else ""
+    return f"{figures['ms']:.1f}{busy}{failed}"
+
+
+def options_of(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("Qwen3-30B-A3B", "gpt-oss-20b"), default="Qwen3-30B-A3B")
+    parser.add_argument("--mode", choices=("full", "LoRA"), default="full")
+    parser.add_argument("--layers", type=int, help="default: as many as one H200 trains, all of them with LoRA")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help=f"default: {OURS}; grouped_mm")
+    parser.add_argument("--execution", action="append", choices=EXECUTIONS, help="default: all")
+    parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
+    parser.add_argument("--check", action="store_true", help="only check, with two layers")
+    parser.add_argument("--no-check", action="store_true", help="measure without")
+    parser.add_argument("--seconds", type=float, default=400, help="no run begins after so many")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--csv", type=Path, default=RESULTS / "small_batches.csv")
+    parser.add_argument("--tables", type=Path, nargs="+", metavar="CSV", help="print these results, measure nothing")
+    return parser.parse_args(arguments)
+
+
+def main():
+    options, began = options_of(), time.perf_counter()
+    if options.tables:
+        print(markdown(read_rows(options.tables)))
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 checks the script")
+    # every number of tokens is compiled for anew, and each layer's weights are other inputs of the same code
+    torch._dynamo.config.recompile_limit = 128
+    sizes = MODELS[options.model]
+    layers = options.layers or (sizes.trained_layers if options.mode == "full" else sizes.layers)
+    table, wrong = Table(), []
+    for contender in options.contender or (OURS, "grouped_mm"):
+        runs = [
+            Run(options.model, layers, tokens, options.mode, contender, execution)
+            for tokens in options.tokens
+            for execution in options.execution or EXECUTIONS
+        ]
+        try:
+            if not options.no_check:
+                found = check(runs[0], options)
+                wrong += [f"{contender}, {what}" for what in found]
+                forget(options.device)
+            if not options.check:
+                measure_contender(table, runs, options, began)
+        except Unavailable as reason:
+            print(f"{contender} is left out: {reason}", flush=True)
+        forget(options.device)
+    print(markdown(table.rows))
+    if wrong:
+        raise SystemExit("\n".join(["compiled steps are wrong:", *wrong[:20]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""benchmarks/step/small_batches.py at a tiny size."""
+
+import csv
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+
+TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "2", "--contender", "sonicmoe-hf")
+
+
+def run(monkeypatch, *arguments):
+    from benchmarks.step import small_batches
+
+    monkeypatch.setattr(sys, "argv", ["small_batches.py", *TINY, *arguments])
+    small_batches.main()
+    return small_batches
+
+
+def test_compiled_steps_go_on_training_and_are_one_table(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    small_batches = run(monkeypatch, "--csv", str(path))
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    losses = {row["launch"]: float(row["median"]) for row in rows if row["metric"] == "loss"}
+    assert list(losses) == list(small_batches.EXECUTIONS)
+    # each execution goes on with the weights that the one before left, on the same tokens
+    assert 4.2 > losses["eager"] > losses["layers"] > losses["reduce-overhead"] > 0
+    assert {row["median"] for row in rows if row["metric"] == "graph_breaks"} == {"0"}
+    shown = capsys.readouterr().out
+    assert "| tokens | sonicmoe-hf, eager | sonicmoe-hf, layers | sonicmoe-hf, reduce-overhead |" in shown
+    assert small_batches.markdown(small_batches.read_rows([path])) in shown
+
+
+def test_a_compiled_step_that_computes_something_else_fails_the_check(monkeypatch):
+    from benchmarks.step import small_batches
+
+    right = small_batches.loss_and_gradients
+    calls = []
+
+    def wrong(call, model, tokens, autocast):
+        calls.append(call)
+        found = right(model, model, tokens, autocast)
+        return found if len(calls) == 1 else {name: 1.1 * tensor for name, tensor in found.items()}
+
+    monkeypatch.setattr(small_batches, "loss_and_gradients", wrong)
+    with pytest.raises(SystemExit, match=r"compiled steps are wrong:\nsonicmoe-hf, layers: loss 0.1"):
+        run(monkeypatch, "--check")
