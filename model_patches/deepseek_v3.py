@@ -46,6 +46,7 @@ SAME_ROUTER = (  # model_type, block, router, base class of the models
     ("glm5_next", "Glm5NextTextMoE", "Glm5NextTextTopkRouter", "Glm5NextPreTrainedModel"),
     ("glm_moe_dsa", "GlmMoeDsaMoE", "GlmMoeDsaTopkRouter", "GlmMoeDsaPreTrainedModel"),
     ("hy_v4", "HYV4MoE", "HYV4TopkRouter", "HYV4PreTrainedModel"),
+    ("hy_v4_vl", "HYV4VLMoE", "HYV4VLTopkRouter", "HYV4VLPreTrainedModel"),  # Transformers 5.24
     ("kimi_linear", "KimiLinearMoE", "KimiLinearTopkRouter", "KimiLinearPreTrainedModel"),
     ("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashTopkRouter", "MiMoV2FlashPreTrainedModel"),
     ("nemotron_h", "NemotronHMoE", "NemotronHTopkRouter", "NemotronHPreTrainedModel"),

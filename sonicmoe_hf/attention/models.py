@@ -9,7 +9,7 @@ NAME = "torch_sinks"  # not "sdpa_...": Transformers refuses names with "sdpa" f
 SUPPORTED = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "openai_privacy_filter")
 UNSUPPORTED = {
     "deepseek_v4": "its compressed keys are chosen by a mask, which flash kernels do not take",
-    "hy_v4": "its keys are chosen for each query, which flash kernels do not do",
+    **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), "its keys are chosen for each query, which flash kernels do not do"),
 }
 
 

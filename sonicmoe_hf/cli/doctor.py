@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 
 from ..attention.models import describe_attention
 from ..checkpoints.config_only import build_on_meta
@@ -21,7 +19,7 @@ from ..layer.experts_module import expert_parallel_remedy, has_expert_parallelis
 from ..patching.experts import experts_facts, sizes_of
 from ..patching.layer_ranges import LayerRange, collapse
 from ..patching.support import REMEDIES, LayerSupport, supported_layers, supports
-from ..private.versions import versions
+from ..private.versions import untested_versions, versions
 from .warmup import placement
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -122,22 +120,6 @@ class ModelReport:
     def accelerated(self) -> bool:
         """Whether all layers are supported, and this machine has kernels for them."""
         return self.supported and self.here.accelerates
-
-
-def untested_versions() -> list[str]:
-    """A sentence for each installed package whose version is outside the range that sonicmoe-hf was tested with."""
-    try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires("sonicmoe-hf") or []]
-    except importlib.metadata.PackageNotFoundError:  # not installed: imported from a checkout, which declares nothing
-        return []
-    installed = versions()
-    return [
-        f"{requirement.name} {installed[requirement.name]} is outside the versions that sonicmoe-hf was tested with, "
-        f"{requirement.specifier}: run the tests, or install one of these"
-        for requirement in requirements
-        if installed.get(requirement.name, "not installed") != "not installed"
-        and not requirement.specifier.contains(installed[requirement.name], prereleases=True)
-    ]
 
 
 def devices() -> list[Device]:

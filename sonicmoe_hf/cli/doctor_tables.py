@@ -10,8 +10,8 @@ from rich.table import Table
 
 from ..layer import backends
 from ..layer.experts_module import expert_parallel_remedy
-from ..private.versions import versions
-from .doctor import Device, ModelReport, devices, untested_versions
+from ..private.versions import untested_versions, versions
+from .doctor import Device, ModelReport, devices
 
 YES, NO = "[green]yes[/]", "[red]no[/]"
 

@@ -61,6 +61,7 @@ CLAMPED_SILU_GATES = {  # _apply_gate of these classes is clamped_silu: where th
     "transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": "limit",
     "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextExperts": "swiglu_limit",
     "transformers.models.hy_v4.modeling_hy_v4.HYV4Experts": "swiglu_limit",
+    "transformers.models.hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts": "swiglu_limit",
 }
 CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interleaved, where alpha is, where limit is)
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts": (True, "alpha", "limit"),
@@ -76,7 +77,10 @@ CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interl
     ),
 }
 # their act_fn takes gate and up, and is the softcapped swiglu
-SOFTCAPPED_GATES = ("transformers.models.inkling2.modeling_inkling2.Inkling2Experts",)
+SOFTCAPPED_GATES = {  # the class of such an act_fn
+    "transformers.models.inkling2.modeling_inkling2.Inkling2Experts": "Inkling2SoftcappedSwiGLU",
+    "transformers.models.inkling2_loop.modeling_inkling2_loop.Inkling2LoopExperts": "Inkling2LoopSoftcappedSwiGLU",
+}
 
 FP8_EXPERTS = "transformers.integrations.finegrained_fp8.FP8Experts"  # whose gate its attributes decide
 
@@ -112,7 +116,7 @@ def _gate(experts: Any) -> tuple[Activation, bool]:
         if name == FP8_EXPERTS:
             return _gate_of_fp8(experts), False
         if name in SOFTCAPPED_GATES:
-            return _softcapped(experts), False
+            return _softcapped(experts, SOFTCAPPED_GATES[name]), False
         if name not in FP32_GATES:
             _refuse(experts, f"its gate {name}._apply_gate is not one that sonicmoe_hf implements")
     if not getattr(experts, "is_concatenated", True):
@@ -137,10 +141,10 @@ def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
     return Activation("clamped_silu", limit=limit)
 
 
-def _softcapped(experts: Any) -> Activation:
+def _softcapped(experts: Any, expected: str) -> Activation:
     kind = type(experts.act_fn).__name__
-    if kind != "Inkling2SoftcappedSwiGLU":
-        _refuse(experts, f"its gate is {kind}, not Inkling2SoftcappedSwiGLU")
+    if kind != expected:
+        _refuse(experts, f"its gate is {kind}, not {expected}")
     gate, up = (float(cap.softcap) for cap in (experts.act_fn.gate_softcap, experts.act_fn.up_softcap))
     return Activation("softcapped_swiglu", alpha=gate, limit=up)
 

@@ -1,4 +1,4 @@
-"""The installed versions of what we build on."""
+"""The installed versions of what we build on, and those that sonicmoe_hf was tested with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,51 @@ import importlib.metadata
 import platform
 
 import torch
+from packaging.version import Version
 
 PACKAGES = (
     "sonicmoe-hf", "torch", "transformers", "triton", "nvidia-cutlass-dsl", "accelerate", "peft", "datasets", "trl",
 )  # fmt: skip
+# The oldest and the newest tested. pyproject.toml asks for the oldest; a newer one than the newest is used all the same,
+# so that the next release of a package locks nobody out.
+TESTED = {
+    "torch": ("2.11", "2.15"),
+    "transformers": ("5.17", "5.24"),
+    "triton": ("3.6", "3.9"),
+    "peft": ("0.20", "0.21"),
+}
+NOT_INSTALLED = "not installed"
 
 
 def versions() -> dict[str, str]:
     """Python's version and those of the packages that matter; "not installed" where one is missing."""
     by_package = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            by_package[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            by_package[package] = "not installed"
+        by_package[package] = _installed(package)
     by_package["torch"] = torch.__version__
     return by_package
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def untested_versions() -> list[str]:
+    """A sentence for each installed package whose version is outside the range that sonicmoe-hf was tested with."""
+    sentences = []
+    for package, (oldest, newest) in TESTED.items():
+        installed = _installed(package)
+        if installed == NOT_INSTALLED:
+            continue
+        release = Version(installed).release
+        if release < Version(oldest).release:
+            sentences.append(f"{package} {installed} is older than {oldest}, the oldest that sonicmoe-hf works with")
+        elif release[:2] > Version(newest).release:
+            sentences.append(
+                f"{package} {installed} is newer than {newest}, the newest that sonicmoe-hf was tested with: if anything "
+                f"fails, try {package} {newest}"
+            )
+    return sentences

@@ -65,14 +65,17 @@ def test_every_model_of_transformers_that_passes_sinks_is_known():
         for path in folder.glob("*/modeling_*.py")
         if re.search(r"^\s+s_aux=", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert passing <= {*SUPPORTED, *UNSUPPORTED}, "decide about them in sonicmoe_hf/attention/models.py"
+    known = {*SUPPORTED, *(name.removesuffix("_text") for name in UNSUPPORTED)}
+    assert passing <= known, "decide about them in sonicmoe_hf/attention/models.py"
     assert set(CHANGES) == set(SUPPORTED)
 
 
 @pytest.mark.parametrize("model_type", UNSUPPORTED)
 def test_models_that_flash_kernels_cannot_compute_are_those_that_transformers_says(model_type):
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this Transformers has no {model_type}")
     config = transformers.AutoConfig.for_model(model_type)
-    assert not transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_flash_attn
+    assert not transformers.MODEL_MAPPING[type(config)]._supports_flash_attn
 
 
 @pytest.mark.parametrize("model_type", [name for name in CHANGES if name != "gpt_oss"])

@@ -2,6 +2,7 @@
 or is refused."""
 
 import ast
+import importlib.util
 import inspect
 import textwrap
 
@@ -33,7 +34,7 @@ REFUSED = {
     "MuseSparkExperts": "its experts end in a norm of their own",
 }
 CURRENT = pytest.mark.skipif(
-    not transformers.__version__.startswith("5.23."), reason="facts and table are of Transformers 5.23"
+    not transformers.__version__.startswith(("5.23.", "5.24.")), reason="facts are of Transformers 5.23 and 5.24"
 )
 EVERY = pytest.mark.parametrize("architecture", architectures(), ids=lambda a: a.experts)
 WITH_FACTS = [architecture for architecture in architectures() if family_of(architecture)]
@@ -89,7 +90,14 @@ def test_token_rounding_without_facts_is_refused_by_name():
 
 @CURRENT
 def test_every_family_has_an_architecture():
-    assert {family.name for a in WITH_FACTS for family in family_of(a)} == set(FAMILIES)
+    assert {family.name for a in WITH_FACTS for family in family_of(a)} == {
+        name for name, family in FAMILIES.items() if is_installed(family)
+    }
+
+
+def is_installed(family) -> bool:
+    """Whether the installed Transformers has the family: the newest does not come with the oldest."""
+    return importlib.util.find_spec(family.module.rpartition(".")[0]) is not None
 
 
 def forward_of(family) -> str:
@@ -111,11 +119,11 @@ def forward_of(family) -> str:
 )
 def test_routers_that_share_facts_have_the_same_forward(families):
     first, *others = families
-    differ = [family.name for family in others if forward_of(family) != forward_of(first)]
+    differ = [family.name for family in others if is_installed(family) and forward_of(family) != forward_of(first)]
     assert not differ, f"Transformers changed a router: {differ} no longer compute what {first.name} does"
 
 
-@CURRENT
+@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="the table is of Transformers 5.23")
 def test_the_table_in_the_documents_is_current():
     text = DOCUMENT.read_text()
     assert with_table(text) == text, "run: PYTHONPATH=.:tests python -m helpers.architectures"

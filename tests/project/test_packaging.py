@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import sonicmoe_hf
+from sonicmoe_hf.private.versions import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = "import sonicmoe_hf, sonicmoe_hf.kernels.eager, sonicmoe_hf.model_patches, sonicmoe_hf.demo"
@@ -236,6 +237,15 @@ def test_the_pins_satisfy_the_declared_ranges():
     for text in re.findall(r'"([a-z][\w.-]*(?:[<>=]=?)[^"]*)"', declared):
         wanted = Requirement(text)
         assert wanted.specifier.contains(pinned[wanted.name]), f"{text} but {pinned[wanted.name]} is pinned"
+
+
+def test_the_oldest_and_the_newest_tested_versions_are_those_of_ci():
+    declared, ci = (ROOT / "pyproject.toml").read_text(encoding="utf-8"), ROOT / ".ci"
+    oldest, newest = ((ci / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("oldest", "newest"))
+    for package, (least, most) in TESTED.items():
+        assert f'"{package}>={least}"' in declared  # and no newest: the next release locks nobody out
+        assert f"{package}=={least}.0" in oldest
+        assert any(line.startswith(f"{package}=={most}.") for line in newest)
 
 
 def test_make_takes_a_python_whose_path_has_a_space(tmp_path):
