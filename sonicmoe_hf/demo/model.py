@@ -21,6 +21,7 @@ from ..formats.shares import await_packed, end_awaiting
 from ..formats.state import hold_packed
 from ..layer.packed_weight import PackedWeight
 from ..patching.ranks import check_ranks
+from ..streaming.placement import placement_of
 from .random_bytes import random_packed
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def random_packed_model(
     linear: str | None = None,
     device=None,
     distributed_config: DistributedConfig | None = None,
+    experts_memory: str | int | None = None,
     **options,
 ) -> PreTrainedModel:
     """A model with random weights of which some are packed. It is made module by module. Experts' weights begin as the
@@ -102,6 +104,7 @@ def random_packed_model(
         linear: bitsandbytes' quant_type for the linear layers but the last, "nf4" or "fp4"; None: as they are.
         device: where it is made; default: the accelerator where there is one.
         distributed_config: how ranks share it; each makes its own part.
+        experts_memory: as `from_pretrained` takes it.
         options: of `AutoModelForCausalLM.from_config`, such as dtype.
     """
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -109,6 +112,7 @@ def random_packed_model(
         model = AutoModelForCausalLM.from_config(config, **options)
     if distributed_config is not None:
         device = _distribute(model, distributed_config, experts)
+    placement = None if experts_memory is None else placement_of(model, experts_memory, experts, device)
     std = getattr(config.get_text_config(), "initializer_range", 0.02)
     names = [name for name, _ in model.named_modules()]  # names alone: what is packed must not be held
     for name in logging.tqdm(names, desc="Making random weights"):
@@ -116,7 +120,10 @@ def random_packed_model(
         weights = packable(module) if experts is not None else ()
         _initialize(model, module, device, weights)
         for weight in weights:
-            hold_packed(module, weight, _random_weight(module, weight, experts or "", std, device))
+            packed = _random_weight(module, weight, experts or "", std, device)
+            hold_packed(module, weight, packed if placement is None else placement.hold(module, weight, packed))
+        if placement is not None and experts is None:
+            placement.hold_all(module)
         if linear is not None and isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _linear_in_4_bits(module, linear))

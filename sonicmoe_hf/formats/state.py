@@ -96,7 +96,7 @@ def stored_names(module: nn.Module) -> set[str]:
 
 def hold_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
     """Make `weight` the module's frozen parameter `name`."""
-    setattr(module, name, as_parameter(weight))
+    setattr(module, name, weight if isinstance(weight, nn.Parameter) else as_parameter(weight))
     use_stored_names(module)
 
 

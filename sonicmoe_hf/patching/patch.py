@@ -28,6 +28,8 @@ from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
+from ..formats.refusals import guard_deepspeed
+from ..streaming.placement import place_experts
 from .calls import PatchState
 from .experts import SAVE, is_fp8_experts
 from .forwards import restore
@@ -156,7 +158,9 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
             find_hook(forward_hooks(module), ModelExitHook).join(state, name)
 
 
-def patch_model(model: nn.Module, routing=None, *, save: str = "preactivation") -> PatchReport:
+def patch_model(
+    model: nn.Module, routing=None, *, save: str = "preactivation", experts_memory: str | int | None = None
+) -> PatchReport:
     """Make this model compute its experts with SonicMoE.
 
     Args:
@@ -165,12 +169,17 @@ def patch_model(model: nn.Module, routing=None, *, save: str = "preactivation") 
             loaded in FP8 (its FP8Experts, with blocks of 128 x 128) or in DeepSeek-V4's FP4 stay in these bytes, frozen.
         routing: None or "top_k"; "token_rounding"; or a `TokenRounding`. Token rounding is active only in training.
         save: what the layers keep for backward, "preactivation" or "input" (see `moe_experts`).
+        experts_memory: the experts are frozen, so many bytes of them stay on the GPU ("8GiB", a number, or "auto": what
+            the card holds), and the others move to pinned host memory, from where they are copied one layer ahead of
+            their use. None: they stay where they are.
     Returns:
         What was patched.
     Raises:
         UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed.
-        UnsupportedExpertsError: FP8 experts that Transformers loaded have a scale or a value that is not finite.
-        ValueError: `model` holds several models with experts.
+        UnsupportedExpertsError: FP8 experts that Transformers loaded have a scale or a value that is not finite; or
+            experts for host memory are shared or sharded by ranks, or on several devices.
+        ValueError: `model` holds several models with experts; or experts_memory says no number of bytes.
+        MemoryError: host memory does not hold the experts.
     """
     policy = as_routing_policy(routing)
     check_choice("save", save, SAVE_POLICIES)
@@ -180,6 +189,10 @@ def patch_model(model: nn.Module, routing=None, *, save: str = "preactivation") 
     if fp8_experts:
         take_weights(fp8_experts, _dtype(root))
         ignore_packed_in_ddp(root)
+    if experts_memory is not None:
+        place_experts(root, experts_memory)
+        ignore_packed_in_ddp(root)
+        guard_deepspeed()
     state = _state(root) or PatchState()
     use_own_configs(model, state.configs)
     _use_our_experts(root, save)

@@ -24,6 +24,7 @@ from ..formats.state import hold_packed
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.packed_weight import PackedWeight
+from ..streaming.placement import placement_of
 from .own_configs import use_own_configs
 from .support import REMEDIES
 
@@ -32,7 +33,9 @@ FOR_FILE = ("revision", "token", "cache_dir", "local_files_only", "force_downloa
 FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
 
 
-def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedModel:
+def quantize_experts(
+    model: PreTrainedModel, format: str = "nf4", *, experts_memory: str | int | None = None
+) -> PreTrainedModel:
     """Hold the experts of a model in memory packed and frozen, one weight after the other, on their devices.
 
     Args:
@@ -40,11 +43,14 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
             patched (`patch_model`), before or after.
         format: "nf4" (bitsandbytes' NF4 with double quantization, 4.13 bits a weight), "mxfp4" (4.25 bits), "fp8"
             (DeepSeek's blocks of 128 x 128, 8.002 bits) or "nvfp4" (NVIDIA's, 4.5 bits).
+        experts_memory: so many bytes of packed experts stay on the GPU, the others live in host memory; see
+            `patch_model`.
     Returns:
         The same model. Save it with save_pretrained, and load it with from_pretrained.
     Raises:
         UnsupportedExpertsError: a weight is sharded or of a size that the format does not take; nothing is changed.
         ValueError: an unknown format, weights with NaN or infinity, or a model quantized otherwise already.
+        MemoryError: host memory does not hold the experts; nothing is changed.
     """
     check_choice("format", format, FORMATS)
     if not isinstance(model, PreTrainedModel):
@@ -60,6 +66,7 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
     for full_name, module, name in weights:
         if getattr(module, name).is_meta:
             raise UnsupportedExpertsError(f"{full_name} is on the meta device; load the model's weights first")
+    placement = None if experts_memory is None else placement_of(model, experts_memory, format)
     for full_name, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
         try:
             packed = PackedWeight.quantize(
@@ -67,7 +74,7 @@ def quantize_experts(model: PreTrainedModel, format: str = "nf4") -> PreTrainedM
             )
         except ValueError as error:
             raise ValueError(f"{full_name}: {error}") from error
-        hold_packed(module, name, packed)
+        hold_packed(module, name, packed if placement is None else placement.hold(module, name, packed))
     config = ExpertsQuantizationConfig(format)
     use_own_configs(model, [])
     model.config.quantization_config = config

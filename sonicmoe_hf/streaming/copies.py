@@ -1,0 +1,147 @@
+"""Who copies from host memory to the device: a CUDA stream of its own, or on a CPU the processor, at once."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+CAPTURED = (
+    "experts in host memory are copied when their layer runs, which a CUDA graph cannot hold; keep them on the GPU "
+    "(experts_memory=None) to capture steps"
+)
+NOT_PINNED = "the driver did not pin {gib:.1f} GiB of host memory for experts (CUDA error {code}); {remedy}"
+REMEDY = "keep more experts on the GPU (a larger experts_memory), or use a smaller format (experts_quantization)"
+
+
+def page_aligned(nbytes: int) -> torch.Tensor:
+    """Bytes of host memory that begin at a page and take whole pages, not a power of two of them as torch's pinned
+    memory does."""
+    pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to pin
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+
+
+class Copies(Protocol):
+    """Copies in a stream of their own, beside the stream that computes. No call waits for the device but `finish`."""
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Lock memory, so that copies from it run by themselves."""
+
+    def unpin(self, host: torch.Tensor) -> None:
+        """Undo `pin`, when no copy from it is under way."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Bytes on the device, as the stream that computes now may use them; its earlier work may still be using them."""
+
+    def event(self) -> Any:
+        """A point of a stream, to be set by `mark` or `copy`."""
+
+    def mark(self, event: Any) -> None:
+        """Set the event after all that the stream that computes now was given."""
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any], done: Any) -> None:
+        """Copy each (target, source) once the events `after` are reached; set `done` at the end."""
+
+    def wait(self, done: Any) -> None:
+        """Let what the stream that computes now is given next begin once `done` is reached."""
+
+    def timeline(self) -> Hashable:
+        """Which stream computes now."""
+
+    def finish(self) -> None:
+        """Wait on the host until all copies have ended."""
+
+
+class CudaCopies:
+    """A stream of copies of one GPU, ordered against its other streams by events."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def pin(self, host: torch.Tensor) -> None:
+        with torch.cuda.device(self.device):  # a context must be there
+            code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        if code:
+            raise MemoryError(NOT_PINNED.format(gib=host.nbytes / 2**30, code=code, remedy=REMEDY))
+
+    def unpin(self, host: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        buffer.record_stream(self.stream)  # freed once its copies have ended
+        return buffer
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def mark(self, event: torch.cuda.Event) -> None:
+        event.record(torch.cuda.current_stream(self.device))
+
+    def copy(self, pairs, after, done: torch.cuda.Event) -> None:
+        for event in after:
+            self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done.record(self.stream)
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(CAPTURED)
+        torch.cuda.current_stream(self.device).wait_event(done)
+
+    def timeline(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+
+
+class HostCopies:
+    """Where the device is the CPU: a copy has ended when it is asked for, so nothing is waited for."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def pin(self, host: torch.Tensor) -> None:
+        pass
+
+    def unpin(self, host: torch.Tensor) -> None:
+        pass
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def event(self) -> None:
+        return None
+
+    def mark(self, event: None) -> None:
+        pass
+
+    def copy(self, pairs, after, done: None) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, done: None) -> None:
+        pass
+
+    def timeline(self) -> int:
+        return 0
+
+    def finish(self) -> None:
+        pass
+
+
+KINDS: dict[str, type[CudaCopies] | type[HostCopies]] = {"cuda": CudaCopies, "cpu": HostCopies}
+
+
+def copies_to(device: torch.device) -> Copies:
+    """Raises ValueError where nothing copies to a device of this type."""
+    if device.type not in KINDS:
+        raise ValueError(f"experts_memory brings experts to CUDA GPUs, not to {device.type}; leave it out")
+    return KINDS[device.type](device)

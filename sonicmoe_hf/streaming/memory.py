@@ -1,0 +1,80 @@
+"""Bytes: what experts_memory says, how many layers fit in them, what the host has free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+AUTO = "auto"
+LEFT_FREE = (
+    0.25  # of the card, for adapters, activations and what the allocator cannot use, where experts_memory="auto"
+)
+PROC, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+UNLIMITED = 2**60  # cgroups of version 1 say so by a larger number
+
+
+def as_bytes(experts_memory: str | int) -> int:
+    """8589934592 of "8GiB", "8.6 GB" counted in thousands, or a number of bytes.
+
+    Raises:
+        ValueError: it is neither, or negative.
+    """
+    if isinstance(experts_memory, int) and not isinstance(experts_memory, bool) and experts_memory >= 0:
+        return experts_memory
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", str(experts_memory), re.IGNORECASE)
+    if match is None or match[2].upper() not in UNITS or isinstance(experts_memory, bool):
+        raise ValueError(
+            f'experts_memory is {experts_memory!r}; give the bytes of experts that stay on the GPU, such as "8GiB" or 0, '
+            'or "auto"'
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def spread(sizes: Sequence[int], budget: int) -> list[bool]:
+    """Which of the layers of these bytes stay on the GPU: as many as the budget holds, evenly among the others, so that
+    one layer's copy has the time of its neighbours too."""
+    count = len(sizes)
+    for kept in range(count, 0, -1):
+        stays = [(number + 1) * kept // count > number * kept // count for number in range(count)]
+        if sum(size for size, stay in zip(sizes, stays) if stay) <= budget:
+            return stays
+    return [False] * count
+
+
+def on_the_card(device: torch.device, others: int, largest: int) -> int:
+    """The bytes of experts for experts_memory="auto": what the card holds beside `others`, the bytes of weights that are
+    not there yet, two buffers of the `largest` layer, and LEFT_FREE. Raises ValueError on a CPU."""
+    if device.type != "cuda":
+        raise ValueError(f'experts_memory="auto" fits a GPU, but the model is on {device}; give bytes, such as "8GiB"')
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free + cached - others - 2 * largest - int(LEFT_FREE * total))
+
+
+def free_on_host() -> int | None:
+    """Bytes of host memory that can be taken, inside a container too; None where the system does not say."""
+    free = [_available(), _left(CGROUP, "memory.max", "memory.current", "memory.stat")]
+    free.append(_left(CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"))
+    known = [each for each in free if each is not None]
+    return min(known) if known else None
+
+
+def _available() -> int | None:
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", PROC.read_text() if PROC.is_file() else "", re.MULTILINE)
+    return None if match is None else int(match[1]) * 1024
+
+
+def _left(folder: Path, limit: str, used: str, statistics: str) -> int | None:
+    """What a control group may still take; file caches are given up for it."""
+    try:
+        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        caches = re.search(r"^inactive_file (\d+)$", (folder / statistics).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if not most.isdigit() or int(most) >= UNLIMITED:
+        return None
+    return max(0, int(most) - now + (0 if caches is None else int(caches[1])))

@@ -1,0 +1,172 @@
+"""Which layers' experts live in host memory: chosen by experts_memory, for a loaded model or for one that is loading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedExpertsError
+from ..kernels.quantized import stored_dtypes, stored_shapes
+from ..layer.experts_module import expert_parallelism, is_expert_parallel, is_experts, weight_names
+from ..layer.packed_weight import PackedWeight, as_parameter
+from .copies import REMEDY
+from .memory import AUTO, as_bytes, free_on_host, on_the_card, spread
+from .stream import ExpertsStream
+from .weight import HostWeight
+
+HOST = "_sonicmoe_hf_host"  # attribute of experts modules whose state dicts have our hook
+PROJECTIONS = ("gate_up", "down")
+
+
+def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every layer's experts, in the order of the model."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if is_experts(module) and all(weight in module._parameters for weight in weight_names(module))
+    ]
+
+
+def _weights(experts: nn.Module) -> list[Any]:
+    return [experts._parameters[name] for name in weight_names(experts)]
+
+
+def check_streamable(layers: Iterable[tuple[str, nn.Module]], experts_memory: Any) -> None:
+    """Raise UnsupportedExpertsError where experts are shared or sharded by ranks; ValueError where experts_memory is no
+    number of bytes."""
+    if experts_memory != AUTO:
+        as_bytes(experts_memory)
+    for name, experts in layers:
+        if expert_parallelism(experts) is not None or is_expert_parallel(experts):
+            raise UnsupportedExpertsError(
+                f"{name} is shared by ranks (expert parallelism), which keeps experts on the GPUs; leave out "
+                "experts_memory, or let each rank hold all experts (DDP)"
+            )
+        for weight in _weights(experts):
+            if type(weight) not in (nn.Parameter, torch.Tensor, PackedWeight, HostWeight) or hasattr(weight, "ds_id"):
+                raise UnsupportedExpertsError(
+                    f"{name} is sharded ({type(weight).__name__}), which keeps experts on the GPUs; leave out "
+                    "experts_memory, or replicate the model by DDP"
+                )
+
+
+class Placement:
+    """Which experts of a model are streamed to a device.
+
+    sizes: bytes of each layer's experts. others: bytes of the model's other weights that are still to come to the device.
+    """
+
+    def __init__(
+        self, layers: list[tuple[str, nn.Module]], sizes: list[int], experts_memory: Any, device: Any, others: int = 0
+    ):
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        check_streamable(layers, experts_memory)
+        budget = (
+            on_the_card(device, others, max(sizes, default=0)) if experts_memory == AUTO else as_bytes(experts_memory)
+        )
+        weights = [weight for _, experts in layers for weight in _weights(experts) if _is_host(weight)]
+        streams = [weight.layer.stream for weight in weights]
+        self.stays = spread(sizes, budget)
+        self.number = {id(experts): number for number, (_, experts) in enumerate(layers)}
+        self.stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
+        new = sum(
+            size
+            for size, stay, (_, experts) in zip(sizes, self.stays, layers)
+            if not stay and not any(map(_is_host, _weights(experts)))
+        )
+        free = free_on_host()
+        if free is not None and new > free:
+            raise MemoryError(
+                f"experts_memory={experts_memory!r} puts {new / 2**30:.1f} GiB of experts in host memory, where "
+                f"{free / 2**30:.1f} GiB are free; {REMEDY}"
+            )
+
+    def is_streamed(self, experts: nn.Module) -> bool:
+        """Whether these experts live in host memory."""
+        return not self.stays[self.number[id(experts)]]
+
+    def hold_all(self, module: nn.Module) -> None:
+        """Move the weights of a layer's experts to where they are to live; nothing of another module."""
+        if id(module) in self.number:
+            for name in weight_names(module):
+                setattr(module, name, self.hold(module, name, module._parameters[name]))
+
+    def hold(self, experts: nn.Module, name: str, weight: torch.Tensor) -> nn.Parameter:
+        """A weight of the layer, packed or dense, where it is to live: a frozen parameter."""
+        if self.is_streamed(experts) == _is_host(weight):
+            return weight if _is_host(weight) else _frozen(weight)
+        if _is_host(weight):
+            return _frozen(weight.resident())
+        keep_stored_names(experts)
+        projection = PROJECTIONS[weight_names(experts).index(name)]
+        layer = self.stream.layer_for(self.number[id(experts)], projection)
+        return as_parameter(HostWeight.held(layer, projection, weight, bool(getattr(experts, "is_transposed", False))))
+
+
+def _is_host(weight: Any) -> bool:
+    return isinstance(weight, HostWeight)
+
+
+def _frozen(weight: torch.Tensor) -> nn.Parameter:
+    return weight.requires_grad_(False) if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
+
+
+def bytes_of(experts: nn.Module, format: str | None) -> int:
+    """Of a layer's experts as they are, or packed in a format; what is on the meta device counts too."""
+    total = 0
+    for weight in _weights(experts):
+        if format is None or isinstance(weight, PackedWeight):
+            total += weight.nbytes
+            continue
+        shape = weight.shape[:1] + weight.shape[:0:-1] if getattr(experts, "is_transposed", False) else weight.shape
+        for part, stored in stored_shapes(format, tuple(shape))._asdict().items():
+            if stored is not None:
+                total += math.prod(stored) * stored_dtypes(format, part)[0].itemsize
+    return total
+
+
+def placement_of(model: nn.Module, experts_memory: Any, format: str | None = None, device: Any = None) -> Placement:
+    """Where the experts of a model are to live, once they are packed in `format`. device: of a model on the meta device.
+
+    Raises:
+        UnsupportedExpertsError: they are shared or sharded by ranks, or on several devices. ValueError: experts_memory.
+        MemoryError: the host's free memory does not hold them.
+    """
+    layers = expert_layers(model)
+    check_streamable(layers, experts_memory)
+    devices = {torch.device(device)} if device is not None else {w.device for _, e in layers for w in _weights(e)}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise UnsupportedExpertsError(
+            f"experts_memory takes a model whose experts are on one device, not on {sorted(map(str, devices)) or 'none'}"
+        )
+    sizes = [bytes_of(experts, format) for _, experts in layers]
+    to_come = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+    there = sum(weight.nbytes for _, experts in layers for weight in _weights(experts) if not _is_host(weight))
+    return Placement(layers, sizes, experts_memory, next(iter(devices)), to_come - there)
+
+
+def place_experts(model: nn.Module, experts_memory: Any) -> None:
+    """Move the experts of a loaded model between its device and host memory, weight by weight, and freeze them. Raises as
+    `placement_of`; nothing is changed then."""
+    placement = placement_of(model, experts_memory)
+    for _, experts in expert_layers(model):
+        placement.hold_all(experts)
+
+
+def keep_stored_names(experts: nn.Module) -> None:
+    """Have state dicts hold dense weights that live in host memory as the tensors that they are."""
+    if not hasattr(experts, HOST):
+        setattr(experts, HOST, True)
+        experts.register_state_dict_post_hook(_write_dense)
+
+
+def _write_dense(experts, state_dict, prefix, local_metadata):
+    for name, weight in experts._parameters.items():
+        if isinstance(weight, HostWeight) and not weight.format and prefix + name in state_dict:
+            state_dict[prefix + name] = weight.codes
