@@ -94,7 +94,7 @@ def stored_names(module: nn.Module) -> set[str]:
     return names
 
 
-def hold_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
+def hold_packed(module: nn.Module, name: str, weight: PackedWeight | nn.Parameter) -> None:
     """Make `weight` the module's frozen parameter `name`."""
     setattr(module, name, weight if isinstance(weight, nn.Parameter) else as_parameter(weight))
     use_stored_names(module)

@@ -1,6 +1,6 @@
-"""Where the op of `moe_experts` meets weights that live in host memory: sonicmoe_hf.streaming holds them, and gives device
-tensors of their layer for as long as forward or backward of the op runs. What autograd saves is the host's tensors, so
-backward fetches again."""
+"""Where the op of `moe_experts` meets weights that live in host memory: sonicmoe_hf.streaming holds them, and gives
+device tensors of their layer for as long as forward or backward of the op runs. What autograd saves is the host's
+tensors, so backward fetches again."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Placement:
             for name in weight_names(module):
                 setattr(module, name, self.hold(module, name, module._parameters[name]))
 
-    def hold(self, experts: nn.Module, name: str, weight: torch.Tensor) -> nn.Parameter:
+    def hold(self, experts: nn.Module, name: str, weight: Any) -> nn.Parameter:
         """A weight of the layer, packed or dense, where it is to live: a frozen parameter."""
         if self.is_streamed(experts) == _is_host(weight):
             return weight if _is_host(weight) else _frozen(weight)
@@ -113,7 +113,7 @@ def _is_host(weight: Any) -> bool:
     return isinstance(weight, HostWeight)
 
 
-def _frozen(weight: torch.Tensor) -> nn.Parameter:
+def _frozen(weight: Any) -> nn.Parameter:
     return weight.requires_grad_(False) if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
 
 

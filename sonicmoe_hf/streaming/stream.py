@@ -1,9 +1,9 @@
 """The layers of one model whose experts live in host memory, and the two device buffers that they pass through.
 
 A layer is fetched into a buffer before it computes, and while it computes the copy of the layer expected next begins in
-the other buffer. Two layers after one another predict the third: after one step the stream knows the way forwards, the way
-back in backward and recomputation, and where they turn. The two orders that keep buffers valid are events: a layer computes
-after its copy, and a copy begins after the work that used the buffer before.
+the other buffer. Two layers after one another predict the third: after one step the stream knows the way forwards, the
+way back in backward and recomputation, and where they turn. The two orders that keep buffers valid are events: a layer
+computes after its copy, and a copy begins after the work that used the buffer before.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .copies import Copies, copies_to, page_aligned
 ALIGNMENT = 512  # bytes: of tensors in a buffer, as torch's allocator aligns them
 FIELDS = ("", "_scales", "_state")  # what follows a projection's name in the op's inputs, in the order of Quantized
 BUSY = (
-    "more than two threads compute layers of one model whose experts are in host memory, and it has two buffers for them; "
-    "use at most two threads, or keep the experts on the GPU (experts_memory=None)"
+    "more than two threads compute layers of one model whose experts are in host memory, and it has two buffers for "
+    "them; use at most two threads, or keep the experts on the GPU (experts_memory=None)"
 )
 
 
 class _Buffer:
     """One of the two device buffers.
 
-    layer: the number of the layer that is or will be in it. threads: those whose work on it is being launched. used: by the
-    stream that computed with it, how far that was.
+    layer: the number of the layer that is or will be in it. threads: those whose work on it is being launched. used: by
+    the stream that computed with it, how far that was.
     """
 
     def __init__(self, copies: Copies, nbytes: int):
@@ -79,7 +79,7 @@ class HostLayer:
         self._bytes.append(host)
         held = Quantized(*(_place(part, host, start) for part, start in zip(packed, starts)))
         for part, values in zip(held, packed):
-            if part is not None:
+            if part is not None and values is not None:
                 part.copy_(values)
         self.weights[projection] = held
         self.stream.forget(self, resized=True)
@@ -115,8 +115,8 @@ class HostLayer:
 
 
 def _place(part: torch.Tensor | None, memory: torch.Tensor, start: int) -> Any:
-    """A tensor like `part` over bytes of memory that begin at `start`; on the host with a storage of its own, so that files
-    of state dicts hold its bytes alone."""
+    """A tensor like `part` over bytes of memory that begin at `start`; on the host with a storage of its own, so that
+    files of state dicts hold its bytes alone."""
     if part is None:
         return None
     own = memory[start : start + part.nbytes]

@@ -14,8 +14,8 @@ from .stream import HostLayer
 
 aten = torch.ops.aten
 FROZEN = (
-    "experts in host memory are frozen and have no gradient; train adapters on them (sonicmoe_hf.lora_config), or load the "
-    "model without experts_memory for full fine-tuning"
+    "experts in host memory are frozen and have no gradient; train adapters on them (sonicmoe_hf.lora_config), or load "
+    "the model without experts_memory for full fine-tuning"
 )
 NOT_DENSE = (
     "{operation} takes a tensor on the device, but these experts live in host memory, which merging in memory, FSDP, "
@@ -63,9 +63,10 @@ class HostWeight(PackedWeight):
 
     def resident(self, device: torch.device | str | None = None) -> torch.Tensor:
         """A copy on a device (default: its own): a PackedWeight, or a dense tensor."""
-        codes, scales, state = (
+        parts: list[Any] = [
             None if part is None else part.to(device=device or self.device, copy=True) for part in self.packed
-        )
+        ]
+        codes, scales, state = parts
         if not self.format:
             return codes
         return PackedWeight(Quantized(codes, scales, state), self.format, self.dtype, self.is_transposed)
@@ -121,7 +122,8 @@ class HostWeight(PackedWeight):
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            memo[id(self)] = as_parameter(self.resident()) if isinstance(self, nn.Parameter) else self.resident()
+            copied = self.resident()
+            memo[id(self)] = nn.Parameter(copied, False) if isinstance(self, nn.Parameter) else copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
