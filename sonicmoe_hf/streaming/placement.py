@@ -114,7 +114,10 @@ def _is_host(weight: Any) -> bool:
 
 
 def _frozen(weight: Any) -> nn.Parameter:
-    return weight.requires_grad_(False) if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
+    if not isinstance(weight, nn.Parameter):
+        return nn.Parameter(weight, requires_grad=False)
+    weight.requires_grad_(False)
+    return weight
 
 
 def bytes_of(experts: nn.Module, format: str | None) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..kernels.quantized import Quantized
-from ..layer.packed_weight import PackedWeight, as_parameter
+from ..layer.packed_weight import PackedWeight
 from ..private.torch import to_copy, wrapper_of
 from .stream import HostLayer
 
