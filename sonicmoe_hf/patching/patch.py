@@ -23,12 +23,12 @@ from ..attention.models import runs_here as attention_runs_here
 from ..errors import UnsupportedModelError
 from ..formats.loading_errors import named_errors
 from ..formats.quantizer import ignore_packed_in_ddp
+from ..formats.refusals import guard_deepspeed
 from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
-from ..formats.refusals import guard_deepspeed
 from ..streaming.placement import place_experts
 from .calls import PatchState
 from .experts import SAVE, is_fp8_experts
