@@ -8,8 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from ..planning.memory import GIB
-from ..planning.training import METHODS
+from ..planning.memory import GIB, METHODS
 from .example import FOLDER
 
 PARTS = {  # fields of planning.memory.Memory, and their headings
@@ -89,7 +88,6 @@ def as_json(sizes, ways, arguments) -> dict:
                 "moment": way.memory.moment,
                 "parts_GiB": {part: round(getattr(way.memory, part) / GIB, 2) for part in PARTS},
                 "command": runnable(way.command),
-                "speed": None if way.speed is None else _speed(way.speed),
             }
             for way in ways
         ],
@@ -108,10 +106,6 @@ def runnable(command: str) -> str:
     if (Path("examples") / "finetune.py").is_file():
         return command
     return EXAMPLE.sub(lambda match: shlex.quote(f"{FOLDER}/"), command)
-
-
-def _speed(speed) -> str:
-    return f"{speed.tokens_per_second:,} tokens/s a GPU on {speed.gpu} (benchmarks/results/{speed.csv}, {speed.row!r})"
 
 
 def print_plan(sizes, ways, arguments) -> None:
@@ -149,9 +143,6 @@ def print_plan(sizes, ways, arguments) -> None:
         console.print(table, soft_wrap=False)
         for number, way in enumerate(fitting, 1):
             console.print(f"[bold]{number}[/]  {escape(runnable(way.command))}")
-            for variant in ways:
-                if variant.fits and variant.kind == way.kind and variant.speed is not None:
-                    console.print(f"   measured, {escape(variant.name)}: {escape(_speed(variant.speed))}")
         console.print()
     for way in too_large:
         console.print(

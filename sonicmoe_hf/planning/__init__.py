@@ -1,2 +1,2 @@
 """What training a model takes on a GPU, from its config alone: sizes.py reads them, memory.py has the formulas, ways.py
-lists the ways of training and their commands, measured.py the speeds that were measured."""
+lists the ways of training and their commands."""

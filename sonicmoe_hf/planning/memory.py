@@ -1,21 +1,19 @@
 """How many bytes training takes on one GPU at its peak, and at which moment that is.
 
 Letters: T tokens of a step on this GPU, H hidden size, I experts' inner size, E experts, K experts per token, V
-vocabulary, r rank. All formulas count bytes; a token's are multiplied by T at the end. Experts that read a latent have
-its size in place of H.
+vocabulary, r rank. All formulas count bytes. Experts that read a latent have its size in place of H.
 
 Where they come from:
-- What a layer keeps for backward was counted by saved-tensor hooks over the modules of Transformers 5.23, with the op of
-  `moe_experts` (layer/experts_op.py: x, h and the routing) and PEFT 0.21; norms are Transformers' in fp32, or Liger's.
+- What a layer keeps for backward was counted by saved-tensor hooks over Transformers' modules, with the op of
+  `moe_experts` (layer/experts_op.py: x, h and the routing) and PEFT's adapters; norms are Transformers', or Liger's.
 - The loss is Transformers' ForCausalLMLoss in fp32: its backward holds the log-softmax, its gradient and that of the
   logits, 4 V each; Liger's fused loss keeps none of them.
 - What backward of a layer's experts holds at once is dh, a' and dx of its rows (layer/experts_op.py).
 - Adam: torch's fused AdamW, moments in the weights' dtype; torchao's AdamW8bit, one byte each and a scale for 256.
 - FSDP2: torch's fully_shard, a unit a layer and the rest in the root's, which stays gathered; ZeRO-3: DeepSpeed's bf16
-  optimizer, with its default buckets (stage3_max_live_parameters 1e9, reduce_bucket_size 5e8).
+  optimizer, with its default buckets.
 - Expert parallelism: expert_parallel/exchange.py, whose rows for two ranks have room for all tokens of both. Experts and
   their adapters are split, the attention's adapters whole on every rank, the rest is FSDP2's.
-- Packed experts: the shapes of kernels/quantized.py; bitsandbytes' NF4 for linear layers.
 
 Nothing here is fitted: tests/planning/test_measured_peaks.py compares the sums with every peak in benchmarks/results.
 """
@@ -26,29 +24,89 @@ import math
 from dataclasses import dataclass, replace
 
 from ..kernels.quantized import stored_shapes
-from .activations import backward_bytes, cast_bytes, layer_bytes, norm_bytes, stream_bytes
-from .sizes import ModelSizes
-from .training import Training
+from .sizes import ModelSizes, Projection
 
 GIB = 2**30
-LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's defaults
+METHODS = ("full", "lora", "qlora")
+SHARDED = ("FSDP2", "ZeRO-3", "expert parallelism")
+LIVE_PARAMETERS, REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's stage3_max_live_parameters and reduce_bucket_size
 ADAM8_BLOCK = 256  # values that share a scale in torchao's AdamW8bit
-ORDERS_OF_UP = {2: "concatenated"}  # rows of the up projection for each of I: how they lie; up and down take turns
+ORDERS_OF_UP = {2: "concatenated"}  # rows of the up projection for each of I: how they lie
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained.
+
+    method: of METHODS. parallel: "one GPU", "DDP" or one of SHARDED, over `gpus`. tokens: of a step on each GPU, in
+    sequences of `sequence`. weights: "bf16" or "fp32", of what is trained in full; fp32 weights compute in bf16 by
+    autocast. optimizer: "adam", or "adam8bit", which steps in backward. experts, linear: format of frozen experts and of
+    the attention's linear layers, "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the
+    attention's adapted linear layers; None: all. checkpointing, liger; save: what a layer keeps. extra_rows: of token
+    rounding, for each expert. attention: its implementation; None: the model's own.
+    """
+
+    method: str
+    tokens: int
+    sequence: int = 4096
+    parallel: str = "one GPU"
+    gpus: int = 1
+    weights: str = "bf16"
+    optimizer: str = "adam"
+    experts: str = "bf16"
+    linear: str = "bf16"
+    r: int = 16
+    experts_r: int = 16
+    targets: tuple[str, ...] | None = None
+    checkpointing: bool = True
+    liger: bool = True
+    save: str = "preactivation"
+    extra_rows: int = 0
+    attention: str | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.method == "full"
+
+    @property
+    def fp32_stream(self) -> bool:
+        """Whether hidden states between the layers are in fp32."""
+        return self.full and self.weights == "fp32" and self.parallel == "one GPU"
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether ranks have experts of their own."""
+        return self.parallel == "expert parallelism"
+
+    @property
+    def shards(self) -> int:
+        """Over how many GPUs weights are sharded."""
+        return self.gpus if self.parallel in SHARDED else 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of a trained weight where it is kept."""
+        return 4 if self.weights == "fp32" and self.parallel != "ZeRO-3" else 2
+
+    def adapted(self, sizes: ModelSizes) -> list[Projection]:
+        """The attention's linear layers that have adapters."""
+        return [p for p in sizes.projections if (self.targets is None or p.name in self.targets) and self.r]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one GPU at the peak, by part, and the moment of the peak."""
 
     moment: str
-    experts: float
-    rest: float
-    gradients: float
-    optimiser: float
-    adapters: float
-    activations: float
-    logits: float
-    communication: float
+    experts: float = 0.0
+    rest: float = 0.0
+    gradients: float = 0.0
+    optimiser: float = 0.0
+    adapters: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    communication: float = 0.0
 
     @property
     def total(self) -> float:
@@ -58,71 +116,60 @@ class Memory:
 
 def memory(sizes: ModelSizes, training: Training) -> Memory:
     """The peak: the largest of the loss, a layer's backward at either end of the model, and the optimiser's step."""
-    tokens, fixed, gradients = training.tokens, _fixed(sizes, training), _gradients(sizes, training)
-    layer = tokens * layer_bytes(sizes, training)
-    stream = tokens * stream_bytes(sizes, training)
-    kept = sizes.layers * (stream if training.checkpointing else layer) + cast_bytes(sizes, training)
-    beside = (layer if training.checkpointing else 0.0) + _expanded(sizes, training)
-    final = tokens * norm_bytes(sizes.hidden, training)
-    head, root, gathered = _head_gradient(sizes, training), _root(sizes, training), _communication(sizes, training)
-    before, after = (tokens * bytes_of_token for bytes_of_token in backward_bytes(sizes, training))
-    own, in_flight = _layer_gradients(sizes, training)
-    left = layer if not training.checkpointing else 0.0  # of the last layer, when only its backward is left
+    fixed, tokens, checkpointing = _fixed(sizes, training), training.tokens, training.checkpointing
+    layer, stream = tokens * layer_bytes(sizes, training), tokens * stream_bytes(sizes, training)
+    kept = sizes.layers * (stream if checkpointing else layer) + _casts(sizes, training)
+    expanded = 2.0 * sizes.largest_weight if training.experts != "bf16" else 0.0  # one packed weight at a time
+    recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
+    gradients, (own, waiting), head = (
+        _gradients(sizes, training),
+        _layer_gradients(sizes, training),
+        _head(sizes, training),
+    )
     earlier = max(gradients - own - head, 0.0) if training.optimizer == "adam" else 0.0
-    last_head = head if training.optimizer == "adam" else 0.0
-    candidates = [
-        replace(fixed, moment="loss", activations=kept + final, logits=_loss(sizes, training), communication=root),
-        *(
-            replace(
-                fixed,
-                moment="first layer's backward",
-                gradients=in_flight + whole,
-                activations=kept + beside + workspace,
-                logits=head,
-                communication=gathered,
-            )
-            for workspace, whole in ((before, 0.0), (after, own))
-        ),
-        *(
-            replace(
-                fixed,
-                moment="last layer's backward",
-                gradients=earlier + in_flight + whole,
-                activations=left + beside + stream + workspace,
-                logits=last_head,
-                communication=gathered,
-            )
-            for workspace, whole in ((before, 0.0), (after, own))
+    root, gathered = _root(sizes, training), _communication(sizes, training)
+    moments = [
+        replace(
+            fixed,
+            moment="loss",
+            activations=kept + tokens * norm_bytes(sizes.hidden, training),
+            logits=_loss(sizes, training),
+            communication=root,
         ),
         replace(fixed, moment="optimiser's step", gradients=gradients, communication=root),
     ]
-    return max(candidates, key=lambda candidate: candidate.total)
+    before, after = backward_bytes(sizes, training)
+    for workspace, whole in ((tokens * before, 0.0), (tokens * after, own)):
+        backward = replace(fixed, logits=head, communication=gathered)
+        left = (0.0 if checkpointing else layer) + stream  # of the last layer, when only its backward is left
+        moments += [
+            replace(
+                backward,
+                moment="first layer's backward",
+                gradients=waiting + whole,
+                activations=kept + recomputed + workspace,
+            ),
+            replace(
+                backward,
+                moment="last layer's backward",
+                gradients=earlier + waiting + whole,
+                activations=left + recomputed + workspace,
+                logits=head if training.optimizer == "adam" else 0.0,
+            ),
+        ]
+    return max(moments, key=lambda moment: moment.total)
 
 
-# what is there all the time
+# weights, optimiser, gradients
 
 
 def adapter_parameters(sizes: ModelSizes, training: Training) -> tuple[int, int]:
     """Parameters of adapters on the experts and on the attention."""
     if training.full:
         return 0, 0
-    on_experts = sum(
-        num_experts * training.experts_r * (size_out + size_in)
-        for num_experts, size_out, size_in in sizes.expert_weights
-    )
-    on_attention = sum(
-        training.r * projection.num_layers * (projection.features_in + projection.features_out)
-        for projection in training.adapted(sizes)
-    )
+    on_experts = sum(count * training.experts_r * (out + in_) for count, out, in_ in sizes.expert_weights)
+    on_attention = sum(training.r * p.num_layers * (p.features_in + p.features_out) for p in training.adapted(sizes))
     return on_experts, on_attention
-
-
-def _held_adapters(sizes: ModelSizes, training: Training) -> float:
-    """Parameters of adapters on one GPU."""
-    on_experts, on_attention = adapter_parameters(sizes, training)
-    if training.parallel == "expert parallelism":  # the attention's are whole on every rank
-        return on_experts / training.gpus + on_attention
-    return (on_experts + on_attention) / training.shards
 
 
 def stored_bytes(sizes: ModelSizes, format: str) -> float:
@@ -136,88 +183,161 @@ def stored_bytes(sizes: ModelSizes, format: str) -> float:
     biases = sizes.experts - sum(math.prod(shape) for shape in sizes.expert_weights)
     total = 2.0 * biases
     order = ORDERS_OF_UP.get(sizes.up_rows, "whole")
-    for place, shape in enumerate(sizes.expert_weights):
+    for place, shape in enumerate(sizes.expert_weights):  # up and down take turns
         stored = stored_shapes(format, shape, "whole" if place % 2 else order)
-        width = 4 if format == "fp8" else 1  # of a scale
-        total += math.prod(stored.codes) + width * math.prod(stored.scales) + 4 * math.prod(stored.state or (0,))
+        scale = 4 if format == "fp8" else 1
+        total += math.prod(stored.codes) + scale * math.prod(stored.scales) + 4 * math.prod(stored.state or (0,))
     return total
 
 
+def _held_adapters(sizes: ModelSizes, training: Training) -> float:
+    on_experts, on_attention = adapter_parameters(sizes, training)
+    if training.splits_experts:  # the attention's are whole on every rank
+        return on_experts / training.gpus + on_attention
+    return (on_experts + on_attention) / training.shards
+
+
 def _fixed(sizes: ModelSizes, training: Training) -> Memory:
-    """Weights, the optimiser's state and adapters, whose gradients are apart."""
-    shards = training.shards
-    experts, rest = 2.0 * sizes.experts, 2.0 * sizes.rest
-    optimiser = 0.0
-    if training.full and training.parallel == "ZeRO-3":
-        optimiser = 12.0 * sizes.total  # fp32 weights and two moments, beside the bf16 weights
-    elif training.full and training.optimizer == "adam8bit":
-        optimiser = 2 * (1 + 4 / ADAM8_BLOCK) * sizes.total
-    elif training.full:
-        width = 4 if training.weights == "fp32" else 2
-        experts, rest, optimiser = width * sizes.experts, width * sizes.rest, 2.0 * width * sizes.total
+    """Weights, the optimiser's state and adapters: what is there all the time."""
+    width = training.width if training.full else 2
+    experts, rest, optimiser = width * sizes.experts, width * sizes.rest, 0.0
+    if training.full:
+        adam = {"adam": 2.0 * width, "adam8bit": 2 * (1 + 4 / ADAM8_BLOCK)}[training.optimizer]
+        optimiser = sizes.total * (12.0 if training.parallel == "ZeRO-3" else adam)  # fp32 weights and two moments
     if training.method == "qlora":
         experts = stored_bytes(sizes, training.experts)
         if training.linear != "bf16":
             in_attention = sum(p.num_layers * p.features_in * p.features_out for p in sizes.projections)
             rest -= in_attention * (2 - 0.5 - 1 / 64)  # bitsandbytes: 4 bits, and 8 of a scale for 64, about
+    shards = training.shards
+    adapters = 12.0 * _held_adapters(sizes, training)
     return Memory(
-        moment="", experts=experts / shards, rest=rest / shards, gradients=0.0, optimiser=optimiser / shards,
-        adapters=12.0 * _held_adapters(sizes, training), activations=0.0, logits=0.0, communication=0.0,
-    )  # fmt: skip
+        moment="", experts=experts / shards, rest=rest / shards, optimiser=optimiser / shards, adapters=adapters
+    )
 
 
 def _gradients(sizes: ModelSizes, training: Training) -> float:
     """All gradients, as they are at the end of backward."""
-    shards = training.shards
     if not training.full:
-        buckets = 2 if training.parallel == "DDP" else 1
-        return 4.0 * buckets * _held_adapters(sizes, training)
-    width = 4 if training.weights == "fp32" and training.parallel != "ZeRO-3" else 2
+        return 4.0 * (2 if training.parallel == "DDP" else 1) * _held_adapters(sizes, training)  # DDP's buckets
     if training.optimizer == "adam8bit":  # freed as soon as a weight is updated, from an fp32 copy of it
-        return float(width * sizes.largest_weight)
-    return float(width * sizes.total) / shards
+        return float(training.width * sizes.largest_weight)
+    return float(training.width * sizes.total) / training.shards
 
 
 def _layer_gradients(sizes: ModelSizes, training: Training) -> tuple[float, float]:
     """(gradients of the layer whose backward runs, those of the layer before that wait to be reduced)."""
+    in_experts = sizes.experts / sizes.moe_layers
     if not training.full:
         return 0.0, 0.0
-    if (
-        training.optimizer == "adam8bit"
-    ):  # of the experts' two weights, then new moments of one, before they are stored
-        return 2.0 * sizes.experts / sizes.moe_layers + 2.0 * sizes.largest_weight, 0.0
-    if training.parallel == "ZeRO-3":
-        return 2.0 * sizes.layer, 0.0  # the layer's before goes into the buckets
+    if training.optimizer == "adam8bit":  # of the experts' two weights, then new moments of one
+        return 2.0 * in_experts + 2.0 * sizes.largest_weight, 0.0
+    if training.splits_experts:
+        return training.width * (sizes.layer - in_experts + in_experts / training.gpus), 0.0
     if training.parallel == "FSDP2":
         return 2.0 * sizes.layer, 2.0 * sizes.layer
-    width = 4.0 if training.weights == "fp32" else 2.0
-    if training.parallel == "expert parallelism":
-        own = sizes.experts / sizes.moe_layers / training.gpus
-        return width * (own + sizes.layer - sizes.experts / sizes.moe_layers), 0.0
-    return width * sizes.layer, 0.0
+    return float(training.width * sizes.layer), 0.0
 
 
-def _expanded(sizes: ModelSizes, training: Training) -> float:
-    """The one packed weight that is expanded at a time."""
-    if training.method != "qlora" or training.experts == "bf16":
+def _head(sizes: ModelSizes, training: Training) -> float:
+    """The gradient of the head's weight, whole, from the loss on."""
+    return (4.0 if training.fp32_stream else 2.0) * sizes.vocabulary * sizes.hidden if training.full else 0.0
+
+
+# activations, for each token
+
+
+def stream_bytes(sizes: ModelSizes, training: Training) -> float:
+    """A token's hidden state between two layers."""
+    return (4.0 if training.fp32_stream else 2.0) * sizes.hidden
+
+
+def norm_bytes(features: int, training: Training) -> float:
+    """Of an RMSNorm: without Liger an fp32 copy, and the normalised values where its weight is trained; with Liger its
+    input."""
+    if training.fp32_stream:
+        return (4.0 if training.liger else 8.0) * features
+    return (2.0 if training.liger else 6.0 if training.full else 4.0) * features
+
+
+def layer_bytes(sizes: ModelSizes, training: Training) -> float:
+    """What a layer keeps for backward, for each token: norms, inputs of linear layers, attention, h, adapters' rows."""
+    hidden, full, adapted = sizes.hidden, training.full, training.adapted(sizes)
+    inputs = 5 if training.fp32_stream else 2  # q, k and v share one, but for casts of autocast
+    if not full:  # each adapter has a copy of its own
+        inputs = sum(p.features_in == hidden and p.name != "o_proj" for p in adapted)
+    kept = 2 * norm_bytes(hidden, training) + 2.0 * hidden * inputs
+    kept += 2.0 * sizes.experts_hidden if training.experts_r and not full else 0.0
+    if full and sizes.experts_hidden != hidden:  # latents: what the experts read, and what becomes hidden states again
+        kept += 2 * 2.0 * sizes.experts_hidden
+    kept += 2.0 * (sizes.mixer + sizes.mixer_output) + norm_bytes(sizes.head_norms, replace(training, weights="bf16"))
+    if full or any(p.name == "o_proj" for p in adapted):
+        kept += 2.0 * sizes.mixer_output  # the contiguous copy that o_proj reads
+    read = sizes.projections if full else adapted
+    kept += sum(2.0 * p.features_in for p in read if p.features_in != hidden and p.name != "o_proj")  # latents
+    if is_eager(sizes, training):
+        kept += 2.0 * sizes.heads * training.sequence  # probabilities of every pair of tokens
+    rows = _rows(sizes, training)
+    kept += 2.0 * sizes.up_rows * sizes.inner * rows if training.save == "preactivation" else 0.0
+    kept += 2 * 2.0 * max(training.experts_r, 16) * rows if training.experts_r and not full else 0.0
+    kept += 4.0 * sizes.num_experts + 28.0 * sizes.top_k  # the router's scores; weights, ids, and where rows stand
+    kept += (
+        4 * 2.0 * sizes.plain_inner / sizes.layers
+    )  # dense and shared MLPs: gate, its activation, up, their product
+    return kept + _exchanged(sizes, training)
+
+
+def is_eager(sizes: ModelSizes, training: Training) -> bool:
+    """Whether attention keeps its probabilities."""
+    return (training.attention or sizes.attention) == "eager"
+
+
+def backward_bytes(sizes: ModelSizes, training: Training) -> tuple[float, float]:
+    """(before, after) the gradients of the experts' weights: what the backward of a layer holds beside what was kept.
+
+    Its op makes dh and a' and frees h, then makes dx, then the gradients, and frees dh (layer/experts_op.py). Adapters
+    need a' only before dx.
+    """
+    rows = 2.0 * _rows(sizes, training)
+    dh, a, dx = rows * sizes.up_rows * sizes.inner, rows * sizes.inner, rows * sizes.experts_hidden
+    h = dh if training.save == "preactivation" else 0.0  # which was kept
+    around = 3 * stream_bytes(sizes, training)
+    if training.splits_experts:  # the output's gradient from all ranks, and x's for them
+        around += 2 * (2.0 * sizes.experts_hidden + _exchanged(sizes, training))
+    before = max(dh + a + dh - h, dh + dx - h + (a if training.full else 0.0)) + around
+    if is_eager(sizes, training):  # gradients of scores and probabilities, of every pair of tokens
+        before = max(before, 3 * 2.0 * sizes.heads * training.sequence)
+    return before, (a - h + around) if training.full else 0.0
+
+
+def _rows(sizes: ModelSizes, training: Training) -> float:
+    """Routed rows that there is memory for."""
+    rows = sizes.top_k + sizes.num_experts * training.extra_rows / training.tokens
+    return rows * (2 if training.splits_experts and training.gpus == 2 else 1)
+
+
+def _exchanged(sizes: ModelSizes, training: Training) -> float:
+    """Under expert parallelism: hidden states that came from other ranks, of all their tokens where there are two."""
+    if not training.splits_experts:
         return 0.0
-    return 2.0 * sizes.largest_weight / (training.gpus if training.parallel == "expert parallelism" else 1)
+    return 2.0 * sizes.experts_hidden * (1 if training.gpus == 2 else min(sizes.top_k, training.gpus) - 1)
+
+
+def _casts(sizes: ModelSizes, training: Training) -> float:
+    """fp32 weights in bf16, which autocast keeps for backward."""
+    if not training.fp32_stream or training.checkpointing:
+        return 0.0
+    return 2.0 * (sizes.total - sizes.embeddings + (0 if training.liger else sizes.vocabulary * sizes.hidden))
 
 
 def _loss(sizes: ModelSizes, training: Training) -> float:
+    """Logits and what becomes of them."""
     if not training.liger:
         return 3 * 4.0 * sizes.vocabulary * training.tokens
     # Liger's FLCE: chunks of tokens, whose logits are as large as the hidden states
     per_chunk = math.ceil(training.tokens / math.ceil(sizes.vocabulary / sizes.hidden))
     chunk = 2 ** math.ceil(math.log2(max(per_chunk, 1)))
-    return 6.0 * sizes.vocabulary * min(chunk, training.tokens) + _head_gradient(sizes, training)
-
-
-def _head_gradient(sizes: ModelSizes, training: Training) -> float:
-    """Of the head's weight, whole, from the loss on."""
-    if not training.full:
-        return 0.0
-    return (4.0 if training.fp32_stream else 2.0) * sizes.vocabulary * sizes.hidden
+    return 6.0 * sizes.vocabulary * min(chunk, training.tokens) + _head(sizes, training)
 
 
 # several GPUs
@@ -230,13 +350,11 @@ def _root(sizes: ModelSizes, training: Training) -> float:
 
 def _communication(sizes: ModelSizes, training: Training) -> float:
     """What is gathered, or waits to be sent, while a layer's backward runs."""
+    outside_experts = 2.0 * (sizes.layer - sizes.experts // sizes.moe_layers)
     if training.parallel == "FSDP2":
         in_flight = 1 if training.full else 2  # the next layer's weights come while this one's backward runs
-        in_experts = sizes.experts // sizes.moe_layers
-        gathered = 2.0 * (sizes.layer - in_experts) + stored_bytes(sizes, training.experts) / sizes.moe_layers
+        gathered = outside_experts + stored_bytes(sizes, training.experts) / sizes.moe_layers
         return _root(sizes, training) + in_flight * gathered
     if training.parallel == "ZeRO-3":
         return 2.0 * min(LIVE_PARAMETERS, sizes.total) + 2 * 2.0 * REDUCE_BUCKET
-    if training.parallel == "expert parallelism":
-        return _root(sizes, training) + 2.0 * (sizes.layer - sizes.experts // sizes.moe_layers)
-    return 0.0
+    return _root(sizes, training) + outside_experts if training.splits_experts else 0.0

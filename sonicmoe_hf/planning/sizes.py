@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,13 @@ from ..patching.experts import experts_facts
 from ..patching.support import LayerSupport, supported_layers, supports
 
 DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
+MIXERS = (
+    "Attention",
+    "DeltaNet",
+    "Mamba",
+    "ShortConv",
+    "Lightning",
+)  # what mixes tokens, by words in names of classes
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 
 
@@ -39,7 +47,9 @@ class ModelSizes:
     weight of theirs. experts, embeddings, total: parameters; the embeddings' include the head's, which counts once where
     it is tied. hidden: the model's H; experts_hidden: of the experts' input, H unless they read a latent (nemotron_h).
     inner I, num_experts E, top_k K; up_rows: of the up projection for each of I, 2 with a gate.
-    heads, query, key, value, output: of the attention, features of all heads. head_norms: whether q and k have norms.
+    heads: of the attention. mixer, mixer_output: features that the linear layers of attentions, linear attentions and
+    Mamba layers make, and those that become hidden states again, averaged over the layers. head_norms: features of q and
+    k where these have norms. projections: the attentions' linear layers, which `lora_config` adapts.
     plain_inner: I of the dense and shared MLPs, summed over the layers. attention: "sdpa", or "eager" where a model has
     nothing else. has_sinks: attention that from_pretrained replaces by "torch_sinks" on a GPU. quantization: what its
     checkpoint declares, by the names of kernels/quantized.py where it is of these; is_packed: by this package;
@@ -62,12 +72,10 @@ class ModelSizes:
     up_rows: int
     vocabulary: int
     heads: int
-    query: int
-    key: int
-    value: int
-    output: int
-    projections: tuple[Projection, ...]
-    head_norms: bool
+    mixer: int
+    mixer_output: int
+    projections: list[Projection]
+    head_norms: int
     plain_inner: int
     attention: str
     quantization: str | None = None
@@ -128,13 +136,8 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     heads = _entry(config, "num_attention_heads")
     if heads is None:
         raise DoctorError(f"{name}: its config does not say how many heads its attention has (num_attention_heads)")
-    head = _entry(config, "head_dim") or config.hidden_size // heads
-    query = output = heads * head
-    if _entry(config, "kv_lora_rank") is not None:  # multi-head latent attention: DeepSeek-V2, V3
-        query = key = heads * ((_entry(config, "qk_nope_head_dim") or 0) + (_entry(config, "qk_rope_head_dim") or 0))
-        value = output = heads * (_entry(config, "v_head_dim") or head)
-    else:
-        key = value = (_entry(config, "num_key_value_heads") or heads) * head
+    mixers, names = _projections(model, MIXERS), {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
     experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
     parameters = list(model.parameters())
     embeddings = {id(parameter): parameter for parameter in _embeddings(model)}
@@ -155,12 +158,13 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         up_rows=up // inner,
         vocabulary=config.vocab_size,
         heads=heads,
-        query=query,
-        key=key,
-        value=value,
-        output=output,
-        projections=_projections(model),
-        head_norms=any(module_name.endswith(("q_norm", "k_norm")) for module_name, _ in model.named_modules()),
+        mixer=_of_a_layer(config, ((p, p.features_out) for p in mixers if p not in outputs)),
+        mixer_output=_of_a_layer(config, ((p, p.features_in) for p in outputs)),
+        projections=_projections(model, ("Attention",)),
+        head_norms=_of_a_layer(
+            config,
+            ((p, p.features_out) for p in mixers if f"{p.name[0]}_norm" in names and p.name in ("q_proj", "k_proj")),
+        ),
         plain_inner=sum(
             module.in_features
             for module_name, module in model.named_modules()
@@ -206,15 +210,20 @@ def _embeddings(model: PreTrainedModel):
             yield from module.parameters()
 
 
-def _projections(model: PreTrainedModel) -> tuple[Projection, ...]:
-    """The linear layers of the attentions, which `lora_config` adapts."""
+def _projections(model: PreTrainedModel, kinds: tuple[str, ...]) -> list[Projection]:
+    """The linear layers of modules whose classes have one of these words in their names."""
     counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
     for module in model.modules():
-        if "Attention" in type(module).__name__:
+        if any(kind in type(module).__name__ for kind in kinds):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
                     counts[name, child.in_features, child.out_features] += 1
-    return tuple(Projection(*key, count) for key, count in counts.items())
+    return [Projection(*key, count) for key, count in counts.items()]
+
+
+def _of_a_layer(config: Any, features: Iterable[tuple[Projection, int]]) -> int:
+    """So many features in a layer, on average."""
+    return sum(projection.num_layers * count for projection, count in features) // config.num_hidden_layers
 
 
 def _notes(model: PreTrainedModel, support: list[LayerSupport]) -> tuple[str, ...]:
@@ -224,7 +233,7 @@ def _notes(model: PreTrainedModel, support: list[LayerSupport]) -> tuple[str, ..
     config: Any = model.config
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if any("linear" in kind or "mamba" in kind for kind in kinds):
-        notes.append("activations of its linear attention are counted as if it were attention")
+        notes.append("what its linear attention or Mamba layers keep beside their projections' outputs is not counted")
     if config.get_text_config() is not config:
         notes.append("parts for images or sound are counted as weights; their activations are not")
     return tuple(notes)

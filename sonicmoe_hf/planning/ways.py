@@ -1,17 +1,16 @@
-"""The ways of training a model that are planned: what each is called, its settings, and the command that runs it."""
+"""The ways of training a model that are planned: settings, names, and the command that runs each."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import DoctorError
 from ..kernels.quantized import FORMATS
-from .measured import Speed, speed_of
-from .memory import GIB, Memory, memory, stored_bytes
+from .memory import GIB, Memory, Training, memory, stored_bytes
 from .sizes import ModelSizes
-from .training import METHODS, Training
 
 SEQUENCE = 4096  # the longest that is planned for
 TILE = 128  # of token rounding, which examples/expert_parallel.py has on
@@ -22,29 +21,38 @@ LIGER = frozenset(  # model types with mixture-of-experts layers for which Liger
     ("deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4v_moe", "gpt_oss", "hunyuan_v1_moe",
      "mixtral", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text")
 )  # fmt: skip
-KEPT = (  # what is kept for backward, the fastest first: words, checkpointing, save
-    ("", False, "preactivation"),
-    (' + save="input"', False, "input"),
-    (" + checkpointing", True, "preactivation"),
+KEPT = (  # what is kept for backward, the fastest first
+    {"checkpointing": False},
+    {"checkpointing": False, "save": "input"},
+    {"checkpointing": True},
 )
-Found = Iterator[tuple[str, Training, str]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way: its name, settings and command, what it takes, whether that fits, its speed where that was measured."""
+    """One way: its settings and command, what it takes, whether that fits."""
 
-    name: str
     training: Training
     command: str
     memory: Memory
     fits: bool
-    speed: Speed | None
 
     @property
     def kind(self) -> str:
-        """The name, without what is kept for backward."""
-        return self.name.partition(" + ")[0]
+        """What is trained, in which format, and over how many GPUs."""
+        training = self.training
+        what = {"full": f"full {training.weights}", "lora": "LoRA", "qlora": f"QLoRA {training.experts.upper()}"}
+        linear = " linear too" if training.linear != "bf16" else ""
+        optimizer = ", 8-bit Adam" if training.optimizer == "adam8bit" else ""
+        rank = "" if training.full or training.r == Training.r else f", r={training.r}"
+        return f"{what[training.method]}{linear}{optimizer}{rank}, {training.parallel}"
+
+    @property
+    def name(self) -> str:
+        """The kind, and what is kept for backward."""
+        if self.training.checkpointing:
+            return f"{self.kind} + checkpointing"
+        return self.kind + (' + save="input"' if self.training.save == "input" else "")
 
     @property
     def needed(self) -> float:
@@ -85,12 +93,11 @@ def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, met
         DoctorError: no command of that method can load the checkpoint, as it is quantized.
     """
     planned, batch = [], Batch.of(tokens)
-    for kind in METHODS if method is None else (method,):
-        for name, training, command in _KINDS[kind](sizes, gpus, batch):
+    for training in _trainings(sizes, gpus, batch):
+        if method in (None, training.method):
             if sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
-            peak = memory(sizes, training)
-            way = Way(name, training, command, peak, False, speed_of(sizes, training))
+            way = Way(training, _command(sizes, batch, training), memory(sizes, training), False)
             planned.append(replace(way, fits=way.needed <= gpu_memory))
     if not planned:
         raise DoctorError(f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}")
@@ -128,107 +135,40 @@ def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
     return [way for way in fitting if way is not None], too_large
 
 
-def _launcher(training: Training) -> str:
-    if training.parallel == "one GPU":
-        return "python"
-    if training.parallel == "FSDP2":
-        return f"accelerate launch --config_file examples/fsdp2.yaml --num_processes {training.gpus}"
-    return f"torchrun --nproc-per-node {training.gpus}"
-
-
-def _finetune(sizes: ModelSizes, batch: Batch, training: Training, options: list[str]) -> str:
-    """examples/finetune.py under the launcher of the training's kind."""
-    parts = [_launcher(training), "examples/finetune.py --model", shlex.quote(sizes.name), batch.options, *options]
-    if training.parallel == "ZeRO-3":
-        parts.append("--deepspeed examples/zero3.json")
-    if training.liger:
-        parts.append("--liger")
-    if training.save == "input":
-        parts.append("--save input")
-    if sizes.is_dequantized and training.method != "qlora":
-        parts.append("--dequantize")
-    return " ".join(parts)
-
-
-def _variants(name: str, training: Training) -> Iterator[tuple[str, Training]]:
-    """(name, settings) of what a way keeps for backward."""
-    for words, checkpointing, save in KEPT:
-        yield name + words, replace(training, checkpointing=checkpointing, save=save)
-
-
-def _common(sizes: ModelSizes, batch: Batch, method: str) -> Training:
-    return Training(method=method, tokens=batch.tokens, sequence=batch.length, liger=sizes.model_type in LIGER)
-
-
-def _full(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
-    if left_out(sizes) is not None:
-        return
-    common = _common(sizes, batch, "full")
-    kinds = [("one GPU", "fp32"), ("one GPU", "bf16")]
-    if gpus > 1:
-        kinds = [("FSDP2", "fp32"), ("FSDP2", "bf16"), ("ZeRO-3", "fp32")]
-    for parallel, weights in kinds:
-        # ZeRO-3 computes with bf16 weights beside the fp32 ones that it updates
-        kind = replace(common, parallel=parallel, gpus=gpus, weights="bf16" if parallel == "ZeRO-3" else weights)
-        for name, training in _variants(f"full {weights}, {parallel}", kind):
-            options = ["--bf16" if weights == "fp32" else "--dtype bfloat16"]
-            options += ["--gradient-checkpointing"] * training.checkpointing
-            yield name, training, _finetune(sizes, batch, training, options)
-    yield from _full_by_examples_of_their_own(sizes, gpus, batch, common)
-
-
-def _full_by_examples_of_their_own(sizes: ModelSizes, gpus: int, batch: Batch, common: Training) -> Found:
-    if sizes.quantization is not None:
-        return  # these load no quantized checkpoints
-    options = f"--model {shlex.quote(sizes.name)} {batch.options}"
-    one_of_several = "CUDA_VISIBLE_DEVICES=0 " if gpus > 1 else ""
-    yield (
-        "full bf16, 8-bit Adam, one GPU + checkpointing",
-        replace(common, optimizer="adam8bit"),
-        f"{one_of_several}python examples/full_finetune_one_gpu.py {options}",
-    )
-    if gpus > 1 and sizes.num_experts % gpus == 0:
-        training = replace(
-            common, parallel="expert parallelism", gpus=gpus, checkpointing=False, liger=False, extra_rows=TILE // 2
-        )
-        yield (
-            f"full bf16, {training.parallel}",
-            training,
-            f"{_launcher(training)} examples/expert_parallel.py {options}",
-        )
-
-
-def _lora(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
-    if left_out(sizes) is not None:
-        return
-    for parallel in ["one GPU"] if gpus == 1 else ["DDP", "FSDP2"]:
-        kind = replace(_common(sizes, batch, "lora"), parallel=parallel, gpus=gpus)
-        for name, training in _variants(f"LoRA, {parallel}", kind):
-            options = ["--lora"] + ["--no-gradient-checkpointing"] * (not training.checkpointing)
-            yield name, training, _finetune(sizes, batch, training, options)
-
-
-def _qlora(sizes: ModelSizes, gpus: int, batch: Batch) -> Found:
-    common, divides = _common(sizes, batch, "qlora"), sizes.num_experts % gpus == 0
+def _trainings(sizes: ModelSizes, gpus: int, batch: Batch) -> Iterator[Training]:
+    """All that the examples can do with this checkpoint."""
+    of_all = {"tokens": batch.tokens, "sequence": batch.length, "liger": sizes.model_type in LIGER, "gpus": gpus}
+    one, divides = gpus == 1, sizes.num_experts % gpus == 0
+    if left_out(sizes) is None:
+        full = Training(method="full", **of_all)
+        for parallel in ["one GPU"] if one else ["FSDP2"]:
+            yield from _kept(full, weights="fp32", parallel=parallel)
+            yield from _kept(full, parallel=parallel)
+        if not one:
+            yield from _kept(full, weights="fp32", parallel="ZeRO-3")
+        if sizes.quantization is None:  # these two examples load no quantized checkpoints
+            yield replace(full, optimizer="adam8bit")
+            if not one and divides:
+                yield replace(
+                    full, parallel="expert parallelism", checkpointing=False, liger=False, extra_rows=TILE // 2
+                )
+        for parallel in ["one GPU"] if one else ["DDP", "FSDP2"]:
+            yield from _kept(Training(method="lora", **of_all), parallel=parallel)
     for format in _formats(sizes):
-        way = f"QLoRA {format.upper()}"
-        if gpus == 1:
-            is_linear_packed = format == "nf4" and sizes.quantization is None  # by bitsandbytes
-            linear = "nf4" if is_linear_packed else "bf16"
-            training = replace(common, experts=format, linear=linear, r=8, experts_r=8)
-            name = f"{way}{' linear too' if is_linear_packed else ''}, r=8, one GPU + checkpointing"
-            yield name, training, _of_qlora(sizes, batch, training)
+        packed = Training(method="qlora", experts=format, **of_all)
+        if one:
+            is_plain = format == "nf4" and sizes.quantization is None  # whose linear layers bitsandbytes can pack
+            yield replace(packed, linear="nf4" if is_plain else "bf16", r=8, experts_r=8)
         if sizes.quantization in (None, format):
-            for parallel in ["one GPU"] if gpus == 1 else ["DDP", "FSDP2"] if divides else ["DDP"]:
-                kind = replace(common, experts=format, parallel=parallel, gpus=gpus)
-                for name, training in _variants(f"{way}, {parallel}", kind):
-                    options = [f"--lora --experts-quantization {format}"]
-                    options += ["--no-gradient-checkpointing"] * (not training.checkpointing)
-                    yield name, training, _finetune(sizes, batch, training, options)
-        if gpus > 1 and divides:
-            training = replace(common, experts=format, parallel="expert parallelism", gpus=gpus, r=8, experts_r=8)
-            name = f"{way}, r=8, expert parallelism + checkpointing"
-            yield name, training, _of_qlora(sizes, batch, training)
+            for parallel in ["one GPU"] if one else ["DDP", "FSDP2"] if divides else ["DDP"]:
+                yield from _kept(packed, parallel=parallel)
+        if not one and divides:
+            yield replace(packed, parallel="expert parallelism", r=8, experts_r=8)
+
+
+def _kept(training: Training, **settings: Any) -> Iterator[Training]:
+    for kept in KEPT:
+        yield replace(training, **settings, **kept)
 
 
 def _formats(sizes: ModelSizes) -> Iterator[str]:
@@ -244,12 +184,38 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
         yield format
 
 
-def _of_qlora(sizes: ModelSizes, batch: Batch, training: Training) -> str:
-    """examples/qlora.py, which is told the format of experts that no conversion has packed."""
-    parts = [_launcher(training), "examples/qlora.py --model", shlex.quote(sizes.name)]
-    if not sizes.is_packed:
-        parts.append(f"--experts-quantization {training.experts}")
-    return " ".join([*parts, batch.options])
+def _command(sizes: ModelSizes, batch: Batch, training: Training) -> str:
+    """The example that does it, under its launcher, with the options that it takes."""
+    model, gpus = f"--model {shlex.quote(sizes.name)}", training.gpus
+    launcher = "python" if training.parallel == "one GPU" else f"torchrun --nproc-per-node {gpus}"
+    options = []
+    if training.optimizer == "adam8bit":
+        script = "full_finetune_one_gpu"
+        launcher = f"CUDA_VISIBLE_DEVICES=0 {launcher}" if gpus > 1 else launcher
+    elif training.full and training.splits_experts:
+        script = "expert_parallel"
+    elif training.method == "qlora" and training.r != Training.r:
+        script = "qlora"
+        model += f" --experts-quantization {training.experts}" if not sizes.is_packed else ""
+    else:
+        script, options = "finetune", _of_finetune(sizes, training)
+        if training.parallel == "FSDP2":
+            launcher = f"accelerate launch --config_file examples/fsdp2.yaml --num_processes {gpus}"
+    return " ".join([launcher, f"examples/{script}.py", model, batch.options, *options])
 
 
-_KINDS = {"full": _full, "lora": _lora, "qlora": _qlora}
+def _of_finetune(sizes: ModelSizes, training: Training) -> list[str]:
+    """The options of examples/finetune.py. Full training checkpoints if told to, adapters' unless told not to."""
+    options: dict[str, bool] = {
+        "--bf16": training.full and (training.weights == "fp32" or training.parallel == "ZeRO-3"),
+        "--dtype bfloat16": training.full and training.weights == "bf16" and training.parallel != "ZeRO-3",
+        "--gradient-checkpointing": training.full and training.checkpointing,
+        "--lora": not training.full,
+        f"--experts-quantization {training.experts}": training.method == "qlora",
+        "--no-gradient-checkpointing": not training.full and not training.checkpointing,
+        "--deepspeed examples/zero3.json": training.parallel == "ZeRO-3",
+        "--liger": training.liger,
+        "--save input": training.save == "input",
+        "--dequantize": sizes.is_dequantized and training.method != "qlora",
+    }
+    return [option for option, is_set in options.items() if is_set]

@@ -26,8 +26,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sonicmoe_hf/planning/ways.py",
-        "if gpus > 1 and sizes.num_experts % gpus == 0:",
-        "if gpus > 1:",
+        "            if not one and divides:",
+        "            if not one:",
         "expert parallelism is planned for ranks that do not divide the experts",
         "tests/planning/test_plan.py::test_experts_that_the_gpus_do_not_divide_are_not_split_over_them",
     ),
@@ -40,8 +40,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sonicmoe_hf/planning/ways.py",
-        'is_linear_packed = format == "nf4" and sizes.quantization is None',
-        'is_linear_packed = format == "nf4"',
+        'is_plain = format == "nf4" and sizes.quantization is None',
+        'is_plain = format == "nf4"',
         "linear layers of a quantized checkpoint are planned in NF4",
         "tests/planning/test_plan.py::test_a_quantized_checkpoint_is_planned_in_its_own_format_and_dequantized",
     ),

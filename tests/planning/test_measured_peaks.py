@@ -9,10 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
 
 from sonicmoe_hf.demo.model import QWEN3_30B_A3B
-from sonicmoe_hf.planning.measured import SPEEDS
-from sonicmoe_hf.planning.memory import GIB, memory
+from sonicmoe_hf.planning.memory import GIB, Training, memory
 from sonicmoe_hf.planning.sizes import sizes_of_model
-from sonicmoe_hf.planning.training import Training
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODELS = {  # the sizes of benchmarks/step/models.py
@@ -200,28 +198,6 @@ def test_every_file_with_peaks_is_compared():
 def test_every_recipe_is_planned_or_exempt_with_a_reason():
     recipes = {row["recipe"] for row in rows_of("recipes.csv")}
     assert recipes == set(RECIPES) | set(EXEMPT) and all(EXEMPT.values())
-
-
-def speed_in_csv(speed):
-    """Tokens per second of a row."""
-    with open(RESULTS / speed.csv, newline="") as file:
-        rows = list(csv.DictReader(file))
-    if speed.csv == "recipes.csv":
-        (row,) = [row for row in rows if row["recipe"] == speed.row and row["metric"] == "tokens_per_s"]
-        return int(row["value"])
-    (row,) = [row for row in rows if row["contender"] == speed.row and row["metric"] == "ms"]
-    return round(1e3 * speed.training.tokens / float(row["median"]))
-
-
-def test_speeds_are_those_of_the_csvs_at_the_sizes_that_they_name():
-    for speed in SPEEDS:
-        assert speed_in_csv(speed) == speed.tokens_per_second, speed.row
-        if speed.csv == "recipes.csv":
-            layers, training = RECIPES[speed.row]
-            assert speed.training == training
-            sizes = sizes_of("Qwen3-30B-A3B", layers)
-            own = (sizes.layers, sizes.hidden, sizes.inner, sizes.num_experts, sizes.top_k, sizes.vocabulary)
-            assert speed.sizes == own
 
 
 def test_a_part_is_never_negative_and_the_peak_grows_with_tokens_and_falls_with_gpus():

@@ -22,10 +22,8 @@ from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.errors import DoctorError
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
-from sonicmoe_hf.planning.activations import layer_bytes
-from sonicmoe_hf.planning.memory import adapter_parameters, memory, stored_bytes
+from sonicmoe_hf.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.planning.sizes import sizes_of_checkpoint, sizes_of_model
-from sonicmoe_hf.planning.training import Training
 from sonicmoe_hf.planning.ways import LIGER, Batch, shown, ways_of
 
 pytestmark = pytest.mark.pinned
@@ -64,7 +62,7 @@ def test_only_qlora_fits_qwen3_on_a_card_of_24_gib(hub, capsys):
     code, plan = plan_json(capsys, *arguments)
     (way,) = [way for way in plan["ways"] if way["fits"]]
     assert code == 0 and way["method"] == "qlora" and "examples/qlora.py" in way["command"]
-    assert way["peak_GiB"] == pytest.approx(21.4, rel=0.02) and "2,331 tokens/s" in way["speed"]
+    assert way["peak_GiB"] == pytest.approx(21.4, rel=0.02)
     assert plan["parameters"] == 30_532_122_624, "as its model card says"
     assert main(["plan", *map(str, arguments)]) == 0
     printed = capsys.readouterr().out
