@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     __version__,
 )
@@ -74,6 +76,15 @@ def build_on_meta(name: str) -> PreTrainedModel:
         declared_quantization(entries, where=str(path))  # where it is no object, Transformers' error would not name it
     except CheckpointError as error:
         raise DoctorError(str(error)) from error
+    return build_from_config(entries, path)
+
+
+def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
+    """`build_on_meta`, of the entries of the config.json at `path`.
+
+    Raises:
+        DoctorError: they describe no model that can be built.
+    """
     _check_model_type(path, entries)
     _check_counts(path, entries)
     try:
@@ -151,6 +162,12 @@ def _build(entries: dict) -> PreTrainedModel:
     try:
         readable = _special_floats(without_code(copy.deepcopy(entries)))
         config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable)
+        declared = _declared_class(entries, config)
+        if declared is not None:
+            with torch.device("meta"), _at_most_max_modules(entries):
+                model = declared._from_config(config)
+            _check_layers(model)
+            return model
         for auto_class in dict.fromkeys([*ASKED_FIRST, *auto_classes()]):
             if builds(auto_class, config):
                 with torch.device("meta"), _at_most_max_modules(entries):
@@ -160,6 +177,16 @@ def _build(entries: dict) -> PreTrainedModel:
     finally:
         logging.set_verbosity(verbosity)
     raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")
+
+
+def _declared_class(entries: dict, config: PreTrainedConfig) -> Any:
+    """The class of Transformers' own that `architectures` names, if it is one of this config; else None."""
+    names = entries.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        declared = getattr(transformers, name, None) if isinstance(name, str) else None
+        if getattr(declared, "config_class", None) is type(config):
+            return declared
+    return None
 
 
 def _check_layers(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters on experts: converted along with the layout of the model they belong to.
+"""convert_adapter: a LoRA adapter for the other layout of its model, or for an inference engine.
 
 lora_B's rows stand in the order of gate and up rows, and the wrappers of an experts module in that of its parameters.
 SonicMoEExperts declares its parameters in the reverse of the families' order: weights of an adapter on both that reach,
@@ -13,43 +13,22 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from ..checkpoints.atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from ..checkpoints.comparing import same_bytes
-from ..checkpoints.configs import family_of
-from ..checkpoints.files import (
-    ADAPTER_CONFIG,
-    CONFIG_FILE,
-    WEIGHT_SUFFIXES,
-    expanded,
-    opened,
-    read_json,
-    refuse_model_beside_adapter,
-)
+from ..checkpoints.config_only import build_from_config
+from ..checkpoints.configs import family_of, hub_config, native_config
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, expanded, opened, read_json
 from ..checkpoints.hub import local_folder
+from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS, is_finite
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DoctorError
 from ..layer.config import check_choice
-from .base_model import BaseModel, read_base_model
-from .engines import ENGINES
-from .hub_form import read_hub_form, write_hub_form
-from .per_expert import is_per_expert, read_per_expert
-from .rules import (
-    ADAPTER_WEIGHTS,
-    KEY,
-    NATIVE_ORDER,
-    PARAMETERS,
-    PREFIX,
-    adapted_parameters,
-    both_factors,
-    check_factors,
-    experts_shape,
-    pattern_name,
-    read_adapter_config,
-    resolved,
-    without_wrappers,
-)
-from .served import check_servable, serve
+from .adapter import Adapter
+from .engines import ENGINES, served_form
+from .peft_form import peft_form
+from .rules import ADAPTER_WEIGHTS, read_adapter_config
 
 
 def import_peft():
@@ -125,46 +104,29 @@ def run_adapter_conversion(
     check_choice("layout", layout, (*TARGETS, *ENGINES))
     src, dst = expanded(src), new_folder(dst)
     config = read_adapter_config(src / ADAPTER_CONFIG)
-    refuse_model_beside_adapter(src)
-    weights, config, hints = _converted(src, config, _base_folder(src, config, trained_on), layout)
+    model = _model(_base_folder(src, config, trained_on) / CONFIG_FILE, native=layout == "native")
+    adapter = Adapter.read(src, model)
+    if layout in ENGINES:
+        tensors, config, hints = served_form(adapter, model, layout)
+    else:
+        (tensors, config), hints = peft_form(adapter, model), []
     if verify:
-        _check_finite(weights)
+        _check_finite(tensors)
     config["base_model_name_or_path"] = base_model
-    _write(src, dst, weights, config, verify)
+    _write(src, dst, tensors, config, verify)
     return AdapterConversion(dst, hints)
 
 
-def _converted(src: Path, config: dict, base: Path, layout: str) -> tuple[dict[str, torch.Tensor], dict, list[str]]:
-    """(tensors, adapter_config.json, hints) in `layout` of the adapter in `src`, trained on the model in `base`."""
-    path = src / ADAPTER_WEIGHTS
-    with opened(path) as handle:
-        weights = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no mapping
-    if layout == "native":
-        family_of(read_json(base / CONFIG_FILE), base / CONFIG_FILE)
-    model = read_base_model(base)
-    if layout in ENGINES:
-        check_servable(config, weights, model, layout, src / ADAPTER_CONFIG)
-    if is_per_expert(weights):
-        factors = read_per_expert(weights, config, model, path)
-        if layout in ENGINES:
-            return serve(factors, config, model, layout)
-        weights, config = write_hub_form(factors, config, model)
-        model = model._replace(native=False)
-    _check_targets(config, model.native)
-    adapter = _Adapter(config, weights, model, path)
-    if model.native and layout != "native":
-        weights, config = adapter.converted_weights(), adapter.converted_config()
-        model = model._replace(native=False)
-        adapter = _Adapter(config, weights, model, path)
-    if layout in ENGINES:
-        return serve(read_hub_form(weights, config, adapter.tensors_of, model, path), config, model, layout)
-    if not model.native and adapter.has_zero_factors():
-        factors = read_hub_form(weights, config, adapter.tensors_of, model, path)
-        weights, config = write_hub_form(factors, config, model)
-        adapter = _Adapter(config, weights, model, path)
-    if layout == "native" and not model.native:
-        weights, config = adapter.converted_weights(), adapter.converted_config()
-    return weights, config, []
+def _model(path: Path, native: bool) -> PreTrainedModel:
+    """The model that the config.json at `path` describes, of either layout, on the meta device."""
+    config = read_json(path)
+    if native or str(config.get("model_type")).startswith(NATIVE_PREFIX):
+        family, _ = family_of(config, path)
+        config = native_config(config, family) if native else hub_config(config, family)
+    try:
+        return build_from_config(config, path)
+    except DoctorError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:
@@ -215,146 +177,3 @@ def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) 
             f"the model that the adapter was trained on cannot be read; say trained_on=, its folder: {error}"
         ) from error
     return folder
-
-
-def _check_targets(config: dict, native: bool) -> None:
-    """Raise where the adapter names parameters of the other layout than its base model's."""
-    there = PARAMETERS if native else NATIVE_ORDER
-    wrong = [target for target in config.get("target_parameters") or () if target.rpartition(".")[2] in there]
-    if wrong:
-        raise CheckpointError(
-            f"the adapter adapts {wrong[0]}, but its base model is in the {'native' if native else 'hub'} layout, which "
-            "has no such parameter; say trained_on=, the model it was trained on"
-        )
-
-
-class _Place(NamedTuple):
-    """Which parameter of which experts module a tensor of the adapter belongs to, and its side, A or B."""
-
-    experts: str
-    parameter: str
-    side: str
-
-
-class _Adapter:
-    """An adapter's config and weights, of which those on experts fit the model that it was trained on.
-
-    Attributes:
-        adapted: by the name of an experts module, its adapted parameters, the innermost wrapper's first. places: by the
-            name of a tensor on experts. tensors_of: by experts module and parameter, the names of lora_A and lora_B.
-    Raises:
-        CheckpointError: a factor is missing or unknown, or has another shape than by its rank; the message names it.
-    """
-
-    def __init__(self, config: dict, weights: dict[str, torch.Tensor], model: BaseModel, path: Path):
-        self.config, self.weights, self.path = config, weights, path
-        self.native, self.is_interleaved = model.native, model.is_interleaved
-        blocks, layout = model.blocks, "native" if model.native else model.layout
-        self.adapted = {
-            f"{block}.experts": adapted_parameters(f"{block}.experts", sizes, config, self.native)
-            for block, sizes in blocks.items()
-        }
-        self.places = {name: self._place(name) for name in weights if ".experts." in name}
-        pairs: dict[str, dict[str, str]] = {f"{m}.{name}": {} for m, names in self.adapted.items() for name in names}
-        for name, place in self.places.items():
-            pairs[f"{place.experts}.{place.parameter}"][place.side] = name
-        self.tensors_of: dict[str, dict[str, tuple[str, str]]] = {}
-        for weight, sides in pairs.items():
-            factors = both_factors(weight, sides, path)
-            module, _, parameter = weight.rpartition(".")
-            products = experts_shape(blocks[module.removesuffix(".experts")], parameter, layout)
-            rank = resolved(config, "rank_pattern", weight, path.with_name(ADAPTER_CONFIG))
-            check_factors(
-                weight, [tuple(weights[name].shape) for name in factors], products, rank, layout, config, path
-            )
-            self.tensors_of.setdefault(module, {})[parameter] = factors
-        self.modules = self._modules()
-
-    def _place(self, name: str) -> _Place:
-        match = KEY.match(name.removeprefix(PREFIX))
-        parameters = self.adapted.get(match["module"], []) if match else []
-        depth = match["depth"].count("base_layer.") if match else 0
-        if match is None or depth >= len(parameters):
-            raise CheckpointError(
-                f"{name} is no lora_A or lora_B of the experts' weights that target_parameters names: "
-                f"{', '.join(parameters) or 'none there'}; save the adapter with PEFT's save_pretrained"
-            )
-        return _Place(match["module"], parameters[len(parameters) - 1 - depth], match["side"])
-
-    def has_zero_factors(self) -> bool:
-        """Whether lora_A and lora_B of some weight of experts are zeros, as an engine's form has them for what is not
-        adapted."""
-        pairs = [pair for named in self.tensors_of.values() for pair in named.values()]
-        return any(not any(bool(self.weights[name].any()) for name in pair) for pair in pairs)
-
-    def _modules(self) -> list[str]:
-        """What PEFT compares with patterns outside the experts. Of linear layers, both factors must be there."""
-        weights: set[str] = set()
-        pairs: dict[tuple[str, str], dict[str, str]] = {}
-        for name in self.weights.keys() - self.places.keys():
-            key = name.removeprefix(PREFIX)
-            module, lora, _ = without_wrappers(key).partition(".lora_")
-            if lora:
-                weights.add(f"{module}.weight")
-            if match := KEY.match(key):
-                pairs.setdefault((f"{module}.weight", match["depth"]), {})[match["side"]] = name
-        for (weight, _), sides in pairs.items():
-            both_factors(weight, sides, self.path)
-        return sorted(pattern_name(weight, self.config) for weight in weights)
-
-    def converted_weights(self) -> dict[str, torch.Tensor]:
-        """The weights under the names of the other layout, lora_B's rows in its order."""
-        names, order = _new_names(not self.native), tuple(PARAMETERS) if self.native else NATIVE_ORDER
-        converted = {}
-        for name, tensor in self.weights.items():
-            place = self.places.get(name)
-            if place is None:
-                converted[name] = tensor
-                continue
-            if place.parameter in ("gate_up_proj", "c_fc") and place.side == "B" and not self.is_interleaved:
-                tensor = _reordered(tensor, to_native=not self.native)
-            after = sorted((names[old] for old in self.adapted[place.experts]), key=order.index)
-            depth = "base_layer." * (len(after) - 1 - after.index(names[place.parameter]))
-            prefix = PREFIX if name.startswith(PREFIX) else ""
-            converted[f"{prefix}{place.experts}.{depth}lora_{place.side}.weight"] = tensor
-        return converted
-
-    def converted_config(self) -> dict:
-        """The config for the other layout, by which PEFT gives every adapted weight the same rank and alpha."""
-        names = _new_names(not self.native)
-        converted = dict(self.config)
-        if self.config.get("target_parameters"):
-            converted["target_parameters"] = [_renamed(target, names) for target in self.config["target_parameters"]]
-        for key in ("rank_pattern", "alpha_pattern"):
-            converted[key] = self._converted_pattern(key, names)
-        return converted
-
-    def _converted_pattern(self, key: str, names: dict[str, str]) -> dict:
-        """The pattern with the parameters' new names at the ends of its entries. Where that gives a weight another value
-        than before, the full names of all weights instead, whose order does not matter: PEFT sorts them as it saves."""
-        path = self.path.with_name(ADAPTER_CONFIG)
-        due = {module: resolved(self.config, key, module, path) for module in self.modules}
-        for experts, parameters in self.adapted.items():
-            for old in parameters:
-                due[f"{experts}.{names[old]}"] = resolved(self.config, key, f"{experts}.{old}", path)
-        renamed = {_renamed(entry, names): value for entry, value in (self.config.get(key) or {}).items()}
-        for pattern in (renamed, due):
-            config = {**self.config, key: pattern}
-            if all(resolved(config, key, name, path) == value for name, value in due.items()):
-                return pattern
-        raise CheckpointError(f"{path}: {key} cannot be written for the other layout, as names of modules end alike")
-
-
-def _new_names(to_native: bool) -> dict[str, str]:
-    return PARAMETERS if to_native else {native: hub for hub, native in PARAMETERS.items()}
-
-
-def _reordered(lora_B: torch.Tensor, to_native: bool) -> torch.Tensor:
-    """[2I, r*E]: all gate rows, then all up rows <-> gate and up rows alternating."""
-    split = (2, lora_B.shape[0] // 2) if to_native else (lora_B.shape[0] // 2, 2)
-    return lora_B.unflatten(0, split).transpose(0, 1).reshape(lora_B.shape).contiguous()
-
-
-def _renamed(target: str, names: dict[str, str]) -> str:
-    head, dot, last = target.rpartition(".")
-    return f"{head}{dot}{names.get(last, last)}"

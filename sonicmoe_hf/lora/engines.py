@@ -1,53 +1,214 @@
-"""What inference engines call the experts of a model, and in which form they take LoRA on them. Facts, no mechanism.
+"""Adapters in the form that inference engines load: one rank and one scale in the file, and factors for every expert.
 
-Read in the sources of vLLM 0.33.0 (vllm/lora and the `is_3d_moe_weight` and `get_expert_mapping` of its models) and of
-SGLang 0.5.23 (sglang/srt/lora).
+"vllm" gives what vLLM loads by default for the model: a pair of factors for each expert and projection, or PEFT's own
+form for models whose experts vLLM holds as one weight. "sglang" always gives the first. Read in the sources of vLLM
+0.33.0 (vllm/lora and the `is_3d_moe_weight` of its models) and of SGLang 0.5.23 (sglang/srt/lora).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError
+from ..layer.experts_module import is_experts, weight_names
+from .adapter import EXPERT, Adapter, is_interleaved
+from .factors import Factors, as_alpha, gate_and_up
+from .hub_names import HubNames
+from .peft_form import wrapped
+from .rules import PREFIX, endings
+
 ENGINES = ("vllm", "sglang")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 VLLM_ABSORBED = "kv_b_proj"  # of latent attention (MLA): vLLM decodes with matrices that it makes of the base's alone
-
-
-class ServedModel(NamedTuple):
-    """How a model's experts stand in engines.
-
-    is_3d: whether vLLM holds the experts of a layer as one weight and takes PEFT's form of adapters on them.
-    block: what the hub calls the block around the experts. gate, up, down: what it calls an expert's projections.
-    """
-
-    is_3d: bool = False
-    block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
-_PER_EXPERT, _THREE_DIMENSIONAL = ServedModel(), ServedModel(is_3d=True)
-SERVED_MODELS = {  # by model_type
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "ernie4_5_moe",
-            "exaone_moe",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm4v_moe",
-            "olmoe",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_next",
-        ),
-        _PER_EXPERT,
-    ),
-    "mixtral": ServedModel(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    **dict.fromkeys(("gpt_oss", "qwen3_vl_moe", "qwen3_5_moe"), _THREE_DIMENSIONAL),
-}
-
+PER_EXPERT = (
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "mixtral",
+    "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe", "qwen3_5_moe")  # vLLM holds the experts of a layer as one weight
 # linear layers that SGLang fuses, and of which it needs factors for all where there are some for one
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
+ROUTERS = ("gate", "router")
+EMBEDDINGS = ("embed_tokens", "lm_head")
+NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")  # target_modules says all
+MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"
+
+
+class ServedAdapter(NamedTuple):
+    """An adapter for an engine: its tensors and adapter_config.json, and how to serve it, in sentences."""
+
+    tensors: dict[str, torch.Tensor]
+    config: dict
+    hints: list[str]
+
+
+def check_servable(adapter: Adapter, model: PreTrainedModel, engine: str) -> None:
+    """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
+    if saved := adapter.config.get("modules_to_save"):
+        raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
+    for name in (*adapter.factors, *adapter.replaced):
+        *path, layer, parameter = name.split(".")
+        if layer in EMBEDDINGS:
+            raise CheckpointError(
+                f"{name} is of the embeddings or the head, which not all models of engines adapt; {MERGED}"
+            )
+        if layer in ROUTERS:
+            raise CheckpointError(f"{name} adapts a router, which not all models of engines adapt; {MERGED}")
+        if layer == VLLM_ABSORBED and engine == "vllm":
+            raise CheckpointError(
+                f"{name} adapts {layer}, and vLLM decodes without the adapters of that layer, in silence: {MERGED}; or "
+                f"leave {layer} out of target_modules when you train"
+            )
+        module = model.get_submodule(".".join((*path, layer)))
+        if is_experts(module) and parameter not in weight_names(module):
+            raise CheckpointError(f"the adapter is on {name}, and engines take no factors of biases: {MERGED}")
+        if not is_experts(module) and not isinstance(module, nn.Linear):
+            raise CheckpointError(f"{name} is no linear layer's weight, which is all that engines adapt; {MERGED}")
+
+
+def served_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> ServedAdapter:
+    """The adapter for "vllm" or "sglang"; `model` is its base in the hub layout.
+
+    Raises:
+        CheckpointError: the engine does not adapt such a model's experts, takes no such rank, or the adapter has what
+            engines refuse.
+    """
+    check_servable(adapter, model, engine)
+    if not adapter.factors:
+        raise CheckpointError("the adapter has no factors")
+    model_type = model.config.model_type
+    if model_type not in (*PER_EXPERT, *THREE_DIMENSIONAL):
+        raise CheckpointError(
+            f"how engines name the experts of {model_type} is not known here, only of "
+            f"{', '.join((*PER_EXPERT, *THREE_DIMENSIONAL))}; {MERGED}"
+        )
+    is_3d = model_type in THREE_DIMENSIONAL and engine == "vllm"
+    hub, pairs = HubNames(model), dict[str, Factors]()
+    for weight, factors in _completed(adapter, model, engine).items():
+        templates = _matrices(model, hub, weight) if factors.a.dim() == 3 and not is_3d else []
+        if len(templates) == 2:
+            interleaved = is_interleaved(model.get_submodule(weight.rpartition(".")[0]))
+            pairs.update(zip(templates, gate_and_up(factors, interleaved)))
+        else:
+            pairs[templates[0] if templates else hub.parameter(weight)] = factors
+    rank = max(factors.rank for factors in pairs.values())
+    if engine == "vllm" and rank > VLLM_RANKS[-1]:
+        raise CheckpointError(f"the adapter's largest rank is {rank}, and vLLM's is {VLLM_RANKS[-1]}; {MERGED}")
+    alpha = _common_alpha(pairs, rank)
+    pairs = {name: factors.scaled_to(alpha / rank).padded(rank) for name, factors in pairs.items()}
+    tensors = _tensors(pairs)
+    every = _modules_of_the_hub(model, hub)
+    linear = {name.removesuffix(".weight") for name, factors in pairs.items() if factors.a.dim() == 2}
+    single = [
+        name
+        for name in every
+        if name not in linear and f"{PREFIX}{name}.lora_A.weight" in tensors and EXPERT.match(name)
+    ]
+    fused = [name for name in pairs if pairs[name].a.dim() == 3 and "{expert}" not in name]
+    config = {
+        **adapter.config,
+        **dict.fromkeys(NOT_NEEDED),
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": [*endings(linear, every, parts=(1, 2)), *endings(single, every, parts=(1, 3))],
+        "target_parameters": endings(fused, map(hub.parameter, model.state_dict()), parts=(3,)) or None,
+    }
+    return ServedAdapter(tensors, config, _hints(engine, rank, is_3d))
+
+
+def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:
+    """By weight, the adapter's factors, and zeros for what stands beside an adapted weight if the engine wants some."""
+    weights = dict(adapter.factors)
+    for weight, given in tuple(weights.items()):
+        module, _, name = weight.removesuffix(".weight").rpartition(".")
+        beside: tuple[str, ...] = weight_names(model.get_submodule(module)) if given.a.dim() == 3 else ()
+        if engine == "sglang" and given.a.dim() == 2:
+            group = next((group for group in SGLANG_FUSED if name in group), ())
+            beside = tuple(f"{other}.weight" for other in group if hasattr(model.get_submodule(module), other))
+        for other in beside:
+            if (missing := f"{module}.{other}") not in weights:
+                weights[missing] = _zeros(given, model.get_parameter(missing))
+    return weights
+
+
+def _zeros(like: Factors, weight: torch.Tensor) -> Factors:
+    """Factors of rank 1 for another weight."""
+    *experts, size_out, size_in = weight.transpose(-1, -2).shape if like.is_transposed else weight.shape
+    return like._replace(a=like.a.new_zeros(*experts, 1, size_in), b=like.b.new_zeros(*experts, size_out, 1))
+
+
+def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
+    """What engines call an expert's matrices in a weight that holds all experts, "{expert}" for the number."""
+    templates = hub.per_expert(weight)
+    if templates:
+        return [template.removesuffix(".weight") for template in templates]
+    module, _, name = weight.rpartition(".")
+    names = PROJECTIONS[2:] if name == weight_names(model.get_submodule(module))[1] else PROJECTIONS[:2]
+    return [f"{hub.parameter(weight).rpartition('.')[0]}.{{expert}}.{each}" for each in names]
+
+
+def _common_alpha(pairs: dict[str, Factors], rank: int) -> float:
+    """A lora_alpha for factors of `rank`: by which products have their scale, if they share one and it makes a whole
+    number, and else 1, so that every B is to be scaled."""
+    scales = {factors.scale for factors in pairs.values()}
+    alpha = as_alpha(max(scales) * rank)
+    return alpha if len(scales) == 1 and isinstance(alpha, int) else rank
+
+
+def _tensors(pairs: dict[str, Factors]) -> dict[str, torch.Tensor]:
+    """The file's tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    fused: dict[str, dict[str, Factors]] = {}
+    for name, factors in pairs.items():
+        if "{expert}" in name:
+            for expert in range(len(factors.a)):
+                tensors |= wrapped(name.format(expert=expert), [factors.expert(expert)])
+        elif factors.a.dim() == 3:
+            fused.setdefault(name.rpartition(".")[0], {})[name] = factors
+        else:
+            tensors |= wrapped(name.removesuffix(".weight"), [factors])
+    for module, weights in fused.items():
+        tensors |= wrapped(
+            module, [weights[name] for name in sorted(weights, reverse=True)]
+        )  # gate_up_proj, down_proj
+    return tensors
+
+
+def _modules_of_the_hub(model: PreTrainedModel, hub: HubNames) -> set[str]:
+    """The names of all modules that have a weight, those of single experts included."""
+    names = set()
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if not is_experts(module):
+            names.add(hub.parameter(name).rpartition(".")[0])
+        elif name.rpartition(".")[2] in weight_names(module):
+            matrices = _matrices(model, hub, name)
+            names |= {each.format(expert=expert) for each in matrices for expert in range(len(parameter))}
+    return names
+
+
+def _hints(engine: str, rank: int, is_3d: bool) -> list[str]:
+    if engine == "sglang":
+        return [
+            f"python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths NAME=ADAPTER "
+            f"--max-lora-rank {rank}",
+            'a request chooses it by "lora_path": "NAME", or by "model": "BASE:NAME"',
+        ]
+    largest = next(allowed for allowed in VLLM_RANKS if allowed >= rank)
+    form = "PEFT's form for fused experts" if is_3d else "one pair of factors for each expert and projection"
+    hints = [
+        f"{form}, rank {rank}: vllm serve BASE --enable-lora --max-lora-rank {largest} --lora-modules NAME=ADAPTER",
+        'a request chooses it by "model": "NAME"; in Python by lora_request=LoRARequest("NAME", 1, "ADAPTER")',
+        "under --enable-expert-parallel leave out --fully-sharded-loras, and keep --all2all-backend "
+        "allgather_reducescatter, the default",
+    ]
+    if is_3d:
+        hints.append("under --enable-mixed-moe-lora-format also say is_3d_lora_weight=True in the LoRARequest")
+    return hints

@@ -130,26 +130,47 @@ def experts_shape(sizes: Sizes, parameter: str, layout: str) -> tuple[int, tuple
     return shape[0], shape[:0:-1] if layout == "gpt_oss" else shape[1:]
 
 
-def check_factors(weight: str, shapes, products, rank: float, layout: str, config: dict, path: Path) -> None:
+def check_factors(
+    weight: str, shapes, num_experts: int, sizes: tuple[int, int], rank: float, config: dict, path: Path, swaps: bool
+) -> None:
     """Raise where the shapes of a weight's lora_A and lora_B are not those of this rank.
 
     Args:
-        shapes: of lora_A and lora_B. products: (E, (out, in)). layout: of the weights that the adapter was trained on.
+        shapes: of lora_A and lora_B. sizes: the weight's output and input features. swaps: whether PEFT up to 0.19.0 took
+            these for each other.
     Raises:
         CheckpointError: they are others, or do not show whether an older PEFT took out features for in.
     """
-    num_experts, (size_out, size_in) = products
-    due = (rank * num_experts, size_in), (size_out, rank * num_experts)
+    size_out, size_in = sizes
+    expected = (rank * num_experts, size_in), (size_out, rank * num_experts)
     version = [int(number) for number in re.findall(r"\d+", str(config.get("peft_version")))[:3]]
-    may_be_swapped = num_experts > 1 and layout != "gpt_oss" and version < NOT_SWAPPED
-    if tuple(shapes) != due or (may_be_swapped and size_in == size_out):
-        wrong = f"where {due[0]} and {due[1]} are due for r = {rank}"
-        if tuple(shapes) == due:
-            wrong = "which do not show what is in and what is out"
-        raise CheckpointError(
-            f"{path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {wrong}; PEFT up to 0.19.0 "
-            f"took out for in, and peft_version is {config.get('peft_version')!r}: train the adapter with a newer PEFT"
+    is_unclear = swaps and version < NOT_SWAPPED and size_in == size_out
+    if tuple(shapes) == expected and not is_unclear:
+        return
+    reason = f"where {expected[0]} and {expected[1]} are expected for r = {rank}"
+    if tuple(shapes) == expected:
+        reason = "which do not show what is in and what is out"
+    if swaps:
+        reason += (
+            f"; PEFT up to 0.19.0 took out for in, and peft_version is {config.get('peft_version')!r}: train the adapter "
+            "with a newer PEFT"
         )
+    raise CheckpointError(f"{path}: lora_A and lora_B of {weight} have shapes {shapes[0]} and {shapes[1]}, {reason}")
+
+
+def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
+    """What PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing else in
+    `everything` has, or the whole name."""
+    wanted, chosen = set(names), {}
+    for number in parts:
+        left = [name for name in wanted if name not in chosen]
+        others = {_ending(name, number) for name in everything if name not in wanted}
+        chosen.update({name: _ending(name, number) for name in left if _ending(name, number) not in others})
+    return sorted({chosen.get(name, name) for name in wanted})
+
+
+def _ending(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
 
 
 def both_factors(weight: str, sides: dict[str, str], path: Path) -> tuple[str, str]:

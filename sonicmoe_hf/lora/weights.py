@@ -164,7 +164,9 @@ class LoraWeights:
         rank = resolved(self.config, "rank_pattern", name, self.config_path)
         alpha = resolved(self.config, "alpha_pattern", name, self.config_path)
         shapes = self.headers[a].shape, self.headers[b].shape
-        check_factors(weight, shapes, (num_experts, shape), rank, self.layout, self.config, self.path)
+        sizes = (shape[0], shape[1])
+        swaps = num_experts > 1 and self.layout != "gpt_oss"
+        check_factors(weight, shapes, num_experts, sizes, rank, self.config, self.path, swaps)
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         return Factors(a, b, scale, num_experts)
 

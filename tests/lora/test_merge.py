@@ -227,7 +227,7 @@ def assert_refused(folders, match):
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"some_later_option": 3}, "some_later_option is 3"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        ({"r": 3}, "are due for r = 3"),
+        ({"r": 3}, "are expected for r = 3"),
         ({"lora_alpha": None}, "lora_alpha of .* is None"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern has a name that is no pattern"),
         ({"target_parameters": [HUB[0], NATIVE[1]]}, "name experts of both layouts"),

@@ -12,11 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.lora.engines import SERVED_MODELS
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
@@ -234,23 +232,6 @@ def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter
     convert_adapter(tmp_path / "adapter", tmp_path / "fused", "hub", trained_on=tmp_path / "base")
     fused = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "fused")
     assert_all_close(merged_by_peft(fused, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
-
-
-def test_names_of_experts_are_those_of_the_hubs_checkpoints():
-    for model_type, served in SERVED_MODELS.items():
-        if served.is_3d:
-            continue
-        conversions = get_checkpoint_conversion_mapping(model_type)
-        sources = {
-            name
-            for conversion in conversions
-            for pattern in [conversion.source_patterns]
-            for name in ([pattern] if isinstance(pattern, str) else pattern)
-        }
-        for projection in (served.gate, served.up, served.down):
-            assert any(name.endswith(f"experts.*.{projection}.weight") for name in sources), model_type
-        renamed = any(served.block in name for name in sources)
-        assert renamed or served.block == "mlp", model_type
 
 
 def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_path):

@@ -4,14 +4,14 @@ from . import Mutation
 
 MUTATIONS = [
     Mutation(
-        "sonicmoe_hf/lora/served.py",
+        "sonicmoe_hf/lora/engines.py",
         "rank > VLLM_RANKS[-1]:",
         "rank >= VLLM_RANKS[-1]:",
         "vLLM's largest rank is refused",
         "tests/lora/test_served_adapter.py::test_ranks_that_vllm_has_are_taken_as_they_are",
     ),
     Mutation(
-        "sonicmoe_hf/lora/served.py",
+        "sonicmoe_hf/lora/engines.py",
         "for allowed in VLLM_RANKS if allowed >= rank",
         "for allowed in VLLM_RANKS if allowed > rank",
         "a rank that vLLM has gets the next larger one",
@@ -32,7 +32,7 @@ MUTATIONS = [
         "tests/lora/test_served_adapter.py::test_gate_and_up_become_one_weight_with_the_same_products",
     ),
     Mutation(
-        "sonicmoe_hf/lora/factors.py",
+        "sonicmoe_hf/lora/engines.py",
         "return alpha if len(scales) == 1 and isinstance(alpha, int) else rank",
         "return alpha if len(scales) == 1 else rank",
         "lora_alpha is no whole number",
@@ -53,16 +53,16 @@ MUTATIONS = [
         "tests/lora/test_served_adapter.py::test_experts_of_several_ranks_and_scales_become_one_weight_with_the_same_products",
     ),
     Mutation(
-        "sonicmoe_hf/lora/per_expert.py",
-        "not a.shape[0] == b.shape[1] == rank",
-        "not a.shape[0] == b.shape[1]",
+        "sonicmoe_hf/lora/rules.py",
+        "if tuple(shapes) == expected and not is_unclear:",
+        "if True:",
         "factors of another rank than the config's are taken",
         "tests/lora/test_served_refusals.py::test_files_that_are_no_such_adapter_raise_with_the_name",
     ),
     Mutation(
-        "sonicmoe_hf/lora/per_expert.py",
-        "factors or there.unchanging()",
-        "factors or there",
+        "sonicmoe_hf/lora/adapter.py",
+        "zero = next(iter(own.values())).unchanging()",
+        "zero = next(iter(own.values()))",
         "an expert without factors gets another's",
         "tests/lora/test_served_adapter.py::test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter",
     ),

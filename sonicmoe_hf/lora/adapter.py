@@ -1,0 +1,351 @@
+"""A LoRA adapter in the terms of its base model: by name of a weight, the factors of what is added to it.
+
+`Adapter.read` is the one reader, of PEFT's form for fused experts (target_parameters), of the form with factors for
+single experts that engines load and older PEFTs wrote, and of either layout of the base. peft_form.py writes the first,
+engines.py what engines load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..checkpoints.files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
+from ..checkpoints.layouts import NATIVE_PREFIX
+from ..errors import CheckpointError
+from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
+from ..model_patches import NATIVE_FAMILIES
+from ..patching.experts import experts_facts
+from .factors import Factors, from_peft, fused_gate_up, interchanged, scale_of, stacked
+from .hub_names import HubNames
+from .rules import (
+    ADAPTER_WEIGHTS,
+    KEY,
+    NATIVE_ORDER,
+    PARAMETERS,
+    PREFIX,
+    WITH_PEFT,
+    both_factors,
+    check_factors,
+    check_plain,
+    is_target_parameter,
+    pattern_name,
+    read_adapter_config,
+    resolved,
+    without_wrappers,
+)
+
+EXPERT = re.compile(r"^(?P<experts>.+)\.(?P<expert>\d+)\.(?P<projection>\w+)$")
+PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+MIXED = "{path} has factors of {name} for all experts and for single ones: the file mixes two forms"
+TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
+
+
+class Lazy(Mapping):
+    """A mapping whose values are made when they are read."""
+
+    def __init__(self, makers: dict[str, Callable[[], Any]]):
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter, checked against its base model.
+
+    Names are those of the model's own parameters ("model.layers.0.mlp.experts.gate_up_proj"), rows in the order of the
+    model's own weights. Values are read when they are looked up, so that one weight's factors at a time need memory.
+
+    config: adapter_config.json. factors: of each adapted weight. replaced: tensors that take a weight's place
+    (modules_to_save, and the base's own embeddings and head, which PEFT saves beside adapters of these).
+    """
+
+    config: dict
+    factors: Mapping[str, Factors]
+    replaced: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, folder: Path, model: PreTrainedModel) -> Adapter:
+        """The adapter in `folder`, trained on `model` or on the model of the same weights in the other layout, or on the
+        text model inside it. The model may be on the meta device.
+
+        Raises:
+            CheckpointError: it is not plain LoRA, a factor is missing or unknown, or a shape is not that of the rank and
+                the weight; the message names what, and the remedy.
+        """
+        refuse_model_beside_adapter(folder)
+        config = read_adapter_config(folder / ADAPTER_CONFIG)
+        check_plain(config, folder / ADAPTER_CONFIG, WITH_PEFT)
+        reader = _Reader(folder / ADAPTER_WEIGHTS, config, model)
+        return cls(config, Lazy(reader.factors()), Lazy(reader.replaced))
+
+
+class _Pair(NamedTuple):
+    """Where the factors of one matrix, or of one weight of E matrices, are in the file."""
+
+    a: str
+    b: str
+    scale: float
+
+
+class _Reader:
+    """The tensors of a file, each given its place in the model."""
+
+    def __init__(self, path: Path, config: dict, model: PreTrainedModel):
+        self.path, self.config, self.config_path = path, config, path.with_name(ADAPTER_CONFIG)
+        self.headers = headers_of(path)
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.experts = {name: module for name, module in self.modules.items() if is_experts(module)}
+        self.native = self._trained_on_native()
+        family = NATIVE_FAMILIES.get(model.config.model_type.removeprefix(NATIVE_PREFIX))
+        self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
+        decoder = model.get_decoder()
+        self.decoder = next((name for name, module in self.modules.items() if name and module is decoder), "model")
+        self.by_hub_name = self._by_hub_name(model)
+        self.trained_decoder = self._trained_decoder()
+        self.replaced: dict[str, Callable[[], torch.Tensor]] = {}
+        self.pairs: dict[str, dict[str, str]] = {}
+        self.single: dict[tuple[str, str, int], dict[str, str]] = {}  # by experts module, projection and expert
+        state = model.state_dict()
+        for name in self.headers:
+            self._place(name, state)
+        for module in {experts for experts, *_ in self.single} & {weight.rpartition(".")[0] for weight in self.pairs}:
+            raise CheckpointError(MIXED.format(path=path, name=module))
+        for weight in self._targets() if not self.single else ():
+            self.pairs.setdefault(weight, {})
+        if not (self.pairs or self.single or self.replaced):
+            raise CheckpointError(f"{path} has no weights")
+
+    def _trained_on_native(self) -> bool:
+        targets = self.config.get("target_parameters") or []
+        last = {target.rpartition(".")[2] for target in targets}
+        if last & set(PARAMETERS) and last & set(NATIVE_ORDER):
+            raise CheckpointError(f"{self.config_path}: target_parameters {targets} name experts of both layouts")
+        return bool(last & set(NATIVE_ORDER))
+
+    def _by_hub_name(self, model: PreTrainedModel) -> dict[str, str]:
+        """The names of linear and experts modules in the model, by the hub's."""
+        hub = HubNames(model)
+        own = [name for name, module in self.modules.items() if module._parameters]
+        names = {hub.parameter(f"{name}.weight").removesuffix(".weight"): name for name in own}
+        for name, module in self.experts.items():
+            for parameter in module._parameters:
+                for template in hub.per_expert(f"{name}.{parameter}"):
+                    names[template.split(".{expert}.")[0]] = name
+        return names
+
+    def _trained_decoder(self) -> str:
+        """What the class that was trained calls the model's decoder."""
+        for name in self.headers:
+            match = TEXT_MODEL.match(key := without_wrappers(name.removeprefix(PREFIX)))
+            if match and match[1] != self.decoder:
+                module = key.partition(".lora_")[0]
+                ours = f"{self.decoder}.{module[match.end() :]}"
+                if module not in self.modules and module not in self.by_hub_name and ours in self.modules:
+                    return match[1]
+        return self.decoder
+
+    def _in_model(self, module: str) -> str:
+        """What the model calls a module that the adapter calls so."""
+        if self.trained_decoder != self.decoder and module.startswith(f"{self.trained_decoder}."):
+            module = self.decoder + module.removeprefix(self.trained_decoder)
+        return module if module in self.modules else self.by_hub_name.get(module, module)
+
+    def _as_trained(self, name: str) -> str:
+        """The inverse of `_in_model`, of a name that is the model's own."""
+        if self.trained_decoder != self.decoder and name.startswith(f"{self.decoder}."):
+            return self.trained_decoder + name.removeprefix(self.decoder)
+        return name
+
+    def _parameters(self, module: str) -> dict[str, str]:
+        """The parameters of a module, as the model that was trained declares them: their names there and here."""
+        own = [name for name, parameter in self.modules[module]._parameters.items() if parameter is not None]
+        if module not in self.experts or is_native(self.modules[module]) == self.native:
+            return {name: name for name in own}
+        order = NATIVE_ORDER if self.native else tuple(PARAMETERS)
+        here = {native: hub for hub, native in PARAMETERS.items()} if self.native else PARAMETERS
+        return {name: here[name] for name in order if here[name] in own}
+
+    def _adapted(self, module: str) -> list[str]:
+        """The parameters of a module that target_parameters names, by their names here, the innermost wrapper's first."""
+        trained = self._as_trained(module)
+        names = self._parameters(module).items()
+        return [here for there, here in names if is_target_parameter(f"{trained}.{there}", self.config)]
+
+    def _targets(self) -> list[str]:
+        """The weights of experts that target_parameters names."""
+        return [f"{module}.{name}" for module in self.experts for name in self._adapted(module)]
+
+    def _place(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        """Put the tensor `name` where it belongs."""
+        key = name.removeprefix(PREFIX)
+        match = KEY.match(key)
+        if match is None:
+            self._place_replacement(name, without_wrappers(key), state)
+            return
+        trained, depth = match["module"], match["depth"].count("base_layer.")
+        module, single = self._in_model(trained), EXPERT.match(trained)
+        if module in self.modules:
+            names = self._adapted(module)
+            if depth < len(names):
+                self.pairs.setdefault(f"{module}.{names[-1 - depth]}", {})[match["side"]] = name
+                return
+            if module not in self.experts and not depth and f"{module}.weight" in state:
+                self.pairs.setdefault(f"{module}.weight", {})[match["side"]] = name
+                return
+        elif single and (experts := self._in_model(single["experts"])) in self.experts and not depth:
+            self.single.setdefault((experts, single["projection"], int(single["expert"])), {})[match["side"]] = name
+            return
+        if module in self.experts and any(self._is_single(other) for other in self.headers):
+            raise CheckpointError(MIXED.format(path=self.path, name=name))
+        targets = ", ".join(self.config.get("target_parameters") or ()) or "none"
+        raise CheckpointError(
+            f"{self.path}: {name} adapts nothing that the model has, by its config.json; target_parameters: {targets}. "
+            f"Name the model that it was trained on (--trained-on, trained_on=), or {WITH_PEFT}"
+        )
+
+    def _is_single(self, name: str) -> bool:
+        match = KEY.match(name.removeprefix(PREFIX))
+        return match is not None and EXPERT.match(match["module"]) is not None
+
+    def _place_replacement(self, name: str, weight: str, state: Mapping[str, torch.Tensor]) -> None:
+        module, _, parameter = weight.rpartition(".")
+        weight = f"{self._in_model(module)}.{parameter}"
+        if "lora_" in name or weight not in state:
+            raise CheckpointError(
+                f"{self.path}: {name} is neither lora_A nor lora_B of a layer, nor a weight of the model; {WITH_PEFT}"
+            )
+        if self.headers[name].shape != tuple(state[weight].shape):
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {self.headers[name].shape}, the base's {tuple(state[weight].shape)}; if "
+                "the vocabulary was resized, resize the base's and save it first"
+            )
+        self.replaced[weight] = lambda: self._tensor(name)
+
+    def factors(self) -> dict[str, Callable[[], Factors]]:
+        """How to make those of each adapted weight."""
+        makers: dict[str, Callable[[], Factors]] = {}
+        for weight, sides in self.pairs.items():
+            makers[weight] = self._of_weight(weight, sides)
+        for (module, parameter), parts in self._single_by_weight().items():
+            makers[f"{module}.{parameter}"] = self._of_single_experts(module, parameter, parts)
+        return makers
+
+    def _of_weight(self, weight: str, sides: dict[str, str]) -> Callable[[], Factors]:
+        module_name, _, parameter = weight.rpartition(".")
+        module = self.modules[module_name]
+        there = next(there for there, here in self._parameters(module_name).items() if here == parameter)
+        num_experts, sizes, is_transposed = _product_shape(module, parameter)
+        may_be_swapped = num_experts is not None and num_experts > 1 and (self.native or not is_transposed)
+        trained = f"{self._as_trained(module_name)}.{there}"
+        pair = self._pair(trained, sides, num_experts, sizes, may_be_swapped)
+        is_first = module_name in self.experts and parameter == weight_names(module)[0]
+        rows_differ = is_first and is_native(module) != self.native and not self.hub_is_interleaved
+
+        def make() -> Factors:
+            factors = self._read(pair)
+            if num_experts is None:
+                return factors
+            a, b = from_peft(factors.a, factors.b, num_experts)
+            factors = Factors(a, b, pair.scale, is_transposed)
+            return interchanged(factors, interleaved=self.native) if rows_differ else factors
+
+        return make
+
+    def _pair(
+        self,
+        weight: str,
+        sides: dict[str, str],
+        num_experts: int | None,
+        sizes: tuple[int, int],
+        may_be_swapped: bool = False,
+    ) -> _Pair:
+        """Where a weight's factors are, with their scale: none is missing, and the shapes fit."""
+        a, b = both_factors(weight, sides, self.path)
+        name = pattern_name(weight, self.config)
+        rank = resolved(self.config, "rank_pattern", name, self.config_path)
+        alpha = resolved(self.config, "alpha_pattern", name, self.config_path)
+        shapes = self.headers[a].shape, self.headers[b].shape
+        check_factors(weight, shapes, num_experts or 1, sizes, rank, self.config, self.path, may_be_swapped)
+        return _Pair(a, b, scale_of(rank, alpha, self.config))
+
+    def _single_by_weight(self) -> dict[tuple[str, str], dict[str, dict[int, _Pair]]]:
+        """Factors of single experts: by experts module and parameter, and there by part and expert."""
+        grouped: dict[tuple[str, str], dict[str, dict[int, _Pair]]] = {}
+        for (name, projection, expert), sides in self.single.items():
+            module, part = self.modules[name], PROJECTIONS.get(projection)
+            trained = f"{self._as_trained(name)}.{expert}.{projection}"
+            if part is None or (part == "gate" and not has_gate(module)):
+                raise CheckpointError(f"{self.path}: {trained} is no expert's projection of the model")
+            parameter = weight_names(module)[part == "down"]
+            num_experts, (size_out, size_in), _ = _product_shape(module, parameter)
+            if num_experts is None or expert >= num_experts:
+                raise CheckpointError(f"{self.path}: {trained} is of expert {expert}, but there are {num_experts}")
+            if part != "down" and has_gate(module):
+                size_out //= 2
+            pair = self._pair(f"{trained}.weight", sides, None, (size_out, size_in))
+            grouped.setdefault((name, parameter), {}).setdefault(part, {})[expert] = pair
+        return grouped
+
+    def _of_single_experts(
+        self, name: str, parameter: str, parts: dict[str, dict[int, _Pair]]
+    ) -> Callable[[], Factors]:
+        module = self.modules[name]
+        num_experts, _, is_transposed = _product_shape(module, parameter)
+        assert num_experts is not None
+
+        def of_part(pairs: dict[int, _Pair]) -> Factors:
+            own = {expert: self._read(pair) for expert, pair in pairs.items()}
+            zero = next(iter(own.values())).unchanging()
+            return stacked([own.get(expert, zero) for expert in range(num_experts)])
+
+        def make() -> Factors:
+            factors = {part: of_part(pairs) for part, pairs in parts.items()}
+            one = next(iter(factors.values()))
+            if "down" not in parts and has_gate(module):
+                gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
+                one = fused_gate_up(gate, up, is_interleaved(module))
+            return one._replace(is_transposed=is_transposed)
+
+        return make
+
+    def _read(self, pair: _Pair) -> Factors:
+        return Factors(self._tensor(pair.a), self._tensor(pair.b), pair.scale)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the file, which is open meanwhile only: its mapped pages count as memory."""
+        try:
+            with opened(self.path) as handle:
+                return handle.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+
+
+def is_interleaved(experts: nn.Module) -> bool:
+    """Whether gate's and up's rows alternate in the experts' first weight."""
+    return experts_facts(experts).layout.endswith("interleaved")
+
+
+def _product_shape(module: Any, parameter: str) -> tuple[int | None, tuple[int, int], bool]:
+    """(E, (out, in), whether the weight is stored as [E, in, out]) of what is added to a parameter, by PEFT's rules; E is
+    None for one matrix."""
+    shape = tuple(module._parameters[parameter].shape)
+    if len(shape) not in (2, 3):
+        return None, (0, 0), False
+    is_transposed = len(shape) == 3 and getattr(module, "is_transposed", False)
+    sizes = shape[:-3:-1] if is_transposed else shape[-2:]
+    return shape[0] if len(shape) == 3 else None, sizes, is_transposed

@@ -1,0 +1,73 @@
+"""Adapters as PEFT's save_pretrained writes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapter import Adapter
+from .factors import Factors, as_alpha, to_peft
+from .rules import PREFIX, endings
+
+
+def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
+    """The tensors of a module whose parameters have these factors: PEFT's wrapper of the first is the innermost."""
+    tensors = {}
+    for depth, factors in enumerate(reversed(adapted)):
+        wrapper = f"{PREFIX}{module}.{'base_layer.' * depth}"
+        tensors[f"{wrapper}lora_A.weight"], tensors[f"{wrapper}lora_B.weight"] = to_peft(factors)
+    return tensors
+
+
+def peft_form(adapter: Adapter, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors and adapter_config.json as PEFT's save_pretrained writes them for `model`.
+
+    Each weight has its own rank, and its scale by its own alpha. Weights of experts whose factors are all zeros are left
+    out: engines' files have them for what is not adapted.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    tensors = {f"{PREFIX}{name}": tensor for name, tensor in adapter.replaced.items()}
+    settings: dict[str, tuple[int, float]] = {}  # by what PEFT compares with patterns
+    adapted: dict[str, list[str]] = {}
+    for weight in adapter.factors:
+        module, _, parameter = weight.rpartition(".")
+        adapted.setdefault(module, []).append(parameter)
+    linear = [name for name in adapted if isinstance(modules[name], nn.Linear)]
+    parameters = []
+    for module, names in adapted.items():
+        factors = {name: adapter.factors[f"{module}.{name}"] for name in modules[module]._parameters if name in names}
+        factors = {name: each for name, each in factors.items() if each.a.dim() == 2 or not each.is_zero()}
+        tensors |= wrapped(module, list(factors.values()))
+        for name, each in factors.items():
+            target = module if module in linear else f"{module}.{name}"
+            settings[target] = (each.rank, as_alpha(each.scale * each.rank))
+            parameters += [target] if target != module else []
+    default = (adapter.config.get("r"), adapter.config.get("lora_alpha"))
+    common = Counter(settings.values()).most_common()
+    rank, alpha = next((each for each, _ in common if each == default), common[0][0])
+    everything = [name for name, _ in model.named_parameters()] + list(modules)
+    config = {
+        **adapter.config,
+        **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern")),
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": False,
+        "rank_pattern": _pattern({name: own for name, (own, _) in settings.items()}, rank, everything),
+        "alpha_pattern": _pattern({name: own for name, (_, own) in settings.items()}, alpha, everything),
+        "target_modules": endings(linear, modules, parts=(1, 2)),
+        "target_parameters": endings(parameters, everything, parts=(3,)),
+    }
+    return tensors, config
+
+
+def _pattern(values: dict[str, float], default: float, everything: Iterable[str]) -> dict[str, float]:
+    """rank_pattern or alpha_pattern: the names whose value is another than `default`, by ends that no others have."""
+    pattern: dict[str, float] = {}
+    for value in sorted(set(values.values()) - {default}):
+        names = [name for name, own in values.items() if own == value]
+        pattern.update(dict.fromkeys(endings(names, everything, parts=(2,)), value))
+    return pattern
