@@ -4,7 +4,7 @@
 nvidia-cutlass-dsl 4.8.1, which pyproject.toml asks for. tests/kernels/test_private_apis.py names what a newer one lacks.
 """
 
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -39,6 +39,24 @@ def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
             operands,
             "prmt.b32 $0, $1, $2, $3;",
             "=r,r,r,r",
+            has_side_effects=False,
+            is_align_stack=False,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
+def pack_e4m3(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
+    """Four fp32 values as the e4m3 bytes of a word, the first in the lowest; to nearest, the largest for what is larger."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [Float32(value).ir_value(loc=loc, ip=ip) for value in (first, second, third, fourth)],
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
             has_side_effects=False,
             is_align_stack=False,
             loc=loc,

@@ -11,6 +11,9 @@ import types
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+
+from sonicmoe_hf.kernels.minifloat import to_e4m3
 
 from . import threads
 from .launches import Fake, Launch, SmemAllocator, Symbol, compile_kernel, struct
@@ -20,6 +23,7 @@ from .tensors import (
     BFloat16,
     Bits,
     Boolean,
+    Float8,
     Float16,
     Float32,
     Int32,
@@ -157,6 +161,13 @@ def _size(value, mode=None):
     return value.size if hasattr(value, "size") else len(value)
 
 
+def _tile_to_shape(atom, shape, order):
+    """Of fp8, two values are one: the layout is that of 16 bits."""
+    k_major, kind = atom
+    rows, columns, stages = shape
+    return SwizzledLayout(k_major, (rows, columns // 2 if kind is Float8 else columns, stages), order)
+
+
 def _module(name, **members):
     module = types.ModuleType(name)
     module.__dict__.update(members)
@@ -221,7 +232,7 @@ warpgroup = SimpleNamespace(
     fence=threads.fence_wgmma,
     commit_group=threads.commit_wgmma,
     wait_group=threads.wait_for_wgmma,
-    make_smem_layout_atom=lambda atom, kind: atom,
+    make_smem_layout_atom=lambda k_major, kind: (k_major, kind),
 )
 nvgpu = _module(
     "cutlass.cute.nvgpu",
@@ -244,14 +255,14 @@ cute = _module(
     recast_tensor=lambda tensor, kind: Words(tensor), size=_size, shape=lambda tensor: tensor.shape,
     cosize=lambda layout: layout.cosize, slice_=lambda layout, index: layout,
     select=lambda layout, mode: Layout(*(tuple(part[i] for i in mode) for part in (layout.shape, layout.stride))),
-    tile_to_shape=lambda k_major, shape, order: SwizzledLayout(k_major, shape, order), sym_int=Symbol,
+    tile_to_shape=_tile_to_shape, recast_ptr=lambda pointer, swizzle, kind: pointer, sym_int=Symbol,
     runtime=SimpleNamespace(
         make_fake_compact_tensor=Fake, make_fake_stream=lambda use_tvm_ffi_env_stream: "stream"
     ),
 )  # fmt: skip
 cutlass = _module(
     "cutlass", cute=cute, Float32=Float32, Int32=Int32, Int64=Int64, Uint32=Uint32, BFloat16=BFloat16,
-    Float16=Float16, Boolean=Boolean, Constexpr=object, const_expr=lambda value: value,
+    Float16=Float16, Float8E4M3FN=Float8, Boolean=Boolean, Constexpr=object, const_expr=lambda value: value,
     range=lambda *bounds, unroll=None: range(*bounds), range_constexpr=range, min=min, max=max,
     select_=lambda condition, a, b: a if condition else b,
 )  # fmt: skip
@@ -277,7 +288,12 @@ def _permute_bytes(low, high, selector):
     return Bits(word)
 
 
-ptx = _module("ptx", copy_async=threads.copy_async, permute_bytes=_permute_bytes)
+def _pack_e4m3(*values):
+    """cvt.rn.satfinite.e4m3x2, twice"""
+    return Bits(int.from_bytes(bytes(to_e4m3(torch.tensor(values)).tolist()), "little"))
+
+
+ptx = _module("ptx", copy_async=threads.copy_async, permute_bytes=_permute_bytes, pack_e4m3=_pack_e4m3)
 
 
 def import_module(name, fromlist):

@@ -6,6 +6,7 @@ import math
 import struct
 
 import numpy as np
+import torch
 
 from .machine import Machine, SimulationError
 
@@ -107,6 +108,7 @@ def float_of(bits: int) -> float:
 Int32, Int64, Uint32 = Kind("Int32", 32, _signed), Kind("Int64", 64, int), Kind("Uint32", 32, _unsigned)
 Float32, Boolean = Kind("Float32", 32, float), Kind("Boolean", 8, bool)
 BFloat16, Float16 = Kind("BFloat16", 16, float), Kind("Float16", 16, float)  # rounded where they are stored
+Float8 = Kind("Float8E4M3FN", 8, float)  # of wgmma's operands alone: in memory two are one value of 16 bits
 decode_half = {
     BFloat16: lambda bits: float_of(bits << 16),
     Float16: lambda bits: struct.unpack("<e", struct.pack("<H", bits))[0],
@@ -114,7 +116,10 @@ decode_half = {
 
 
 def decoded(raw, kind):
-    """Stored values as numbers."""
+    """Stored values as numbers; of Float8 twice as many in the last dimension."""
+    if kind is Float8:
+        codes = torch.from_numpy(np.ascontiguousarray(raw).view(np.uint8))
+        return codes.view(torch.float8_e4m3fn).float().numpy()
     if kind is BFloat16:
         return (raw.astype(np.uint32) << 16).view(np.float32)
     return raw.view({Float16: np.float16, Float32: np.float32, Int32: np.int32}[kind])

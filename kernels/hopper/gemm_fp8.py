@@ -1,0 +1,389 @@
+"""up and down with e4m3 operands on Hopper, scaled by groups: a trial, which no backend calls.
+
+    h[r] = x[token[r]] @ gate_up[e]^T, a[r] = act(h[r])        out[r] = a[r] @ down[e]^T
+
+An operand's K columns are cut into groups of 128. Of a row of x or a a group has a scale; of a weight a block of 128 rows
+and 128 columns does, gate's and up's rows counted apart. The tensor cores add fp8 products with fewer bits than fp32, so
+a group is summed apart in wgmma's accumulators, and added to fp32 registers times both scales (two-level accumulation:
+arXiv 2412.19437, section 3.3.2).
+
+The producer sees pairs of e4m3 values as one value of 16 bits, for which a stage of the pipeline, TILE_K values, is one
+group; only the consumers see fp8. A consumer computes its 64 rows of a stage in two waves of 128 columns: in `up` these
+are gate and up, each of which lies in one block of the weight. While it adds a wave to its sums, the other one multiplies.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from .activations import activate
+from .compiled import OPTIONS, _indices, _stream, _tensor, _tiles
+from .config import CONSUMER_WARPS, EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
+from .epilogue import EpilogueWarpsKernel
+from .gemm_common import (
+    Layouts,
+    Operands,
+    Output,
+    advance,
+    epilogue_store,
+    global_vector,
+    major_mode,
+    one_stage,
+    output,
+)
+from .ptx import pack_e4m3
+from .varlen import varlen_halves, varlen_rows
+
+FP8 = cutlass.Float8E4M3FN
+STORED = cutlass.BFloat16  # as which the producer sees two values, and what h and out are stored as
+GROUP = 128  # columns that share a scale, and rows of a weight's block
+WAVE = 128  # columns of a tile that a consumer computes at a time
+E4M3_MAX = 448.0
+SMALLEST = 1e-10  # of what the largest value of a group is taken to be
+TILE = Tile(2 * WAVE, 3)
+
+
+@dataclass(frozen=True)
+class GroupMma:
+    """The MMA of a wave: of the first k block of a group, and of the others, which add to it."""
+
+    first: cute.TiledMma
+    rest: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class GroupScales:
+    """rows [T or R, K / 128]: those of the rows of A, which `token` names where rows are gathered; weight [E, blocks of
+    rows, K / 128]."""
+
+    rows: cute.Tensor
+    weight: cute.Tensor
+    token: cute.Tensor
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Where a is stored: values [R, I / 2], each of them two e4m3, and scales [R, I / 128]."""
+
+    values: cute.Tensor
+    scales: cute.Tensor
+
+
+def group_layout(extent: int, stages: int):
+    """Swizzled shared memory of an operand as fp8: (extent, GROUP, stages)."""
+    atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, FP8, GROUP), FP8)
+    return cute.tile_to_shape(atom, (extent, GROUP, stages), order=(0, 1, 2))
+
+
+def as_fp8(tensor, layout):
+    """An operand's shared memory with the values that it holds."""
+    return cute.make_tensor(cute.recast_ptr(tensor.iterator, layout.inner, FP8), layout.outer)
+
+
+class GroupScaledKernel(EpilogueWarpsKernel):
+    """What the GEMMs with scaled groups share: the consumers' part. Operands come as pairs of values of 16 bits."""
+
+    def set_up_operands(self, source, weight) -> Operands:
+        operands = super().set_up_operands(source, weight)
+        self.narrow_mma, self.last_columns = None, 0
+        return operands
+
+    @property
+    def mma(self) -> GroupMma:
+        return GroupMma(
+            *(
+                sm90.make_trivial_tiled_mma(
+                    FP8, FP8, major_mode(True), major_mode(True), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, WAVE)
+                )
+                for _ in range(2)
+            )
+        )
+
+    def scale_rows(self, scales, row, end):
+        """The scales of a thread's two rows of the tile, `row` and eight below; past the end those of the last row."""
+        rows = [cutlass.max(cutlass.min(row + i, end - 1), 0) for i in (0, 8)]
+        return [scales.token[row] for row in rows] if self.gather else rows
+
+    def weight_block(self, wave, column_tile, blocks: int):
+        """The row of the weight's scales that a wave of the tile has."""
+        if self.halves == 2:
+            return column_tile + wave * (blocks // 2)
+        return cutlass.min(2 * column_tile + wave, blocks - 1)
+
+    @cute.jit
+    def run_consumer(self, mma: cutlass.Constexpr, shared: cutlass.Constexpr, scales: cutlass.Constexpr):
+        """A consumer's role: its half of every tile of the product, into shared memory."""
+        shared.arrivals.begin("consumers", CONSUMER_WARPS)
+        half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+        thread = cute.arch.thread_idx()[0] % 128
+        own_row = WARPGROUP_M * half + thread // 32 * 16 + thread % 32 // 4
+        tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
+        mma.first.set(warpgroup.Field.ACCUMULATE, False)
+        mma.rest.set(warpgroup.Field.ACCUMULATE, True)
+        thread_mma = mma.rest.get_slice(0)
+        a = as_fp8(shared.a, group_layout(self.rows, self.stages))
+        b = as_fp8(shared.b, group_layout(self.columns, self.stages))
+        depth = cute.size(a, mode=[1])
+        fragment_a = mma.rest.make_fragment_A(
+            thread_mma.partition_A(cute.local_tile(a, (WARPGROUP_M, depth), (half, 0, None)))
+        )
+        fragments_b = [
+            mma.rest.make_fragment_B(thread_mma.partition_B(cute.local_tile(b, (WAVE, depth), (wave, 0, None))))
+            for wave in range(self.columns // WAVE)
+        ]
+        shape = mma.rest.partition_shape_C((WARPGROUP_M, WAVE))
+        partial = cute.make_rmem_tensor(shape, Float32)
+        sums = [cute.make_rmem_tensor(shape, Float32) for _ in fragments_b]
+        store = epilogue_store(mma.rest, shared.epilogue, self.dtype, thread, half, self.epi_stages)
+        values = [store.retile(one) for one in sums]
+        per_wave = WAVE // EPI_TILE_N
+        stage, phase, empty_phase = Int32(0), Int32(0), Int32(1)
+        expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
+        top_row, bottom_row = self.scale_rows(scales, first + own_row, end)
+        tile_count = Int32(1)
+        while expert >= 0:
+            has_rows = Int32(first + WARPGROUP_M * half < end)
+            block = self.weight_block(thread % 2, column_tile, scales.weight.shape[1])
+            stage, phase = multiply_groups(
+                mma,
+                sums,
+                partial,
+                fragment_a,
+                fragments_b,
+                (scales.rows[top_row, None], scales.rows[bottom_row, None], scales.weight[expert, block, None]),
+                self.half_tile_params(shared.pipeline, stage, phase, has_rows),
+            )
+            expert, first, end, column_tile = shared.scheduler.receive(tile_count)
+            tile_count += 1
+            top_row, bottom_row = self.scale_rows(scales, first + own_row, end)
+            cute.arch.mbarrier_wait(tile_empty, empty_phase)
+            empty_phase ^= 1
+            for i in cutlass.range_constexpr(self.epi_tiles):
+                store.write(
+                    i, lambda v, i=i: values[i // per_wave][i % per_wave * store.size + v]
+                )
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            shared.arrivals.arrive("tile_full", tile_full, groups=2)
+
+
+@cute.jit
+def multiply_groups(
+    mma: cutlass.Constexpr,
+    sums,
+    partial,
+    fragment_a,
+    fragments_b: cutlass.Constexpr,
+    scales: cutlass.Constexpr,
+    params: cutlass.Constexpr,
+):
+    """sums[wave] = A B^T of that wave's columns: of every stage, which is a group, times the scales of its rows and of its
+    weight. scales: by group, of a thread's two rows, and of the weight in the first wave in even threads and in the second
+    in odd ones. Returns the pipeline's next stage and phase.
+
+    The next group's scales are loaded while this one is multiplied. ptxas would wait for what is the same in all threads
+    of a warp at once, to have it in a uniform register: hence a wave's scale comes from the thread beside.
+    """
+    pipeline, stage, phase = params.pipeline, params.stage, params.phase
+    is_odd = cute.arch.thread_idx()[0] % 2 == 1
+    for wave in cutlass.range_constexpr(len(sums)):
+        sums[wave].fill(0.0)
+    top, bottom, own = [of_group[0] for of_group in scales]
+    for k_tile in cutlass.range(params.k_tiles, unroll=1):
+        other = cute.arch.shuffle_sync_bfly(own, 1)
+        left, right = cutlass.select_(is_odd, other, own), cutlass.select_(is_odd, own, other)
+        products = (top * left, bottom * left), (top * right, bottom * right)
+        pipeline.wait_full(stage, phase)
+        group = cutlass.min(k_tile + 1, scales[0].shape[0] - 1)
+        top, bottom, own = [of_group[group] for of_group in scales]
+        for wave in cutlass.range_constexpr(len(sums)):
+            warpgroup.fence()
+            for k_block in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
+                cute.gemm(
+                    mma.first if k_block == 0 else mma.rest,
+                    partial,
+                    fragment_a[None, None, k_block, stage],
+                    fragments_b[wave][None, None, k_block, stage],
+                    partial,
+                )
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if const_expr(wave == len(sums) - 1):
+                pipeline.release(stage)
+            for v in cutlass.range_constexpr(cute.size(partial)):
+                sums[wave][v] += products[wave][v // 2 % 2] * partial[v]
+        stage, phase = advance(stage, phase, pipeline.stages)
+    for _ in cutlass.range(params.unused, unroll=1):
+        cute.arch.mbarrier_wait(pipeline.full + stage, phase)
+        pipeline.release(stage)
+        stage, phase = advance(stage, phase, pipeline.stages)
+    return stage, phase
+
+
+class GemmFp8UpKernel(GroupScaledKernel):
+    """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a scale
+    for every group of 128 columns, which are those of one tile."""
+
+    gather_warps = 2
+    registers = 88, 208
+
+    def __init__(self, tile: Tile, activation):
+        super().__init__(STORED, tile, gated=True)
+        self.activation = activation
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, gate_up: cute.Tensor, x_scales: cute.Tensor, weight_scales: cute.Tensor, h, a: cute.Tensor,
+        a_scales: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        operands = self.set_up_operands(x, gate_up)
+        self.set_up_epilogue()
+        out = None
+        if const_expr(h is not None):
+            out = output(varlen_halves(h), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        scales = GroupScales(x_scales, weight_scales, token)
+        to = QuantizedRows(a, a_scales)
+        self.kernel(operands, out, scales, to, token, table, last, self.mma, self.layouts).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        out,
+        scales: GroupScales,
+        to: QuantizedRows,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: GroupMma,
+        layouts: Layouts,
+    ):
+        self.run_warps(operands, None, token, table, last, mma, scales, layouts, (out, to))
+
+    @cute.jit
+    def epilogue_half_tile(
+        self,
+        shared: cutlass.Constexpr,
+        to: cutlass.Constexpr,
+        first: Int32,
+        end: Int32,
+        column_tile: Int32,
+        half: cutlass.Constexpr,
+        epilogue_warp,
+    ):
+        """a of half a tile: a warp takes four rows at a time, eight threads a row, and a thread 16 columns."""
+        lane = cute.arch.lane_idx()
+        part, num_values = lane % 8, 2 * VECTOR
+        copy = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=16 * VECTOR)
+        gate, up = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
+        values = cute.make_rmem_tensor(num_values, Float32)
+        packed = cute.make_rmem_tensor(VECTOR, self.dtype)
+        words = cute.recast_tensor(packed, Int32)
+        width = to.values.shape[1]
+        rows = cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0)
+        for unit in cutlass.range(epilogue_warp, (rows + 3) // 4, self.num_epilogue_warps, unroll=1):
+            row = unit * 4 + lane // 8
+            for i in cutlass.range_constexpr(2):
+                vector = part % 4 * 2 + i
+                self.read_product(gate, shared, half, part // 4, row, vector)
+                self.read_product(up, shared, half, part // 4 + self.epi_tiles // 2, row, vector)
+                for v in cutlass.range_constexpr(VECTOR):
+                    values[i * VECTOR + v] = activate(gate[v], up[v], *self.activation)[0]
+            largest = Float32(SMALLEST)
+            for v in cutlass.range_constexpr(num_values):
+                largest = cute.arch.fmax(largest, cute.arch.fmax(values[v], -values[v]))
+            for mask in (1, 2, 4):
+                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, mask))
+            inverse = E4M3_MAX * cute.arch.rcp_approx(largest)
+            for word in cutlass.range_constexpr(num_values // 4):
+                words[word] = pack_e4m3(*(values[4 * word + byte] * inverse for byte in range(4)))
+            column = (column_tile * GROUP + part * num_values) // 2  # of pairs
+            if row < rows:
+                if column < width:
+                    cute.copy(copy, packed, global_vector(to.values, Int64(first + row) * width + column))
+                if part == 0:
+                    to.scales[first + row, column_tile] = largest * (1 / E4M3_MAX)
+
+
+class GemmFp8DownKernel(GroupScaledKernel):
+    """a [R, I / 2], down [E, H, I / 2], both pairs of e4m3 values; out [R, H] in bf16."""
+
+    group = 2  # as CooperativeGemmDownKernel
+    registers = 40, 232
+
+    def __init__(self, tile: Tile):
+        super().__init__(STORED, tile, gather=False)
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Tensor, down: cute.Tensor, a_scales: cute.Tensor, weight_scales: cute.Tensor, out: cute.Tensor,
+        token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        operands = self.set_up_operands(a, down)
+        self.set_up_epilogue()
+        stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
+        scales = GroupScales(a_scales, weight_scales, token)
+        self.kernel(operands, stored, scales, token, table, last, self.mma, self.layouts).launch(
+            grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        out: Output,
+        scales: GroupScales,
+        token: cute.Tensor,
+        table: cute.Tensor,
+        last: Int32,
+        mma: GroupMma,
+        layouts: Layouts,
+    ):
+        self.run_warps(operands, None, token, table, last, mma, scales, layouts, (out, None))
+
+
+@functools.cache
+def compile_up(hidden: int, inner: int, want_h: bool, activation, tile: Tile = TILE):
+    """GemmFp8UpKernel for x [T, hidden], gate_up [E, 2 inner, hidden]."""
+    pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
+    return cute.compile(
+        GemmFp8UpKernel(tile, activation),
+        _tensor(STORED, (cute.sym_int(), hidden // 2)),
+        _tensor(STORED, (cute.sym_int(), 2 * inner, hidden // 2)),
+        _tensor(Float32, (cute.sym_int(), groups), align=4),
+        _tensor(Float32, (cute.sym_int(), 2 * inner_groups, groups), align=4),
+        _tensor(STORED, (pairs, 2 * inner)) if want_h else None,
+        _tensor(STORED, (pairs, inner // 2)),
+        _tensor(Float32, (pairs, inner_groups), align=4),
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+@functools.cache
+def compile_down(hidden: int, inner: int, tile: Tile = TILE):
+    """GemmFp8DownKernel for a [R, inner], down [E, hidden, inner]."""
+    pairs, groups = cute.sym_int(), -(-inner // GROUP)
+    return cute.compile(
+        GemmFp8DownKernel(tile),
+        _tensor(STORED, (pairs, inner // 2)),
+        _tensor(STORED, (cute.sym_int(), hidden, inner // 2)),
+        _tensor(Float32, (pairs, groups), align=4),
+        _tensor(Float32, (cute.sym_int(), -(-hidden // GROUP), groups), align=4),
+        _tensor(STORED, (pairs, hidden)),
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
