@@ -2,15 +2,16 @@
 
     python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--out benchmarks/results]
 
-First the kernels on small shapes beside the same arithmetic in PyTorch; then times, contenders taking turns: one call at a
-time, and "hot", a tenth of a second of calls without a pause. FP8's time includes that of x's values and scales; those of
-a come from `up` itself. Both store h and a. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s, and
+First the kernels on small shapes beside the same arithmetic in PyTorch; then times, contenders taking turns: one call at
+a time, and "hot", a tenth of a second of calls without a pause. FP8's time includes that of x's values and scales; those
+of a come from `up` itself. Both store h and a. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s, and
 errors against the unrounded product in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,12 @@ from sonicmoe_hf.kernels.quantized import FP8_BLOCK, quantize
 GROUP = FP8_BLOCK
 SMALLEST = 1e-10  # of what the largest value of a group is taken to be, as in gemm_fp8.py
 SWIGLU = Activation()
-CHECKED = ("67,336,144,7,2", "300,1024,768,4,3", "2000,2048,384,8,4", "5000,784,1040,33,3")  # few rows and many, odd sizes
+CHECKED = (
+    "67,336,144,7,2",
+    "300,1024,768,4,3",
+    "2000,2048,384,8,4",
+    "5000,784,1040,33,3",
+)  # few rows and many, odd sizes
 TIMED = (SHAPES["Qwen3-30B-A3B"], LARGE["DeepSeek-V3"])
 NEEDED = 1.35  # times as fast as bf16
 HOT_SECONDS = 0.1
@@ -105,7 +111,7 @@ def product(source: Scaled, weight: Scaled, rows, halves: int, gather: bool):
     ends, num_rows = rows.offsets.tolist(), int(rows.offsets[-1])
     token = rows.token[:num_rows].long() if gather else torch.arange(num_rows, device=source.codes.device)
     out = torch.zeros(num_rows, weight.codes.shape[1], device=source.codes.device)
-    for e, (first, end) in enumerate(zip(ends, ends[1:])):
+    for e, (first, end) in enumerate(itertools.pairwise(ends)):
         a, w = from_e4m3(source.codes[token[first:end]]), from_e4m3(weight.codes[e])
         a_scales, w_scales = source.scales[token[first:end]], expert_scales(weight, e, halves)
         for g in range(a_scales.shape[1]):
@@ -119,24 +125,22 @@ def activated(h):
     return F.silu(gate) * up
 
 
-def up(kernels, x: Scaled, gate_up: Scaled, rows, blocks: int, want_h: bool = True):
-    """h [P, 2I] in bf16, and a [P, I]."""
+def up(kernels, x: Scaled, gate_up: Scaled, rows, blocks: int, **options):
+    """h [P, 2I] in bf16, and a [P, I]; options: of compile_up."""
     num_pairs, (_, width, hidden) = rows.token.numel(), gate_up.codes.shape
     inner = width // 2
-    h = x.codes.new_empty(num_pairs, width, dtype=torch.bfloat16) if want_h else None
-    a = Scaled(
-        x.codes.new_empty(num_pairs, inner), x.scales.new_empty(num_pairs, -(-inner // GROUP))
-    )
-    kernel = kernels.compile_up(hidden, inner, want_h, SWIGLU)
+    h = x.codes.new_empty(num_pairs, width, dtype=torch.bfloat16)
+    a = Scaled(x.codes.new_empty(num_pairs, inner), x.scales.new_empty(num_pairs, -(-inner // GROUP)))
+    kernel = kernels.compile_up(hidden, inner, True, SWIGLU, **options)
     kernel(x.pairs, gate_up.pairs, x.scales, gate_up.scales, h, a.pairs, a.scales, rows.token, *schedule(rows, blocks))
     return h, a
 
 
-def down(kernels, a: Scaled, weight: Scaled, rows, blocks: int):
-    """y [P, H] in bf16."""
+def down(kernels, a: Scaled, weight: Scaled, rows, blocks: int, **options):
+    """y [P, H] in bf16; options: of compile_down."""
     _, hidden, inner = weight.codes.shape
     y = a.codes.new_empty(len(a.codes), hidden, dtype=torch.bfloat16)
-    kernel = kernels.compile_down(hidden, inner)
+    kernel = kernels.compile_down(hidden, inner, **options)
     kernel(a.pairs, weight.pairs, a.scales, weight.scales, y, rows.token, *schedule(rows, blocks))
     return y
 
@@ -157,7 +161,11 @@ def check(kernels, x: Scaled, gate_up: Scaled, weight: Scaled, rows, blocks: int
     h, y, a = h[:num_rows], y[:num_rows], Scaled(*(part[:num_rows] for part in a))
     h_exact, y_exact = product(x, gate_up, rows, 2, True), product(a, weight, rows, 1, False)
     a_exact = activated(h)
-    errors = {"h": relative_error(h, h_exact), "a": relative_error(a.values(), a_exact), "y": relative_error(y, y_exact)}
+    errors = {
+        "h": relative_error(h, h_exact),
+        "a": relative_error(a.values(), a_exact),
+        "y": relative_error(y, y_exact),
+    }
     bounds = {
         "h": 1.5 * relative_error(h_exact.bfloat16(), h_exact),
         "a": 1.02 * relative_error(rows_in_groups(a_exact).values(), a_exact),
@@ -198,7 +206,7 @@ def check_small(kernels, blocks):
         scaled = quantized(x, gate_up, weight)
         expected = rows_in_groups(x)
         difference = relative_error(scaled[0].values(), expected.values())
-        if difference > 1e-3:  # a division may round otherwise
+        if difference > 2e-3:  # a division may round otherwise
             raise SystemExit(f"quantize_rows is off by {difference:.3g}")
         errors = check(kernels, *scaled, rows, blocks)
         for _ in range(3):
@@ -258,7 +266,9 @@ def measure(table, config, shape, kernels, blocks, rounds):
         return h, down(kernels, a, weight8, rows, blocks)
 
     whole = {"bf16": bf16, "fp8": fp8}
-    for name, errors in errors_of(shape, x, gate_up, weight, rows, {name: call() for name, call in whole.items()}).items():
+    for name, errors in errors_of(
+        shape, x, gate_up, weight, rows, {name: call() for name, call in whole.items()}
+    ).items():
         for tensor, error in errors.items():
             table.add(config, shape, name, "forward", "eager", f"error_{tensor}", [error])
     parts = {
@@ -268,15 +278,25 @@ def measure(table, config, shape, kernels, blocks, rounds):
         "fp8 up": lambda: up(kernels, x8, gate_up8, rows, blocks),
         "fp8 down": lambda: down(kernels, a8, weight8, rows, blocks),
     }
+    for group in (2, 8):
+        for in_turns in (False, True):
+            options = {"in_turns": in_turns, "group": group}
+            name = f"{'in turns' if in_turns else 'free'}, {group}"
+            parts[f"fp8 up, {name}"] = lambda options=options: up(kernels, x8, gate_up8, rows, blocks, **options)
+            parts[f"fp8 down, {name}"] = lambda options=options: down(kernels, a8, weight8, rows, blocks, **options)
     flop = {"up": 4 * shape.T * shape.K * shape.H * shape.I, "down": 2 * shape.T * shape.K * shape.H * shape.I}
     flop["whole"] = sum(flop.values())
     calls = {name: graph_of(call) for name, call in (whole | parts).items()}
-    for launch, times in (("hot", hot_times(calls, 3)), ("graph", {n: t for n, (t, _) in interleaved_times(calls, rounds).items()})):
+    for launch, times in (
+        ("hot", hot_times(calls, 3)),
+        ("graph", {n: t for n, (t, _) in interleaved_times(calls, rounds).items()}),
+    ):
         for name, values in times.items():
             contender, _, part = name.partition(" ")
             table.add(config, shape, contender, "forward", launch, f"ms {part or 'whole'}", values)
-            if (part or "whole") in flop:
-                rates = [flop[part or "whole"] / 1e9 / ms for ms in values]
+            of = part.partition(",")[0] or "whole"
+            if of in flop:
+                rates = [flop[of] / 1e9 / ms for ms in values]
                 table.add(config, shape, contender, "forward", launch, f"TFLOP/s {part or 'whole'}", rates)
 
 
@@ -288,13 +308,16 @@ def show(table, config, shape):
             bf16, fp8 = (get(contender, launch, f"ms {part}") for contender in ("bf16", "fp8"))
             rates = [get(contender, launch, f"TFLOP/s {part}") for contender in ("bf16", "fp8")]
             print(
-                f"  {launch:6s} {part:11s} bf16 {bf16:8.3f} ms {rates[0]:6.0f} TFLOP/s   fp8 {fp8:8.3f} ms {rates[1]:6.0f} "
-                f"TFLOP/s   {bf16 / fp8:.3f} times",
+                f"  {launch:6s} {part:11s} bf16 {bf16:8.3f} ms {rates[0]:6.0f} TFLOP/s   "
+                f"fp8 {fp8:8.3f} ms {rates[1]:6.0f} TFLOP/s   {bf16 / fp8:.3f} times",
                 flush=True,
             )
+    for row in table.rows:
+        if row["config"] == config and "," in row["metric"] and row["metric"].startswith("ms"):
+            print(f"    {row['launch']:6s} {row['metric']:24s} {row['median']}")
     ratios = [get("bf16", launch, "ms whole") / get("fp8", launch, "ms whole") for launch in ("graph", "hot")]
     errors = {c: [get(c, "eager", f"error_{tensor}") for tensor in "hy"] for c in ("bf16", "fp8")}
-    print(f"  errors of h and y against fp32: " + ", ".join(f"{c} {h:.2e} {y:.2e}" for c, (h, y) in errors.items()))
+    print("  errors of h and y against fp32: " + ", ".join(f"{c} {h:.2e} {y:.2e}" for c, (h, y) in errors.items()))
     print(f"  {NEEDED} times bf16 {'is' if min(ratios) >= NEEDED else 'is NOT'} reached", flush=True)
 
 

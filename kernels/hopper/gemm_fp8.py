@@ -9,7 +9,8 @@ arXiv 2412.19437, section 3.3.2).
 
 The producer sees pairs of e4m3 values as one value of 16 bits, for which a stage of the pipeline, TILE_K values, is one
 group; only the consumers see fp8. A consumer computes its 64 rows of a stage in two waves of 128 columns: in `up` these
-are gate and up, each of which lies in one block of the weight. While it adds a wave to its sums, the other one multiplies.
+are gate and up, each of which lies in one block of the weight. While it adds a wave to its sums, the other one
+multiplies.
 """
 
 import functools
@@ -24,6 +25,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from .activations import activate
+from .arrivals import Arrivals
 from .compiled import OPTIONS, _indices, _stream, _tensor, _tiles
 from .config import CONSUMER_WARPS, EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
 from .epilogue import EpilogueWarpsKernel
@@ -37,6 +39,7 @@ from .gemm_common import (
     major_mode,
     one_stage,
     output,
+    storage,
 )
 from .ptx import pack_e4m3
 from .varlen import varlen_halves, varlen_rows
@@ -87,8 +90,40 @@ def as_fp8(tensor, layout):
     return cute.make_tensor(cute.recast_ptr(tensor.iterator, layout.inner, FP8), layout.outer)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """The turn barriers, as one consumer sees them. A stage has two waves, so that a wave's phase is constant."""
+
+    barriers: cute.Pointer
+    consumer: Int32
+    arrivals: Arrivals
+
+    def wait(self, wave: int):
+        """Until the other consumer has issued its wave before; the very first of consumer 0 waits for none."""
+        cute.arch.mbarrier_wait(self.barriers + self.consumer, (wave + 1 - self.consumer) % 2)
+
+    def pass_on(self):
+        """A wave is issued."""
+        self.arrivals.arrive("turn", self.barriers + 1 - self.consumer, groups=2)
+
+
 class GroupScaledKernel(EpilogueWarpsKernel):
-    """What the GEMMs with scaled groups share: the consumers' part. Operands come as pairs of values of 16 bits."""
+    """What the GEMMs with scaled groups share: the consumers' part. Operands come as pairs of values of 16 bits.
+
+    Two more extra barriers, `turn[c]`, make the consumers issue their waves in turn, so that one adds to its sums while
+    the other multiplies:
+
+        barrier    arrivals   signalled by                                 waited for by
+        turn[c]    4          consumer 1 - c's warps, a wave issued        consumer c, before it issues one
+    """
+
+    in_turns = True
+
+    def set_up_epilogue(self, computed_with: bool = False):
+        super().set_up_epilogue(computed_with)
+        if self.in_turns:
+            self.extra_arrivals["turn"] = CONSUMER_WARPS // 2
+            self.Storage = storage(self.dtype, self.layouts, self.stages, 6)
 
     def set_up_operands(self, source, weight) -> Operands:
         operands = super().set_up_operands(source, weight)
@@ -144,6 +179,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         store = epilogue_store(mma.rest, shared.epilogue, self.dtype, thread, half, self.epi_stages)
         values = [store.retile(one) for one in sums]
         per_wave = WAVE // EPI_TILE_N
+        turns = Turns(shared.extra_barriers + 4, half, shared.arrivals) if self.in_turns else None
         stage, phase, empty_phase = Int32(0), Int32(0), Int32(1)
         expert, first, end, column_tile = shared.scheduler.receive(Int32(0))
         top_row, bottom_row = self.scale_rows(scales, first + own_row, end)
@@ -159,6 +195,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
                 fragments_b,
                 (scales.rows[top_row, None], scales.rows[bottom_row, None], scales.weight[expert, block, None]),
                 self.half_tile_params(shared.pipeline, stage, phase, has_rows),
+                turns,
             )
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
@@ -166,9 +203,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
             cute.arch.mbarrier_wait(tile_empty, empty_phase)
             empty_phase ^= 1
             for i in cutlass.range_constexpr(self.epi_tiles):
-                store.write(
-                    i, lambda v, i=i: values[i // per_wave][i % per_wave * store.size + v]
-                )
+                store.write(i, lambda v, i=i: values[i // per_wave][i % per_wave * store.size + v])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             shared.arrivals.arrive("tile_full", tile_full, groups=2)
@@ -183,10 +218,11 @@ def multiply_groups(
     fragments_b: cutlass.Constexpr,
     scales: cutlass.Constexpr,
     params: cutlass.Constexpr,
+    turns: cutlass.Constexpr,
 ):
-    """sums[wave] = A B^T of that wave's columns: of every stage, which is a group, times the scales of its rows and of its
-    weight. scales: by group, of a thread's two rows, and of the weight in the first wave in even threads and in the second
-    in odd ones. Returns the pipeline's next stage and phase.
+    """sums[wave] = A B^T of that wave's columns: of every stage, which is a group, times the scales of its rows and of
+    its weight. scales: by group, of a thread's two rows, and of the weight: of the first wave in even threads, of the
+    second in odd ones. Returns the pipeline's next stage and phase.
 
     The next group's scales are loaded while this one is multiplied. ptxas would wait for what is the same in all threads
     of a warp at once, to have it in a uniform register: hence a wave's scale comes from the thread beside.
@@ -204,6 +240,8 @@ def multiply_groups(
         group = cutlass.min(k_tile + 1, scales[0].shape[0] - 1)
         top, bottom, own = [of_group[group] for of_group in scales]
         for wave in cutlass.range_constexpr(len(sums)):
+            if const_expr(turns is not None):
+                turns.wait(wave)
             warpgroup.fence()
             for k_block in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
                 cute.gemm(
@@ -214,6 +252,8 @@ def multiply_groups(
                     partial,
                 )
             warpgroup.commit_group()
+            if const_expr(turns is not None):
+                turns.pass_on()
             warpgroup.wait_group(0)
             if const_expr(wave == len(sums) - 1):
                 pipeline.release(stage)
@@ -223,19 +263,24 @@ def multiply_groups(
     for _ in cutlass.range(params.unused, unroll=1):
         cute.arch.mbarrier_wait(pipeline.full + stage, phase)
         pipeline.release(stage)
+        for wave in cutlass.range_constexpr(len(sums)):
+            if const_expr(turns is not None):
+                turns.wait(wave)
+                turns.pass_on()
         stage, phase = advance(stage, phase, pipeline.stages)
     return stage, phase
 
 
 class GemmFp8UpKernel(GroupScaledKernel):
-    """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a scale
-    for every group of 128 columns, which are those of one tile."""
+    """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a
+    scale for every group of 128 columns, which are those of one tile."""
 
     gather_warps = 2
     registers = 88, 208
 
-    def __init__(self, tile: Tile, activation):
+    def __init__(self, tile: Tile, activation, in_turns: bool, group: int):
         super().__init__(STORED, tile, gated=True)
+        self.in_turns, self.group = in_turns, group
         self.activation = activation
 
     @cute.jit
@@ -317,11 +362,11 @@ class GemmFp8UpKernel(GroupScaledKernel):
 class GemmFp8DownKernel(GroupScaledKernel):
     """a [R, I / 2], down [E, H, I / 2], both pairs of e4m3 values; out [R, H] in bf16."""
 
-    group = 2  # as CooperativeGemmDownKernel
     registers = 40, 232
 
-    def __init__(self, tile: Tile):
+    def __init__(self, tile: Tile, in_turns: bool, group: int):
         super().__init__(STORED, tile, gather=False)
+        self.in_turns, self.group = in_turns, group
 
     @cute.jit
     def __call__(
@@ -352,11 +397,13 @@ class GemmFp8DownKernel(GroupScaledKernel):
 
 
 @functools.cache
-def compile_up(hidden: int, inner: int, want_h: bool, activation, tile: Tile = TILE):
+def compile_up(
+    hidden: int, inner: int, want_h: bool, activation, in_turns: bool = True, group: int = 8, tile: Tile = TILE
+):
     """GemmFp8UpKernel for x [T, hidden], gate_up [E, 2 inner, hidden]."""
     pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
     return cute.compile(
-        GemmFp8UpKernel(tile, activation),
+        GemmFp8UpKernel(tile, activation, in_turns, group),
         _tensor(STORED, (cute.sym_int(), hidden // 2)),
         _tensor(STORED, (cute.sym_int(), 2 * inner, hidden // 2)),
         _tensor(Float32, (cute.sym_int(), groups), align=4),
@@ -372,11 +419,11 @@ def compile_up(hidden: int, inner: int, want_h: bool, activation, tile: Tile = T
 
 
 @functools.cache
-def compile_down(hidden: int, inner: int, tile: Tile = TILE):
+def compile_down(hidden: int, inner: int, in_turns: bool = True, group: int = 2, tile: Tile = TILE):
     """GemmFp8DownKernel for a [R, inner], down [E, hidden, inner]."""
     pairs, groups = cute.sym_int(), -(-inner // GROUP)
     return cute.compile(
-        GemmFp8DownKernel(tile),
+        GemmFp8DownKernel(tile, in_turns, group),
         _tensor(STORED, (pairs, inner // 2)),
         _tensor(STORED, (cute.sym_int(), hidden, inner // 2)),
         _tensor(Float32, (pairs, groups), align=4),

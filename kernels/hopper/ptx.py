@@ -49,7 +49,7 @@ def permute_bytes(low, high, selector: int, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def pack_e4m3(first, second, third, fourth, *, loc=None, ip=None) -> Int32:
-    """Four fp32 values as the e4m3 bytes of a word, the first in the lowest; to nearest, the largest for what is larger."""
+    """Four fp32 values as the e4m3 bytes of a word, the first the lowest; to nearest, 448 for what is larger."""
     return Int32(
         llvm.inline_asm(
             T.i32(),

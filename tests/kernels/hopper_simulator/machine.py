@@ -68,6 +68,7 @@ class Barrier:
     def __init__(self, machine, name, count: int):
         self.machine, self.name, self.count = machine, name, count
         self.pending, self.bytes, self.phase, self.waiting = count, 0, 0, []
+        self.follows_copies = False  # whether cp.async arrives at it
 
     def __repr__(self):
         return (

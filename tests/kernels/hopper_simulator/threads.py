@@ -97,6 +97,7 @@ def copy_async(shared_address, address, size=None):
 def arrive_when_copied(pointer):
     """cp.async.mbarrier.arrive.noinc"""
     thread, barrier = state.thread, barrier_at(pointer)
+    barrier.follows_copies = True
     thread.landing.append((thread.copies, barrier))
     thread.copies = []
 
@@ -188,8 +189,10 @@ def written(places):
 
 
 def mbarrier_wait(pointer, parity):
-    yield from state.gpu.wait(barrier_at(pointer), int(parity))
-    state.thread.sees_copies = False
+    barrier = barrier_at(pointer)
+    yield from state.gpu.wait(barrier, int(parity))
+    if barrier.follows_copies:
+        state.thread.sees_copies = False
 
 
 def fence_proxy(kind, space=None):
