@@ -49,14 +49,14 @@ class Session:
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.say())
         if self.settings.adapt_experts is not None:
             before_adapters(self.adapt)
-        train = Trainer.train
+        train: Any = Trainer.train
 
         @functools.wraps(train)
         def attached_train(trainer, *args, **kwargs):
             self.prepare(trainer)
             return train(trainer, *args, **kwargs)
 
-        Trainer.train = attached_train  # type: ignore[method-assign]
+        Trainer.train = attached_train  # type: ignore[method-assign, assignment]
 
     def built(self, model: PreTrainedModel) -> None:
         """A model's constructor has ended."""

@@ -200,7 +200,7 @@ def _held_adapters(sizes: ModelSizes, training: Training) -> float:
 def _fixed(sizes: ModelSizes, training: Training) -> Memory:
     """Weights, the optimiser's state and adapters: what is there all the time."""
     width = training.width if training.full else 2
-    experts, rest, optimiser = width * sizes.experts, width * sizes.rest, 0.0
+    experts, rest, optimiser = float(width * sizes.experts), float(width * sizes.rest), 0.0
     if training.full:
         adam = {"adam": 2.0 * width, "adam8bit": 2 * (1 + 4 / ADAM8_BLOCK)}[training.optimizer]
         optimiser = sizes.total * (12.0 if training.parallel == "ZeRO-3" else adam)  # fp32 weights and two moments

@@ -137,7 +137,12 @@ def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
 
 def _trainings(sizes: ModelSizes, gpus: int, batch: Batch) -> Iterator[Training]:
     """All that the examples can do with this checkpoint."""
-    of_all = {"tokens": batch.tokens, "sequence": batch.length, "liger": sizes.model_type in LIGER, "gpus": gpus}
+    of_all: dict[str, Any] = {
+        "tokens": batch.tokens,
+        "sequence": batch.length,
+        "liger": sizes.model_type in LIGER,
+        "gpus": gpus,
+    }
     one, divides = gpus == 1, sizes.num_experts % gpus == 0
     if left_out(sizes) is None:
         full = Training(method="full", **of_all)

@@ -60,9 +60,9 @@ class FirstImport:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), follow_models(module))
+            spec.loader.exec_module = lambda module: (execute(module), follow_models(module))  # type: ignore[method-assign]
         return spec
 
 
