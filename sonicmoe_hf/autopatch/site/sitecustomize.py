@@ -62,7 +62,12 @@ class FirstImport:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), follow_models(module))  # type: ignore[method-assign]
+
+            def exec_module(module):
+                execute(module)
+                follow_models(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
