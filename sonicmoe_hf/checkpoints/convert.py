@@ -28,17 +28,17 @@ from .comparing import same_bytes
 from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
-from .kept_format import plan_kept
+from .kept_format import Changes, plan_dense, plan_kept
 from .packed import LOSS, Quantizer
 from .packed_hub import plan_packed_hub, quantization_config
 from .plan import TARGETS, Planned, plan, target_layout
 from .roundings import LayerRounding, Roundings
-from .source import DTYPES, Source
+from .source import Source
+from .stored import DTYPES, StoredWeights
 
 SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([KMGT]B|B?)", re.IGNORECASE)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ALIGNED = 64  # bytes
-KEEP = "keep"  # of merge_adapter's quantize
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 DTYPE_ENTRIES = {
     "dtype",
@@ -109,25 +109,40 @@ def convert_checkpoint(
             raise CheckpointError(f"quantize={quantize!r} and dequantize=True contradict each other; leave one out")
     dst = new_folder(dst)
     source = Source(local_folder(src, revision))
-    return write_checkpoint(source, dst, layout, dtype, dequantize, max_shard_size, verify, on_progress, quantize)
+    target = target_of(source, layout, dtype, dequantize, quantize)
+    return write_checkpoint(source, target, dst, max_shard_size, verify, on_progress)
+
+
+class Target(NamedTuple):
+    """What is to be written.
+
+    family, source_layout, target_layout: as Conversion's. planned, config: the tensors, and config.json. notices, and
+    notices_after: those that are known once it is written. roundings: what rounding does. keeps_format: whether the
+    format is the source's own.
+    """
+
+    family: str
+    source_layout: str
+    target_layout: str
+    planned: list[Planned]
+    config: dict
+    notices: list[str]
+    notices_after: Callable[[], list[str]]
+    roundings: Roundings
+    keeps_format: bool = False
 
 
 def write_checkpoint(
-    source: Source,
+    stored: StoredWeights,
+    target: Target,
     dst: Path,
-    layout: str,
-    dtype: str | None,
-    dequantize: bool | None,
     max_shard_size: int | str,
     verify: bool,
     on_progress: Callable[[int, int], None] | None,
-    quantize: str | None = None,
 ) -> Conversion:
-    """Write what `source` gives as a checkpoint in `layout`; see `convert_checkpoint` for the arguments. quantize may be
-    KEEP too: the source's layout and format."""
-    target = _target(source, layout, dtype, dequantize, quantize)
+    """Write `target`, which is made of `stored`, with the files that lie beside its weights; see `convert_checkpoint`."""
     planned, notices = target.planned, target.notices
-    files, skipped = _other_files(source, target.keeps_format)
+    files, skipped = _other_files(stored, target.keeps_format)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
@@ -137,60 +152,70 @@ def write_checkpoint(
         _write_shards(folder, shards, planned, verify, progress)
         write_json(folder / CONFIG_FILE, target.config)
         for file in files:
-            copy_file(source.folder / file, folder / file)
+            copy_file(stored.folder / file, folder / file)
         if verify:
             _compare(folder, shards, planned, progress)
-        source.close()
-    notices += target.notices_after()
-    name = target_layout(source, layout)
+        stored.close()
     return Conversion(
         dst,
-        source.family.name,
-        source.layout,
-        name,
+        *target[:3],
         len(planned),
         nbytes,
         len(shards),
-        notices,
+        notices + target.notices_after(),
         target.roundings.layers(),
     )
 
 
-class _Target(NamedTuple):
-    """What is to be written: tensors, config.json, notices, those that are known once it is written, what rounding does,
-    and whether the format is the source's own."""
-
-    planned: list[Planned]
-    config: dict
-    notices: list[str]
-    notices_after: Callable[[], list[str]]
-    roundings: Roundings
-    keeps_format: bool = False
-
-
-def _target(source: Source, layout: str, dtype: str | None, dequantize: bool | None, quantize: str | None) -> _Target:
-    if quantize is None or (layout == "native" and quantize != KEEP):
+def target_of(
+    source: Source, layout: str, dtype: str | None = None, dequantize: bool | None = None, quantize: str | None = None
+) -> Target:
+    """What `convert_checkpoint` writes of `source` under these of its arguments."""
+    if quantize is None or layout == "native":
         return _plain_target(source, layout, dtype, dequantize, quantize)
     if layout != "hub" or dtype is not None:
         raise CheckpointError(
             f"quantize={quantize!r} writes the hub's layout and leaves other tensors their dtype; leave layout and dtype "
             "out"
         )
+    layouts = source.family.name, source.layout, source.family.hub_layout
+    if quantize == source.quantization and not source.packed_here and source.layout == source.family.hub_layout:
+        return kept_target(source, None, *layouts)
     roundings = Roundings()
-    is_the_hubs = not source.packed_here and source.layout == source.family.hub_layout
-    if quantize == KEEP or (quantize == source.quantization and is_the_hubs):
-        format, planned = str(source.quantization), plan_kept(source, roundings)
-        notices = [f"tensors that nothing changed are those of {source.folder} bit by bit, in {format}"]
-        config = dict(source.config)
-    else:
-        format, planned, notices = quantize, plan_packed_hub(source, quantize, roundings), []
-        config = _config(source, layout, None, quantization_config(source, quantize))
-    return _Target(planned, config, notices, lambda: roundings.notices(format), roundings, bool(notices))
+    config = _config(source, layout, None, quantization_config(source, quantize))
+    planned = plan_packed_hub(source, quantize, roundings)
+    return Target(*layouts, planned, config, [], lambda: roundings.notices(quantize), roundings)
+
+
+def kept_target(
+    stored: StoredWeights, changes: Changes | None, family: str, source_layout: str, target_layout: str
+) -> Target:
+    """`stored` in its own format, with `changes`."""
+    roundings, format = Roundings(), str(stored.quantization)
+    planned = plan_kept(stored, changes, roundings)
+    notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {format}"]
+    layouts = family, source_layout, target_layout
+    return Target(
+        *layouts,
+        planned,
+        dict(stored.config),
+        notices,
+        lambda: roundings.notices(format),
+        roundings,
+        keeps_format=True,
+    )
+
+
+def dense_target(stored: StoredWeights, changes: Changes, family: str, layout: str) -> Target:
+    """`stored` with `changes` under the names of its files, dequantized where it is quantized."""
+    notices = _quantization_notices(stored, None)
+    planned, config = plan_dense(stored, changes), dense_config(stored, stored.config)
+    return Target(family, layout, layout, planned, config, notices, list, Roundings())
 
 
 def _plain_target(
     source: Source, layout: str, dtype: str | None, dequantize: bool | None, quantize: str | None
-) -> _Target:
+) -> Target:
     """Dense, or with experts packed in the native layout."""
     keeps = quantize is not None and source.quantization == quantize
     notices = [] if keeps else _quantization_notices(source, dequantize)
@@ -203,10 +228,11 @@ def _plain_target(
             return []
         return [f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantizer.notice()]
 
-    return _Target(planned, _config(source, layout, dtype, packed), notices, notices_after, Roundings())
+    layouts = source.family.name, source.layout, target_layout(source, layout)
+    return Target(*layouts, planned, _config(source, layout, dtype, packed), notices, notices_after, Roundings())
 
 
-def _quantization_notices(source: Source, dequantize: bool | None) -> list[str]:
+def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:
     if source.quantization is None:
         return []
     if dequantize is False:
@@ -225,7 +251,7 @@ def _quantization_notices(source: Source, dequantize: bool | None) -> list[str]:
     return notices
 
 
-def _other_files(source: Source, keeps_format: bool) -> tuple[list[Path], list[str]]:
+def _other_files(source: StoredWeights, keeps_format: bool) -> tuple[list[Path], list[str]]:
     """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
     weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
     if not keeps_format:
@@ -302,15 +328,20 @@ def _place(tensor: Planned, memory: torch.Tensor) -> torch.Tensor:
 
 def _config(source: Source, layout: str, dtype: str | None, quantization: dict | None) -> dict:
     """config.json of the result."""
-    config = dict(source.hub_config)
-    config.pop("quantization_config", None)
-    if source.quantization is not None:
-        dtype = dtype or str(source.dense_dtype).removeprefix("torch.")
+    config = dense_config(source, source.hub_config, dtype)
     if quantization is not None:
         config["quantization_config"] = quantization
+    return (native_config if layout == "native" else hub_config)(config, source.family)
+
+
+def dense_config(stored: StoredWeights, config: dict, dtype: str | None = None) -> dict:
+    """`config` of a checkpoint that is not quantized."""
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if stored.quantization is not None:
+        dtype = dtype or str(stored.dense_dtype).removeprefix("torch.")
     if dtype is not None:
         config.update(dict.fromkeys(DTYPE_ENTRIES.intersection(config) or ("dtype",), dtype))
-    return (native_config if layout == "native" else hub_config)(config, source.family)
+    return config
 
 
 def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) -> None:

@@ -90,7 +90,7 @@ def _experts_weights(source: Source) -> tuple[int, int]:
         for named in source.expert_tensors(block):
             if not named.stored.is_bias:
                 values += torch.Size(named.shape).numel()
-                nbytes += sum(source.tensors[name].nbytes for name in source.stored_names(named))
+                nbytes += sum(source.tensors[name].nbytes for name in source.weights[named.name])
     return values, nbytes
 
 

@@ -1,97 +1,84 @@
-"""What a checkpoint will hold that stays as the hub quantized it: tensors that nothing changes are copied bit for bit,
-and of the others each is rounded to the same format again."""
+"""What a checkpoint will hold under the names of another's files: tensors that nothing changes are copied bit for bit,
+changed weights keep their dtype, or are rounded to the format that the hub stored them in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
 from ..errors import CheckpointError
-from ..formats.hub_formats import HUB_FORMATS
 from ..kernels.minifloat import has_e4m3_nan
 from .dequantize import block_size
-from .layouts import Named, assemble
+from .layouts import Named
+from .nvfp4 import OF_ACTIVATIONS
 from .packed import TRANSPOSED, part_views
 from .plan import Planned, is_finite
 from .requantize import Grid, dense, fp8_grid, mxfp4_grid, nvfp4_grid, requantize
 from .roundings import Roundings
 from .source import Source
+from .stored import StoredWeights
 
 
-class _Weight(NamedTuple):
-    """A quantized weight: its name, the names of the tensors that stand for it, and of experts where it lies."""
+class Changes(Protocol):
+    """Other values of weights than are stored."""
 
-    name: str
-    stored: list[str]
-    block: str | None = None
-    named: Named | None = None
+    def __contains__(self, weight: str) -> bool:
+        """Whether the weight has other values."""
+
+    def exact(self, weight: str, expert: int | None = None) -> torch.Tensor:
+        """All of the weight in fp32, or one expert's [1, ...] of it."""
 
 
-def plan_kept(source: Source, roundings: Roundings) -> list[Planned]:
-    """The tensors of a checkpoint in the layout and the format of `source`, in the order of its files.
+def plan_kept(stored: StoredWeights, changes: Changes | None, roundings: Roundings) -> list[Planned]:
+    """The tensors of a checkpoint in the layout and the format of `stored`, in the order of its files.
 
     Raises:
-        CheckpointError: `source` is not quantized, or by this package, for training.
+        CheckpointError: `stored` is not quantized, or by this package, for training.
     """
-    if source.quantization is None:
+    if stored.quantization is None:
         raise CheckpointError(
-            f"{source.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
+            f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
             "(gpt-oss) or fp8"
         )
-    if source.packed_here:
+    if stored.packed_here:
         raise CheckpointError(
-            f"{source.folder} was packed for training, in names that no engine reads; leave quantize out, and convert "
+            f"{stored.folder} was packed for training, in names that no engine reads; leave quantize out, and convert "
             "the result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
         )
-    weights = {weight.stored[0]: weight for weight in _quantized(source)}
-    beside = {name for weight in weights.values() for name in weight.stored[1:]}
-    unpacked = {
-        n.name: (b, n) for b in source.expected.blocks for n in source.expert_tensors(b) if not _is_packed(source, n)
-    }
     planned: list[Planned] = []
-    for name in source.tensors:
-        if name in weights and _is_changed(source, weights[name]):
-            planned += _rounded(source, weights[name], roundings)
-        elif name in weights:
-            planned += [_copied(source, stored) for stored in weights[name].stored]
-        elif name in unpacked and any(
-            source.changes_part(unpacked[name][0], part) for part in unpacked[name][1].stored.parts
-        ):
-            planned.append(_dense_experts(source, *unpacked[name]))
-        elif name not in beside:
-            changed = source.changes(name)
-            planned.append(_dense(source, name) if changed else _copied(source, name))
+    for weight, names in stored.weights.items():
+        if changes is None or weight not in changes:
+            planned += [_copied(stored, name) for name in names]
+        elif stored.is_quantized(weight):
+            planned += _rounded(stored, changes, weight, roundings)
+        else:
+            planned.append(_dense(stored, changes, weight))
     return planned
 
 
-def _is_packed(source: Source, named: Named) -> bool:
-    return len(source.stored_names(named)) > 1
+def plan_dense(stored: StoredWeights, changes: Changes) -> list[Planned]:
+    """The tensors of a checkpoint in the layout of `stored`, dequantized where they are quantized."""
+    planned: list[Planned] = []
+    for weight in stored.weights:
+        if weight in changes:
+            planned.append(_dense(stored, changes, weight))
+        elif stored.is_quantized(weight):
+            planned.append(Planned(weight, *_form(stored, weight), partial(stored.read, weight)))
+        elif stored.quantization is None or not weight.endswith(OF_ACTIVATIONS):
+            planned.append(_copied(stored, weight))
+    return planned
 
 
-def _quantized(source: Source) -> Iterator[_Weight]:
-    for block in source.expected.blocks:
-        for named in source.expert_tensors(block):
-            if _is_packed(source, named):
-                yield _Weight(named.name, source.stored_names(named), block, named)
-    ends = HUB_FORMATS[source.quantization].scales if source.quantization in HUB_FORMATS else ()
-    for name in source.carried:
-        stored = [name, *(name + end for end in ends if name + end in source.tensors)]
-        if len(stored) > 1:
-            yield _Weight(name, stored)
+def _form(stored: StoredWeights, weight: str) -> tuple[tuple[int, ...], torch.dtype]:
+    return stored.shape_of(weight), stored.dtype_of(weight)
 
 
-def _is_changed(source: Source, weight: _Weight) -> bool:
-    if weight.named is None or weight.block is None:
-        return source.changes(weight.name)
-    return any(source.changes_part(weight.block, part) for part in weight.named.stored.parts)
-
-
-def _copied(source: Source, name: str) -> Planned:
-    header = source.tensors[name]
-    return Planned(name, header.shape, header.dtype, lambda: source.stored(name), is_sound)
+def _copied(stored: StoredWeights, name: str) -> Planned:
+    header = stored.tensors[name]
+    return Planned(name, header.shape, header.dtype, partial(stored.stored, name), is_sound)
 
 
 def is_sound(stored: torch.Tensor) -> bool:
@@ -103,71 +90,81 @@ def is_sound(stored: torch.Tensor) -> bool:
     return is_finite(stored) if stored.is_floating_point() else True
 
 
-def _dense(source: Source, name: str) -> Planned:
-    return Planned(name, source.shape_of(name), source.dtype_of(name), lambda: source.read(name))
+def _dense(stored: StoredWeights, changes: Changes, weight: str) -> Planned:
+    """A changed weight, rounded once; of one that holds all experts, one after the other."""
+    shape, dtype = _form(stored, weight)
+
+    def make() -> torch.Tensor:
+        if len(shape) != 3:
+            return changes.exact(weight).to(dtype)
+        made = torch.empty(shape, dtype=dtype)
+        for expert in range(shape[0]):
+            made[expert] = changes.exact(weight, expert)[0]
+        return made
+
+    return Planned(weight, shape, dtype, make)
 
 
-def _dense_experts(source: Source, block: str, named: Named) -> Planned:
-    dtype = source.dtype_of(named.name)
-    return Planned(
-        named.name,
-        named.shape,
-        dtype,
-        lambda: assemble(named, dtype, lambda part, expert: source.part(block, part, expert)),
-    )
-
-
-def _rounded(source: Source, weight: _Weight, roundings: Roundings) -> Iterator[Planned]:
+def _rounded(stored: StoredWeights, changes: Changes, weight: str, roundings: Roundings) -> Iterator[Planned]:
     """What stands for a changed weight; the tensors are asked for one after the other, and made together."""
     made: dict[str, torch.Tensor] = {}
 
     def make(name: str) -> torch.Tensor:
         if name not in made:
-            made.update(_round(source, weight, roundings))
+            made.update(_round(stored, changes, weight, roundings))
         return made.pop(name)
 
-    for name in weight.stored:
-        header = source.tensors[name]
+    for name in stored.weights[weight]:
+        header = stored.tensors[name]
         yield Planned(name, header.shape, header.dtype, partial(make, name), is_sound)
 
 
-def _round(source: Source, weight: _Weight, roundings: Roundings) -> dict[str, torch.Tensor]:
-    roundings.begin(weight.name)
-    stored = {name: source.stored(name) for name in weight.stored}
-    grid = _grid(source, weight, stored)
-    codes, scales = (stored[name] for name in weight.stored[:2])
-    if weight.named is None or weight.block is None:
-        pairs: Iterable = [(Source.read(source, weight.name).float(), source.exact(weight.name), codes, scales)]
-    elif weight.named.expert is None:
-        pairs = (
-            (
-                *expert_matrices(source, weight.block, weight.named, expert, source.layout),
-                codes[expert],
-                scales[expert],
-            )
-            for expert in range(codes.shape[0])
-        )
+def _round(stored: StoredWeights, changes: Changes, weight: str, roundings: Roundings) -> dict[str, torch.Tensor]:
+    roundings.begin(weight)
+    tensors = {name: stored.stored(name) for name in stored.weights[weight]}
+    grid = grid_of(stored, weight)
+    codes, scales = list(tensors.values())[:2]
+    if stored.is_packed(weight):  # of all experts
+        for expert in range(codes.shape[0]):
+            exact = changes.exact(weight, expert)[0]
+            exact = exact.T if stored.is_transposed else exact
+            _round_matrix(weight, codes[expert], scales[expert], exact, grid, roundings)
     else:
-        pairs = [
-            (*expert_matrices(source, weight.block, weight.named, weight.named.expert, source.layout), codes, scales)
-        ]
-    for before, exact, its_codes, its_scales in pairs:
-        stands_for = dense(its_codes, its_scales, grid)  # `before` was rounded to bf16, the change was not
-        exact = exact.sub_(before).add_(stands_for)
-        rounded = requantize(exact, its_scales, grid)
-        its_codes.copy_(rounded.codes)
-        its_scales.copy_(rounded.scales)
-        roundings.add(weight.name, stands_for, exact, rounded.values)
-    return stored
+        _round_matrix(weight, codes, scales, changes.exact(weight), grid, roundings)
+    return tensors
 
 
-def _grid(source: Source, weight: _Weight, stored: dict[str, torch.Tensor]) -> Grid:
-    if source.quantization == "mxfp4":
+def _round_matrix(
+    weight: str, codes: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor, grid: Grid, roundings: Roundings
+) -> None:
+    before = dense(codes, scales, grid)
+    rounded = requantize(exact, scales, grid)
+    codes.copy_(rounded.codes)
+    scales.copy_(rounded.scales)
+    roundings.add(weight, before, exact, rounded.values)
+
+
+def grid_of(stored: StoredWeights, weight: str) -> Grid:
+    """The format of a quantized weight."""
+    if stored.quantization == "mxfp4":
         return mxfp4_grid()
-    if source.quantization == "nvfp4":
-        return nvfp4_grid(stored[weight.stored[2]].reshape(()))
-    powers = source.hub_config["quantization_config"].get("scale_fmt") == "ue8m0"
-    return fp8_grid(block_size(source.hub_config), stored[weight.stored[1]].dtype, powers)
+    names = stored.weights[weight]
+    if stored.quantization == "nvfp4":
+        return nvfp4_grid(stored.stored(names[2]).reshape(()))
+    powers = stored.config["quantization_config"].get("scale_fmt") == "ue8m0"
+    return fp8_grid(block_size(stored.config), stored.tensors[names[1]].dtype, powers)
+
+
+def exact_values(stored: StoredWeights, weight: str, expert: int | None = None) -> torch.Tensor:
+    """What a weight stands for in fp32, not rounded to bf16; or one expert's [1, ...] of one that holds all."""
+    if not stored.is_quantized(weight):
+        return (stored.read(weight) if expert is None else stored.raw(weight, expert)).float()
+    codes, scales = (stored.raw(name, expert) for name in stored.weights[weight][:2])
+    grid = grid_of(stored, weight)
+    if expert is None and not stored.is_packed(weight):
+        return dense(codes, scales, grid)
+    values = torch.stack([dense(own, scale, grid) for own, scale in zip(codes, scales)])
+    return values.transpose(1, 2) if stored.is_transposed else values
 
 
 def expert_matrices(

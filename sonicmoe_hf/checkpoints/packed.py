@@ -66,10 +66,10 @@ def part_views(layout: str, part: str, format: str) -> tuple[View, View, View]:
     return rows, blocks if format == "fp8" else rows, half
 
 
-def dense_expert(packed: Quantized, format: str, dtype: torch.dtype, expert: int, layout: str) -> torch.Tensor:
-    """One expert of a packed weight, as the layout stores it dense."""
+def dense_expert(packed: Quantized, format: str, dtype: torch.dtype, expert: int, is_transposed: bool) -> torch.Tensor:
+    """One expert of a packed weight [E, out, in]; [in, out] where dense ones are transposed."""
     weight = dequantize_expert(packed, format, dtype, expert)
-    return weight.T if layout in TRANSPOSED else weight
+    return weight.T if is_transposed else weight
 
 
 def checked(packed: Quantized, format: str, name: str) -> Quantized:

@@ -70,7 +70,7 @@ def plan_packed_hub(source: Source, format: str, roundings: Roundings) -> list[P
         name: block
         for block in source.expected.blocks
         for named in source.expert_tensors(block)
-        for name in (named.name, *source.stored_names(named))
+        for name in (named.name, *source.weights[named.name])
     }
     carried, done = set(source.carried), set()
     planned: list[Planned] = []

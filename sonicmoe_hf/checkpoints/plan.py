@@ -110,7 +110,6 @@ def _experts_of(
     source: Source, block: str, layout: str, dtype: torch.dtype | None, quantizer: Quantizer | None
 ) -> Iterator[Planned]:
     sizes = source.expected.blocks[block]
-    stored = {named.name: named for named in source.expert_tensors(block)}
     for named in layer_tensors(layout, block, sizes):
         experts = range(sizes.num_experts) if named.expert is None else [named.expert]
         needed = {
@@ -122,7 +121,7 @@ def _experts_of(
         if packs is not None and all(source.is_kept(name, packs.format) for name in needed):
             yield from _moved(source, block, named, packs)
             continue
-        dtypes = {name: source.expert_dtype(stored[name]) for name in sorted(needed)}
+        dtypes = {name: source.dtype_of(name) for name in sorted(needed)}
         if dtype is None and len(set(dtypes.values())) > 1:
             first, other = next((a, b) for a in dtypes for b in dtypes if dtypes[a] != dtypes[b])
             raise CheckpointError(

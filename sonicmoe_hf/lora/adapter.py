@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import CheckpointError
@@ -31,7 +32,6 @@ from .rules import (
     NATIVE_ORDER,
     PARAMETERS,
     PREFIX,
-    WITH_PEFT,
     both_factors,
     check_factors,
     check_plain,

@@ -14,10 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoints.files import read_json
-from ..checkpoints.layouts import holder
 from ..errors import CheckpointError
-from ..layer.experts_module import Sizes
-from ..model_patches import NativeFamily
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PARAMETERS = {  # hub name -> native name, in the order in which the families' experts modules declare them
@@ -27,8 +24,6 @@ PARAMETERS = {  # hub name -> native name, in the order in which the families' e
     "down_proj_bias": "c_proj_bias",
 }
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
-PARTS = {"gate_up_proj": "gate", "down_proj": "down", "gate_up_proj_bias": "gate_bias", "down_proj_bias": "down_bias"}
-PARTS.update({native: PARTS[hub] for hub, native in PARAMETERS.items()})
 PREFIX = "base_model.model."
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
@@ -39,7 +34,6 @@ PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other
     "modules_to_save", "megatron_core", "qalora_group_size",
 }  # fmt: skip
 BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that take their part out of the base
-WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in] for what they are
 
 
@@ -78,13 +72,6 @@ def check_plain(config: dict, path: Path, remedy: str) -> None:
         raise CheckpointError(f"{path}: {key} is {value!r}, which is not plain LoRA; {remedy}")
 
 
-def adapted_parameters(experts: str, sizes: Sizes, config: dict, native: bool) -> list[str]:
-    """Which parameters of the module `experts` the adapter adapts, the innermost wrapper's first."""
-    order: Iterable[str] = NATIVE_ORDER if native else PARAMETERS
-    names = [name for name in order if sizes.has_bias or not name.endswith("bias")]
-    return [name for name in names if is_target_parameter(f"{experts}.{name}", config)]
-
-
 def is_target_parameter(name: str, config: dict) -> bool:
     """Whether target_parameters names the parameter `name`."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
@@ -113,21 +100,6 @@ def resolved(config: dict, pattern: str, name: str, path: Path) -> float:
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         raise CheckpointError(f"{path}: {default} of {name} is {value!r}; it must be a positive number")
     return value
-
-
-def adapter_layout(family: NativeFamily, native: bool) -> str:
-    """The name in CHECKPOINT_LAYOUTS of what the family's model, or its native twin, holds in memory."""
-    if native:
-        return "native"
-    return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
-
-
-def experts_shape(sizes: Sizes, parameter: str, layout: str) -> tuple[int, tuple[int, ...]]:
-    """(E, (out, in)) of what is added to a parameter of experts in this layout. Biases [E, out] are one matrix."""
-    shape = sizes.shape(holder(layout, PARTS[parameter]).letters)
-    if len(shape) == 2:
-        return 1, shape
-    return shape[0], shape[:0:-1] if layout == "gpt_oss" else shape[1:]
 
 
 def check_factors(

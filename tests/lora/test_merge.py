@@ -114,7 +114,10 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "merged")
     assert relative_error(logits(load(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
     save_file({**weights, copy: 2 * weights[copy]}, path)
-    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"), "is neither plain LoRA nor")
+    assert_refused(
+        (tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"),
+        "lora_A and lora_B of lm_head.weight, and a whole one that is not the base's; merge it with PEFT",
+    )
 
 
 def test_a_bf16_base_is_rounded_once(tmp_path):
@@ -130,12 +133,17 @@ def test_a_bf16_base_is_rounded_once(tmp_path):
 
 
 @pytest.mark.parametrize("family, kind", [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fused")])
-def test_every_kind_of_base_gives_what_its_hub_form_gives(family, kind, tmp_path):
+def test_every_kind_of_base_gives_what_its_hub_form_gives_under_its_own_names(family, kind, tmp_path):
     make(tmp_path / "source", family, kind)
     convert_checkpoint(tmp_path / "source", tmp_path / "hub", "hub")
     adapt(tmp_path / "hub", family, HUB, tmp_path / "adapter")
     done = merge_adapter(tmp_path / "source", tmp_path / "adapter", tmp_path / "merged")
     merge_adapter(tmp_path / "hub", tmp_path / "adapter", tmp_path / "merged hub")
+    if kind == "fused":
+        assert set(tensors_in(tmp_path / "merged")) == set(tensors_in(tmp_path / "source"))
+        convert_checkpoint(tmp_path / "merged", tmp_path / "as hub", "hub")
+        (tmp_path / "merged").rename(tmp_path / "fused")
+        (tmp_path / "as hub").rename(tmp_path / "merged")
     assert same_bits(tensors_in(tmp_path / "merged"), tensors_in(tmp_path / "merged hub"))
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "merged hub")
     assert any("bfloat16 now" in notice for notice in done.notices) == (kind != "fused")
@@ -231,7 +239,7 @@ def assert_refused(folders, match):
         ({"lora_alpha": None}, "lora_alpha of .* is None"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern has a name that is no pattern"),
         ({"target_parameters": [HUB[0], NATIVE[1]]}, "name experts of both layouts"),
-        ({"target_parameters": HUB[:1]}, "adapts no weight of"),
+        ({"target_parameters": HUB[:1]}, "adapts nothing that the model has"),
     ],
     ids=str,
 )
@@ -252,12 +260,12 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
         ({DOWN_B: None}, "has no lora_B of model.layers.1.mlp.experts.down_proj"),
         ({DOWN_B: torch.zeros(16, 32)}, "PEFT up to 0.19.0"),
         ({DOWN_B: torch.full((32, 16), torch.nan)}, "NaN or infinite values in torch.float32"),
-        ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "neither plain LoRA nor"),
-        ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts no weight of"),
+        ({Q_PROJ + "lora_magnitude_vector": torch.zeros(32)}, "is neither lora_A nor lora_B of a layer"),
+        ({Q_PROJ + "base_layer.lora_A.weight": torch.zeros(2, 32)}, "adapts nothing that the model has"),
         ({"base_model.model.lm_head.weight": torch.zeros(65, 32)}, "if the vocabulary was resized"),
         (
             {"base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight": torch.zeros(2, 32)},
-            "factors for single experts .* sonicmoe-hf convert ADAPTER DST --layout hub --trained-on BASE",
+            "for all experts and for single ones: the file mixes two forms",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value))[-40:],
