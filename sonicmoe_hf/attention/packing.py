@@ -70,7 +70,7 @@ def sequence_starts(begins: torch.Tensor) -> torch.Tensor | None:
     """Of packed sequences, a bool tensor [B, T] that says which tokens begin one: int32 [B * T + 1] on the CPU, where
     the lengths of sequences are needed: the positions of these tokens, row after row, and then the number of all tokens
     as often as it takes. None if it is the rows alone that begin any, unless torch.compile traces."""
-    starts = _sequence_starts_op(begins)[0]
+    starts = _sequence_starts_op(False, begins)[0]
     if torch.compiler.is_compiling():
         return starts
     starts = ending_once(starts)
@@ -93,4 +93,4 @@ def _fake_starts(begins):
     return [torch.empty(begins.numel() + 1, dtype=torch.int32, device="cpu")]
 
 
-_sequence_starts_op = Op(_sequence_starts, _fake_starts)
+_sequence_starts_op = Op(_sequence_starts, _fake_starts, "attention with sinks")

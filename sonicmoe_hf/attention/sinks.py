@@ -162,10 +162,6 @@ def _fake_backward(do, o, l, inputs, sequences, options, needs):
     return [like.new_empty(like.shape) for like, needed in zip(inputs, needs) if needed]
 
 
-_FORWARD = torch_op.Op(_attention_with_sinks, _fake_forward)
-_BACKWARD = torch_op.Op(_attention_with_sinks_backward, _fake_backward)
-
-
 def _setup_context(ctx, arguments, output):
     inputs, sequences, ctx.options = arguments
     ctx.set_materialize_grads(False)
@@ -180,26 +176,16 @@ def _backward(ctx, do):
     o, l, *tensors = ctx.saved_tensors
     inputs, sequences = Inputs._make(tensors[: len(Inputs._fields)]), Sequences._make(tensors[len(Inputs._fields) :])
     needs = list(ctx.needs_input_grad[: len(inputs)])
-    if torch_op.is_batch(do):
-        run = torch_op.for_each_gradient(_BACKWARD)
-    elif torch.is_grad_enabled() or torch_op.traced(do):
-        run = torch_op.select_variant(_functional_backward, _BACKWARD, _BACKWARD, do)
-        do = torch_op.to_be_refused(do) if run is _BACKWARD else do
-    else:
-        run = _attention_with_sinks_backward
-    computed = iter(run(do, o, l, inputs, sequences, ctx.options, needs))
+    computed = iter(_BACKWARD(do, o, l, inputs, sequences, ctx.options, needs))
     return [next(computed) if needed else None for needed in needs]
 
 
 WHAT = "attention with sinks"
-torch_op.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = torch_op.refuse_second_derivatives(_BACKWARD, WHAT)
-_differentiable = torch_op.without_dispatcher(_FORWARD, WHAT, _setup_context, _backward)
-_functional = torch_op.for_torch_func(_FORWARD, WHAT, _setup_context, _backward)
+_FORWARD = torch_op.Op(_attention_with_sinks, _fake_forward, WHAT, _setup_context, _backward)
+_BACKWARD = torch_op.GradientOp(_attention_with_sinks_backward, _fake_backward, WHAT)
 
 
 def attention_with_sinks(inputs: Inputs, sequences: Sequences, options: Options) -> torch.Tensor:
     """The attention's result [B, T, H, D]. A query that sees no key has zeros, and gives zero gradients."""
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    plain = _differentiable if needs_gradient or torch_op.forward_mode() else _attention_with_sinks
-    return torch_op.select_variant(_functional, _FORWARD, plain, *inputs)(inputs, sequences, options)[0]
+    return _FORWARD(needs_gradient, inputs, sequences, options)[0]

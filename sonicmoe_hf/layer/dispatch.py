@@ -36,8 +36,7 @@ def _fake_dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, backen
     return fake_rows(expert_P, num_tokens, num_experts, backend)
 
 
-_DISPATCH = torch_op.Op(_dispatch, _fake_dispatch)
-_functional = torch_op.for_torch_func(_DISPATCH, "dispatch")
+_DISPATCH = torch_op.Op(_dispatch, _fake_dispatch, "dispatch")
 
 
 def dispatch(
@@ -78,5 +77,7 @@ def dispatch(
         )
     if backend is None:
         backend = backends.choose(expert_index.device, torch.float32).name
-    run = torch_op.select_variant(_functional, _DISPATCH, _dispatch_may_alias, expert_index, token_index)
-    return Rows(*run(expert_index, token_index, num_tokens, num_experts, sentinels, backend))
+    arguments = expert_index, token_index, num_tokens, num_experts, sentinels, backend
+    if torch_op.traced("dispatch", expert_index, token_index):
+        return Rows(*_DISPATCH(False, *arguments))
+    return _dispatch_may_alias(*arguments)

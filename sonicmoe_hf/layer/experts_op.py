@@ -19,6 +19,7 @@ from . import backends, torch_op
 from .fetching import fetched
 from .lora_operands import pack_all, padded_rank
 
+WHAT = "moe_experts"
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -272,10 +273,6 @@ def _fake_backward(dout, saved, inputs, rows, options, needs):
     return [torch.empty_like(like) for like, needed in zip(likes, needs) if needed]
 
 
-_FORWARD = torch_op.Op(_experts_forward, _fake_forward)
-_BACKWARD = torch_op.Op(_experts_backward, _fake_backward)
-
-
 def _setup_context(ctx, arguments, output):
     inputs, rows, ctx.options, plan = arguments
     ctx.set_materialize_grads(False)
@@ -285,8 +282,7 @@ def _setup_context(ctx, arguments, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.given = [tensor is not None for tensor in inputs]
     x, *others = inputs
-    keep_x = not plan.h or bool(needs.gate_up) or bool(needs.gate_up_a)
-    keep_x = keep_x or torch_op.transformed()  # there, for the refusal of second derivatives
+    keep_x = not plan.h or needs.gate_up or needs.gate_up_a
     ctx.save_for_backward(*saved, x if keep_x else None, *others, *rows)
 
 
@@ -299,13 +295,8 @@ def _backward(ctx, dout):
     # next_functions has one entry for each argument that is a tensor, in their order
     nodes = iter(ctx.next_functions)
     needs = torch_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
-    if torch_op.is_batch(dout):
-        run = torch_op.for_each_gradient(_BACKWARD)
-        gradients = run(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
-    elif torch.is_grad_enabled() or torch_op.traced(dout):
-        run = torch_op.select_variant(_functional_backward, _BACKWARD, _BACKWARD, dout)
-        dout = torch_op.to_be_refused(dout) if run is _BACKWARD else dout
-        gradients = run(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
+    if torch.is_grad_enabled() or torch_op.traced(WHAT, dout):
+        gradients = _BACKWARD(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
     else:
         saved = [Saved(h, u, v)]
         del h, u, v
@@ -316,13 +307,10 @@ def _backward(ctx, dout):
     return [next(computed) if needed else None for needed in needs]
 
 
-torch_op.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = torch_op.refuse_second_derivatives(_BACKWARD, "moe_experts")
-_differentiable = torch_op.without_dispatcher(_FORWARD, "moe_experts", _setup_context, _backward)
-_functional = torch_op.for_torch_func(_FORWARD, "moe_experts", _setup_context, _backward)
+_FORWARD = torch_op.Op(_experts_forward, _fake_forward, WHAT, _setup_context, _backward)
+_BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT)
 
 
 def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, plan: SavePlan) -> torch.Tensor:
     """out_TH. `plan` is what backward will have, where there is one (`differentiable`)."""
-    plain = _differentiable if differentiable or torch_op.forward_mode() else _experts_forward
-    return torch_op.select_variant(_functional, _FORWARD, plain, *inputs)(inputs, rows, options, plan)[0]
+    return _FORWARD(differentiable, inputs, rows, options, plan)[0]

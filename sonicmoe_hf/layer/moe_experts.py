@@ -97,8 +97,8 @@ def moe_experts(
 ) -> torch.Tensor:
     """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
 
-    Autograd differentiates it, and so do grad, vjp and jacrev of torch.func; vmap computes its calls one after the other.
-    torch.compile(fullgraph=True) takes it as one op.
+    Autograd differentiates it once; torch.func's transforms raise errors. torch.compile(fullgraph=True) takes it as one
+    op.
 
     Args:
         x: [T, H], fp64, fp32, bf16 or fp16.
@@ -122,7 +122,8 @@ def moe_experts(
         theirs.
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, with the value and the remedy.
-        NotImplementedError, RuntimeError: forward-mode and second derivatives, which there are not.
+        NotImplementedError: under torch.func, with forward-mode derivatives or gradients in a batch.
+        RuntimeError: second derivatives are asked for.
     """
     check_choice("layout", layout, LAYOUTS)
     check_choice("save", save, SAVE_POLICIES)

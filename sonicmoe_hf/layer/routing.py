@@ -204,10 +204,6 @@ def _round_rows_backward(
     return [backends.load(backend).round_rows_backward(dweight, scores, expert, rows, weighting)]
 
 
-_FORWARD = torch_op.Op(_round_rows, _fake_round_rows)
-_BACKWARD = torch_op.Op(_round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)])
-
-
 def _setup_context(ctx, arguments, output):
     scores, *_, ctx.weighting, options = arguments
     ctx.set_materialize_grads(False)
@@ -220,17 +216,13 @@ def _backward(ctx, dweight):
     if dweight is None:
         return ()
     scores, expert, *rows = ctx.saved_tensors
-    plain = _BACKWARD if torch.is_grad_enabled() else _round_rows_backward
-    run = torch_op.select_variant(_functional_backward, _BACKWARD, plain, dweight)
-    if torch_op.is_batch(dweight):
-        run = torch_op.for_each_gradient(_BACKWARD)
-    return run(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
+    return _BACKWARD(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 
-torch_op.differentiate(_FORWARD, _setup_context, _backward)
-_functional_backward = torch_op.refuse_second_derivatives(_BACKWARD, "token rounding")
-_differentiable = torch_op.without_dispatcher(_FORWARD, "token rounding", _setup_context, _backward)
-_functional = torch_op.for_torch_func(_FORWARD, "token rounding", _setup_context, _backward)
+_FORWARD = torch_op.Op(_round_rows, _fake_round_rows, "token rounding", _setup_context, _backward)
+_BACKWARD = torch_op.GradientOp(
+    _round_rows_backward, lambda dweight, scores, *rest: [scores.new_empty(scores.shape)], "token rounding"
+)
 
 
 def rounded_routing(
@@ -261,8 +253,6 @@ def rounded_routing(
     top_k, device = top_k_index_TK.shape[1], logits_TE.device
     scores_TE, ranking_TE = family.scores(router, logits_TE)
     backend = backends.choose(device, torch.float32).name
-    plain = _differentiable if scores_TE.requires_grad or torch_op.forward_mode() else _round_rows
-    run = torch_op.select_variant(_functional, _FORWARD, plain, scores_TE)
     options = _Rounding(
         policy.rounding,
         policy.tile_rows,
@@ -272,8 +262,15 @@ def rounded_routing(
         backend,
     )
     uniform_E = _uniform(policy.rounding, num_experts, device, batch_group)
-    weight_P, expert_P, *rows = run(
-        scores_TE, ranking_TE.detach(), top_k_index_TK, valid_T, uniform_E, family.weighting(router), options
+    weight_P, expert_P, *rows = _FORWARD(
+        scores_TE.requires_grad and torch.is_grad_enabled(),
+        scores_TE,
+        ranking_TE.detach(),
+        top_k_index_TK,
+        valid_T,
+        uniform_E,
+        family.weighting(router),
+        options,
     )
     if valid_T is None:
         fell_back = False

@@ -2,7 +2,9 @@
 
 torch.library.custom_op wraps its function in Python that looks for aliases among all inputs and outputs at each call
 (0.4 ms in torch 2.11), so ops are defined a level below. Results must not share memory with inputs or each other:
-torch.library.opcheck, in the tests, makes sure.
+torch.library.opcheck, in the tests, makes sure. torch.library.register_autograd goes through the dispatcher twice at each
+call, and through Python in between; the ops' autograd kernels here call the function itself where no gradient is asked
+for, as in what torch.compile makes of a model.
 """
 
 from __future__ import annotations
@@ -13,32 +15,33 @@ import typing
 import torch
 
 from ..private.torch import (
-    add_batch_dim,
     are_functorch_transforms_active,
+    below_autograd,
     disable_dynamo,
     forward_mode_level,
     is_in_torch_dispatch_mode,
     is_legacy_batchedtensor,
-    remove_batch_dim,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
     will_engine_execute_node,
 )
 
 _LIBRARY = torch.library.Library("sonicmoe_hf", "DEF")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class Op:
     """The op sonicmoe_hf::<function's name>, which calls `function`. Its schema comes from the function's annotations: a
-    NamedTuple's fields become arguments of the op, one after the other. Calls of this object are as the function's.
+    NamedTuple's fields become arguments of the op, one after the other. The tensors of the function's first argument are
+    those that the op can be differentiated by.
 
     fake: gives empty tensors of the results' shapes, from the same arguments.
+    what: the user's name of the function.
+    setup_context(ctx, arguments, output), backward(ctx, gradient): as of a torch.autograd.Function that returns the
+        function's results; backward gets the gradient of the first one, or None, and gives those of the first argument's
+        tensors. Without them the op has no gradients.
     """
 
-    def __init__(self, function, fake):
-        self.function = function
+    def __init__(self, function, fake, what: str, setup_context=None, backward=None):
+        self.function, self.what, self._backward = function, what, backward
         hints = typing.get_type_hints(function)
         result = hints.pop("return")
         self._groups = []  # (what makes the argument of its fields, or None; where they stand, flat)
@@ -49,24 +52,54 @@ class Op:
             self._groups.append((hint._make if is_tuple else None, len(parameters), len(parameters) + len(fields)))
             for field, annotation in fields.items():
                 parameters.append(inspect.Parameter(field, inspect.Parameter.POSITIONAL_ONLY, annotation=annotation))
-        self.size = len(parameters)
+        self._make_first, _, self._num_first = self._groups[0]
 
         def flat(*arguments):
             return function(*self.nest(arguments))
+
+        def with_autograd(keyset, *arguments):
+            return self._with_autograd(keyset, arguments)
 
         vars(flat)["__signature__"] = inspect.Signature(
             [parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters],
             return_annotation=result,
         )
         name = function.__name__.lstrip("_")
-        self.name = f"sonicmoe_hf::{name}"
         _LIBRARY.define(name + torch.library.infer_schema(flat, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, disable_dynamo(flat), "CompositeExplicitAutograd")
-        torch.library.register_fake(self.name, lambda *arguments: fake(*self.nest(arguments)), lib=_LIBRARY)
+        _LIBRARY.impl(name, disable_dynamo(with_autograd), "Autograd", with_keyset=True)
+        torch.library.register_fake(
+            f"sonicmoe_hf::{name}", lambda *arguments: fake(*self.nest(arguments)), lib=_LIBRARY
+        )
         self._overload = getattr(torch.ops.sonicmoe_hf, name).default
+        self._apply = _autograd_function(self, setup_context, backward).apply
 
-    def __call__(self, *arguments):
-        return self._overload(*self.flatten(arguments))
+    def __call__(self, differentiable: bool, *arguments):
+        """The function's results. differentiable: whether a gradient may be asked for, of a tensor of the first argument.
+
+        Raises:
+            NotImplementedError: see `traced`.
+        """
+        first, *others = arguments
+        tensors = (first,) if self._make_first is None else first
+        if traced(self.what, *tensors):
+            return self._overload(*self.flatten(arguments))
+        if differentiable:
+            return self._apply(*tensors, *others, self.function)
+        return self.function(*arguments)
+
+    def _with_autograd(self, keyset, arguments):
+        """The op's kernel above those of devices and tracers."""
+        tensors = arguments[: self._num_first]
+        if are_functorch_transforms_active():
+            raise NotImplementedError(_unsupported(self.what))
+        if self._backward and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            _, *others = self.nest(arguments)
+            run = below_autograd(self._overload, keyset)
+            return list(self._apply(*tensors, *others, lambda *nested: run(*self.flatten(nested))))
+        if is_in_torch_dispatch_mode() or _has_subclass(tensors):
+            return below_autograd(self._overload, keyset)(*arguments)
+        return self.function(*self.nest(arguments))
 
     def nest(self, arguments):
         """The function's arguments, of the op's."""
@@ -82,109 +115,57 @@ class Op:
                 flat.extend(argument)
         return flat
 
-
-def differentiate(op: Op, setup_context, backward):
-    """Register an op's gradient formula: `setup_context(ctx, arguments, output)` and `backward(ctx, gradients)`, which
-    gives the gradients of the first tensors among the op's arguments; the others have none."""
-
-    def setup(ctx, inputs, output):
-        setup_context(ctx, op.nest(inputs), output)
-
-    def all_gradients(ctx, gradients):  # those of the list that the op gives
-        return _padded(backward(ctx, gradients[0]), op.size)
-
-    torch.library.register_autograd(op.name, all_gradients, setup_context=setup, lib=_LIBRARY)
+    def regroup(self, arguments):
+        """The function's arguments, of which the first one's tensors come one by one."""
+        if self._make_first is None:
+            return arguments
+        return self._make_first(arguments[: self._num_first]), *arguments[self._num_first :]
 
 
-def _padded(gradients, size: int):
-    return *gradients, *(None,) * (size - len(gradients))
+class GradientOp(Op):
+    """An op whose first argument is a gradient, for the backward of the function that a user calls `what`: to be
+    differentiated by nothing, since there are no second derivatives."""
+
+    def __init__(self, function, fake, what: str):
+        def refuse(ctx, gradient):
+            raise RuntimeError(f"{what} has no second derivatives: its gradients cannot be differentiated again")
+
+        super().__init__(function, fake, what, lambda ctx, arguments, output: None, refuse)
+
+    def __call__(self, gradient: torch.Tensor, *arguments):
+        """The function's results. Under create_graph=True, whatever is derived from them meets the refusal."""
+        has_graph = torch.is_grad_enabled()
+        if has_graph and not gradient.requires_grad:
+            gradient = gradient.detach().requires_grad_()
+        return super().__call__(has_graph, gradient, *arguments)
 
 
-def refuse_second_derivatives(op: Op, what: str):
-    """Make differentiating `op`, the gradient formula of `what`, an error that says so. Returns `op` for torch.func."""
-
-    def refuse(ctx, gradients):
-        raise RuntimeError(f"{what} has no second derivatives: its gradients cannot be differentiated again")
-
-    def setup_context(ctx, arguments, output):
-        pass
-
-    differentiate(op, setup_context, refuse)
-    return for_torch_func(op, what, setup_context, refuse)
-
-
-def without_dispatcher(op: Op, what: str, setup_context, backward):
-    """The op's function, differentiable as by `differentiate`, for where nothing traces; only its first NamedTuple, if it
-    comes first, has tensors that gradients are asked for. `what` is the user's name of it."""
-    (make_first, _, num_first), *_ = op._groups
-
-    class Plain(torch.autograd.Function):
+def _autograd_function(op: Op, setup_context, backward):
+    class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            if make_first is not None:
-                arguments = make_first(arguments[:num_first]), *arguments[num_first:]
-            output = op.function(*arguments)
+            *arguments, run = arguments
+            arguments = op.regroup(arguments)
+            output = run(*arguments)
             setup_context(ctx, arguments, output)
             return tuple(output)
 
         @staticmethod
         def backward(ctx, *gradients):
-            return _padded(backward(ctx, gradients[0]), len(ctx.needs_input_grad))
+            if gradients[0] is not None and is_legacy_batchedtensor(gradients[0]):
+                raise NotImplementedError(_unsupported(op.what))
+            found = backward(ctx, gradients[0])
+            return *found, *(None,) * (len(ctx.needs_input_grad) - len(found))
 
-        @staticmethod
-        def jvp(ctx, *tangents):
-            _refuse_forward_mode(what)
-
-    if make_first is None:
-        return Plain.apply
-    return lambda first, *others: Plain.apply(*first, *others)
+    return Differentiable
 
 
-def for_torch_func(op: Op, what: str, setup_context=None, backward=None):
-    """`op` as torch.func's transforms need it: grad and vjp through what `differentiate` takes (no gradients without it),
-    vmap as a loop. What `differentiate` registers does not work there."""
-
-    class Functional(torch.autograd.Function):  # not Plain: a separate setup_context makes every call slower
-        @staticmethod
-        def forward(*inputs):
-            return tuple(op(*op.nest(inputs)))
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            if setup_context is not None:
-                setup_context(ctx, op.nest(inputs), output)
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            return _padded(backward(ctx, gradients[0]), op.size)
-
-        @staticmethod
-        def jvp(ctx, *tangents):
-            _refuse_forward_mode(what)
-
-        @staticmethod
-        def vmap(info, in_dims, *inputs):
-            leaves, structure = tree_flatten(inputs)
-            dims = tree_leaves(in_dims)
-            outputs = []
-            for i in range(info.batch_size):
-                sample = [t if dim is None else t.select(dim, i).contiguous() for t, dim in zip(leaves, dims)]
-                outputs.append(Functional.apply(*tree_unflatten(sample, structure)))
-            return tuple(map(torch.stack, zip(*outputs))), (0,) * len(outputs[0])
-
-    return lambda *arguments: Functional.apply(*op.flatten(arguments))
-
-
-def _refuse_forward_mode(what: str):
-    raise NotImplementedError(
-        f"{what} has no forward-mode derivatives (jvp, jacfwd); use reverse mode: backward(), or torch.func's grad, vjp "
-        "or jacrev"
+def _unsupported(what: str) -> str:
+    return (
+        f"{what} works neither with torch.func (grad, vmap, jvp, ...) nor with forward-mode derivatives, gradients in a "
+        "batch (is_grads_batched=True, vectorize=True) or torch.jit.trace; use backward() or torch.autograd.grad, one "
+        "gradient at a time, and torch.export"
     )
-
-
-def forward_mode() -> bool:
-    """Whether derivatives are taken forward, which a call without autograd would leave out."""
-    return forward_mode_level() >= 0
 
 
 def are_needed(nodes) -> list[bool]:
@@ -203,61 +184,19 @@ def _is_executed_or_given(node) -> bool:
         return True  # torch does not answer for a leaf that autograd.grad was given: its gradient is needed
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func runs (torch.compile traces its own way)."""
-    return not torch.compiler.is_compiling() and are_functorch_transforms_active()
+def _has_subclass(tensors) -> bool:
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
-def select_variant(functional, op, function, *tensors):
-    """Which of three forms of one function to call with `tensors`: torch.func's, the op, or the function itself."""
-    if not traced(*tensors):
-        return function
-    return functional if transformed() else op
-
-
-def to_be_refused(gradient: torch.Tensor) -> torch.Tensor:
-    """Under create_graph=True, `gradient` as one that is differentiated: whatever is derived from what an op of
-    `refuse_second_derivatives` makes of it meets the refusal."""
-    needs_graph = torch.is_grad_enabled() and not gradient.requires_grad
-    return gradient.detach().requires_grad_() if needs_graph else gradient
-
-
-def is_batch(gradient: torch.Tensor) -> bool:
-    """Whether a backward's gradient stands for many, of jacobian(vectorize=True) or autograd.grad(is_grads_batched=True).
-    They are another vmap than torch.func's, inside which autograd.Function has no rule of its own."""
-    return is_legacy_batchedtensor(gradient)
-
-
-def for_each_gradient(op: Op):
-    """`op`, whose first argument is a gradient, on each of the many that the gradient stands for; its results stand for
-    as many.
+def traced(what: str, *tensors) -> bool:
+    """Whether a call of `what` must be one of the op: under torch.compile, torch.export, a dispatch mode, or where a
+    tensor (or None) is of a subclass, as a DTensor or a FakeTensor is.
 
     Raises:
-        RuntimeError: this vmap runs inside another of its kind.
+        NotImplementedError: under torch.func, torch.jit.trace, or with forward-mode derivatives.
     """
-
-    def run(batch, *arguments):
-        gradients = remove_batch_dim(batch, 1, 1, 0)  # level 1, and the dimension becomes the first
-        if is_batch(gradients):
-            raise RuntimeError(
-                "is_grads_batched=True inside itself is not supported: leave one out, or use torch.func"
-            )
-        gradients = to_be_refused(gradients)
-        results = zip(*(op(gradient, *arguments) for gradient in gradients))
-        return [add_batch_dim(torch.stack(each), 0, 1) for each in results]
-
-    return run
-
-
-def traced(*tensors) -> bool:
-    """Whether calls must be ops: under torch.compile, torch.export, torch.func, a dispatch mode, torch.jit.trace, or
-    where a tensor (or None) is of a subclass, as a DTensor or a FakeTensor is."""
-    for tensor in tensors:  # any(...) takes twice the time
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return True
-    return (
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or are_functorch_transforms_active()
-        or torch.jit.is_tracing()
-    )
+    if torch.compiler.is_compiling():
+        return True
+    if are_functorch_transforms_active() or torch.jit.is_tracing() or forward_mode_level() >= 0:
+        raise NotImplementedError(_unsupported(what))
+    return is_in_torch_dispatch_mode() or _has_subclass(tensors)

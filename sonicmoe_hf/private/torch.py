@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 USED = {
-    "torch._C._are_functorch_transforms_active": ("2.11 to 2.15", "our functions under torch.func"),
-    "torch._C._functorch.is_legacy_batchedtensor": ("2.11 to 2.15", "jacobian(vectorize=True), is_grads_batched=True"),
-    "torch._add_batch_dim": ("2.11 to 2.15", "jacobian(vectorize=True), is_grads_batched=True"),
-    "torch._remove_batch_dim": ("2.11 to 2.15", "jacobian(vectorize=True), is_grads_batched=True"),
+    "torch._C._are_functorch_transforms_active": ("2.11 to 2.15", "the error under torch.func"),
+    "torch._C._functorch.is_legacy_batchedtensor": ("2.11 to 2.15", "the error for gradients in a batch"),
+    "torch._C._AutoDispatchBelowAutograd": ("2.11 to 2.15", "our ops' gradients under torch.compile"),
+    "torch._C._after_autograd_keyset": ("2.11 to 2.15", "our ops' gradients under torch.compile"),
+    "torch._ops.OpOverload.redispatch": ("2.11 to 2.15", "our ops' gradients under torch.compile"),
     "torch._C._current_graph_task_id": (
         "2.11 to 2.15",
         "token rounding in layers recomputed by gradient checkpointing",
@@ -41,9 +42,7 @@ USED = {
     ),
     "torch.autograd.forward_ad._current_level": ("2.11 to 2.15", "the error for forward-mode derivatives"),
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode": ("2.11 to 2.15", "our ops under a dispatch mode"),
-    "torch.utils._pytree.tree_flatten": ("2.11 to 2.15", "vmap over our functions"),
     "torch.utils._pytree.tree_leaves": ("2.11 to 2.15", "noticing that a model's backward begins"),
-    "torch.utils._pytree.tree_unflatten": ("2.11 to 2.15", "vmap over our functions"),
     "torch.distributed.tensor.placement_types._StridedShard": (
         "2.11 to 2.15",
         "adapters of experts that ranks share",
@@ -73,8 +72,6 @@ USED = {
     "torch.nn.modules.module: _is_replica": ("2.11 to 2.15", "the error for token rounding under DataParallel"),
 }
 
-add_batch_dim = torch._add_batch_dim
-remove_batch_dim = torch._remove_batch_dim
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
@@ -92,9 +89,9 @@ without_torch_function = (
 wrapper_of = torch.Tensor._make_wrapper_subclass
 
 __all__ = [
-    "add_batch_dim",
     "are_functorch_transforms_active",
     "at_end_of_backward",
+    "below_autograd",
     "collectives",
     "cpu_flash_backward",
     "cpu_flash_forward",
@@ -111,14 +108,11 @@ __all__ = [
     "is_compiled",
     "is_in_torch_dispatch_mode",
     "is_legacy_batchedtensor",
-    "remove_batch_dim",
     "remove_hooks",
     "running_modules",
     "strided_shard",
     "to_copy",
-    "tree_flatten",
     "tree_leaves",
-    "tree_unflatten",
     "will_engine_execute_node",
     "without_torch_function",
     "wrapper_of",
@@ -135,6 +129,16 @@ def strided_shard(dim: int, num_groups: int):
 def forward_mode_level() -> int:
     """How many levels of forward-mode derivatives are being taken, less one."""
     return forward_ad._current_level
+
+
+def below_autograd(overload, keyset):
+    """The op as a function that goes on below autograd's kernels, one of which got this set of keys."""
+
+    def run(*arguments):
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    return run
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

@@ -238,15 +238,10 @@ def test_the_op_is_what_torch_asks_of_ops(kernels):
         )
 
 
-def test_under_torch_func(kernels):
+def test_torch_func_is_an_error(kernels):
     inputs = tensors(1, 5, 5, 4, 2, 8, 8)
-
-    def loss(*given):
-        return compute(given).square().sum()
-
-    expected = torch.autograd.grad(loss(*inputs), inputs)
-    for a, b in zip(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*(x.detach() for x in inputs)), expected):
-        torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
+    with pytest.raises(NotImplementedError, match=r"attention with sinks works neither with torch.func"):
+        torch.func.grad(lambda *given: compute(given).square().sum())(*(x.detach() for x in inputs))
 
 
 def test_packing_and_back():

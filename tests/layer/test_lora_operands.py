@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers.models import assert_all_close, relative_error
 from test_moe_experts import Watching, expected, output_and_gradients, problem
-from torch.func import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -261,16 +260,13 @@ def test_nothing_of_a_weights_size_is_formed(monkeypatch, layout, dtype, save):
     assert 0 < largest.elements <= factors < expert < min(inputs["gate_up"].numel(), inputs["down"].numel())
 
 
-def test_compiled_and_under_torch_func_it_gives_the_same():
+def test_compiled_it_gives_the_same():
     torch._dynamo.reset()
     inputs, index = problem(16, 8, 6, E, K, dtype=torch.float32)
     inputs = with_factors(inputs, dtype=torch.float32)
     every = output_and_gradients(run, inputs, index)
     compiled = torch.compile(lambda i: run(i, index), fullgraph=True, backend="aot_eager")
     assert_all_close(output_and_gradients(compiled, inputs), every, 0.0, "the same functions on the same inputs")
-    direction = torch.randn(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
-    found = grad(lambda i: (run(i, index) * direction).sum())({name: t.detach() for name, t in inputs.items()})
-    assert_all_close(found, {name: every[name] for name in found}, 1e-6, "the same functions")
 
 
 @pytest.mark.parametrize(

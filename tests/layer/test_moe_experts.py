@@ -341,7 +341,6 @@ def test_a_dispatch_mode_sees_the_ops_and_gets_the_same_bits(save):
     assert_all_close(seen, plain, 0.0, "the same functions on the same inputs")
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_tracers_and_tensor_subclasses_get_the_ops():
     inputs, index = problem(grad=False, dtype=torch.float32)
     graph = make_fx(lambda x: run({**inputs, "x": x}, index))(inputs["x"])
@@ -351,8 +350,6 @@ def test_tracers_and_tensor_subclasses_get_the_ops():
         fakes = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
         fake_index = mode.from_tensor(index)
     assert run(fakes, fake_index).shape == inputs["x"].shape
-    traced = torch.jit.trace(lambda x: run({**inputs, "x": x}, index), (inputs["x"],))
-    assert torch.equal(traced(2 * inputs["x"]), run({**inputs, "x": 2 * inputs["x"]}, index))
 
 
 @pytest.mark.parametrize("needed", [("x",), ("x", "gate_up", "weights")])
