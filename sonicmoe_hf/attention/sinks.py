@@ -176,7 +176,7 @@ def _backward(ctx, do):
     o, l, *tensors = ctx.saved_tensors
     inputs, sequences = Inputs._make(tensors[: len(Inputs._fields)]), Sequences._make(tensors[len(Inputs._fields) :])
     needs = list(ctx.needs_input_grad[: len(inputs)])
-    computed = iter(_BACKWARD(do, o, l, inputs, sequences, ctx.options, needs))
+    computed = iter(_BACKWARD.gradients(do, o, l, inputs, sequences, ctx.options, needs))
     return [next(computed) if needed else None for needed in needs]
 
 

@@ -296,7 +296,7 @@ def _backward(ctx, dout):
     nodes = iter(ctx.next_functions)
     needs = torch_op.are_needed([next(nodes)[0] if given else None for given in ctx.given])
     if torch.is_grad_enabled() or torch_op.traced(WHAT, dout):
-        gradients = _BACKWARD(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
+        gradients = _BACKWARD.gradients(dout, Saved(h, u, v), inputs, rows, ctx.options, needs)
     else:
         saved = [Saved(h, u, v)]
         del h, u, v

@@ -216,7 +216,7 @@ def _backward(ctx, dweight):
     if dweight is None:
         return ()
     scores, expert, *rows = ctx.saved_tensors
-    return _BACKWARD(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
+    return _BACKWARD.gradients(dweight, scores, expert, Rows(*rows), ctx.weighting, ctx.backend)
 
 
 _FORWARD = torch_op.Op(_round_rows, _fake_round_rows, "token rounding", _setup_context, _backward)

@@ -132,22 +132,22 @@ class GradientOp(Op):
 
         super().__init__(function, fake, what, lambda ctx, arguments, output: None, refuse)
 
-    def __call__(self, gradient: torch.Tensor, *arguments):
+    def gradients(self, gradient: torch.Tensor, *arguments):
         """The function's results. Under create_graph=True, whatever is derived from them meets the refusal."""
         has_graph = torch.is_grad_enabled()
         if has_graph and not gradient.requires_grad:
             gradient = gradient.detach().requires_grad_()
-        return super().__call__(has_graph, gradient, *arguments)
+        return self(has_graph, gradient, *arguments)
 
 
 def _autograd_function(op: Op, setup_context, backward):
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            *arguments, run = arguments
-            arguments = op.regroup(arguments)
-            output = run(*arguments)
-            setup_context(ctx, arguments, output)
+            *given, run = arguments
+            nested = op.regroup(given)
+            output = run(*nested)
+            setup_context(ctx, nested, output)
             return tuple(output)
 
         @staticmethod
