@@ -1,8 +1,8 @@
 """SonicMoE for Hugging Face Transformers: see README.md.
 
-Importing imports Transformers, and PEFT where it is installed, and makes experts_implementation="sonicmoe_hf" and the
-native layout's model classes known to them (registration.py has all that it changes there). It patches no model. What is
-exported here is imported on first use.
+Importing imports Transformers, and makes experts_implementation="sonicmoe_hf" and the native layout's model classes known
+to it (registration.py has all that it changes there, and in PEFT). It patches no model. What is exported here is imported
+on first use.
 """
 
 from __future__ import annotations

@@ -1,20 +1,25 @@
 """What `import sonicmoe_hf` changes in other packages, all of it, and `uninstall`, which undoes it. docs/patching.md has
 the list for users.
 
-Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT, and one of
-Transformers, are replaced by ones that call the original for every model that is not ours. A model whose experts are
-packed guards DeepSpeed's initialize (formats/refusals.py), the one change that comes later.
+Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
+replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to
+import as Transformers. So its functions are replaced at once only where it is imported already, and else when the first
+model gets our experts, before PEFT can meet it. A model whose experts are packed guards DeepSpeed's initialize
+(formats/refusals.py), which comes later too.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+import logging
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from packaging.version import Version
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
@@ -27,9 +32,15 @@ from .formats.quantizer import ExpertsQuantizationConfig, ExpertsQuantizer
 from .formats.refusals import unguard_deepspeed
 from .layer.experts_module import IMPLEMENTATION, has_expert_parallelism
 from .patching.experts import sonicmoe_hf_experts_forward
-from .private.transformers import forget_auto_classes, forget_implementation, scalars_read_whole
+from .private.transformers import (
+    experts_implementation,
+    forget_auto_classes,
+    forget_implementation,
+    scalars_read_whole,
+)
+from .private.versions import TESTED, untested_versions
 
-OLDEST_PEFT = "0.20"
+logger = logging.getLogger(__name__)
 
 
 class _Replaced(NamedTuple):
@@ -45,10 +56,10 @@ _replaced: list[_Replaced] = []
 
 
 def install() -> None:
-    """Register with Transformers, and with PEFT where it is installed. Doing so again changes nothing.
+    """Register with Transformers, and with PEFT where it is imported. Doing so again changes nothing.
 
     Raises:
-        ImportError: the installed PEFT is older than the oldest that works.
+        ImportError: the imported PEFT is older than the oldest that works.
     """
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, sonicmoe_hf_experts_forward)
     AttentionInterface.register(ATTENTION, sinks_attention_forward)
@@ -64,9 +75,30 @@ def install() -> None:
 
         EPImplementationInterface.register(IMPLEMENTATION, SonicMoEExpertParallelism)
     if not _replaced:
-        for owner, name, ours in list(_replacements()):  # all or, where PEFT is too old, none
-            _replaced.append(_Replaced(owner, name, getattr(owner, name), ours))
-            setattr(owner, name, ours)
+        for sentence in untested_versions():
+            logger.warning(f"sonicmoe_hf: {sentence}")
+        _replace([*scalars_read_whole(), *_where_models_get_our_experts()])
+    if "peft" in sys.modules:
+        install_in_peft()
+
+
+def install_in_peft() -> None:
+    """Replace PEFT's functions where it is installed. Doing so again changes nothing.
+
+    Raises:
+        ImportError: PEFT is older than the oldest that works.
+    """
+    if _has_peft():
+        from .lora import peft_wrapper
+
+        if not any(change.owner is peft_wrapper.ParamWrapper for change in _replaced):
+            _replace(peft_wrapper.replacements())
+
+
+def _replace(replacements: Iterable[tuple[Any, str, Any]]) -> None:
+    for owner, name, ours in replacements:
+        _replaced.append(_Replaced(owner, name, getattr(owner, name), ours))
+        setattr(owner, name, ours)
 
 
 def uninstall() -> None:
@@ -92,21 +124,36 @@ def uninstall() -> None:
             setattr(owner, name, original)
 
 
-def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    yield from scalars_read_whole()  # nvfp4's scale of a tensor, where ranks read parts of a checkpoint
-    if _has_peft():
-        from .lora import peft_wrapper
+def _where_models_get_our_experts() -> Iterator[tuple[Any, str, Any]]:
+    """Of the function that a model is built and switched to other experts by, and of the one that it is unpickled by."""
+    choose: Any = PreTrainedModel.get_correct_experts_implementation
+    restore: Any = PreTrainedModel.__setstate__
 
-        yield from peft_wrapper.replacements()
+    @functools.wraps(choose)
+    def get_correct_experts_implementation(self, requested_experts):
+        implementation = choose(self, requested_experts)
+        if implementation == IMPLEMENTATION:
+            install_in_peft()
+        return implementation
+
+    @functools.wraps(restore)
+    def __setstate__(self, state):
+        restore(self, state)
+        if experts_implementation(self.config) == IMPLEMENTATION:
+            install_in_peft()
+
+    yield PreTrainedModel, "get_correct_experts_implementation", get_correct_experts_implementation
+    yield PreTrainedModel, "__setstate__", __setstate__
 
 
 def _has_peft() -> bool:
     if importlib.util.find_spec("peft") is None:
         return False
     installed = importlib.metadata.version("peft")
-    if Version(installed) < Version(OLDEST_PEFT):
+    oldest, _ = TESTED["peft"]
+    if Version(installed) < Version(oldest):
         raise ImportError(
-            f"peft {installed} is installed, but sonicmoe_hf works with {OLDEST_PEFT} or newer, or without PEFT: "
+            f"peft {installed} is installed, but sonicmoe_hf works with {oldest} or newer, or without PEFT: "
             "pip install -U 'sonicmoe-hf[peft]'"
         )
     return True

@@ -196,7 +196,7 @@ class NativeModel(_ModelBase):
                 f'experts_implementation is "{requested_experts}", but {type(self).__name__} computes its experts with '
                 f'"{IMPLEMENTATION}" alone; for others convert the checkpoint: sonicmoe-hf convert SRC DST --layout hub'
             )
-        return IMPLEMENTATION
+        return super().get_correct_experts_implementation(IMPLEMENTATION)
 
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):

@@ -116,6 +116,7 @@ def _use_our_experts(root: PreTrainedModel, save: str) -> None:
         setattr(experts, SAVE, save)
         _remove_hooks(experts, (FirstUseHook,))
         experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
+    root.get_correct_experts_implementation(IMPLEMENTATION)  # tells registration.py of the model
     for experts in every:
         set_experts_implementation(experts.config, IMPLEMENTATION)
 

@@ -1,5 +1,7 @@
 """What importing sonicmoe_hf changes in other packages: nothing for models that are not ours, and it can be undone."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,81 @@ def test_installing_again_after_uninstalling_changes_the_same(uninstalled):
     assert "sonicmoe_hf" in ALL_EXPERTS_FUNCTIONS and "sonicmoe_hf" in AUTO_QUANTIZER_MAPPING
     assert ParamWrapper._activate_lora.__module__ == "sonicmoe_hf.lora.peft_wrapper"
     assert AutoConfig.for_model("sonicmoe_olmoe").model_type == "sonicmoe_olmoe"
+
+
+LORA = """
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+config = Qwen3MoeConfig(vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2)
+
+
+def build(implementation="sonicmoe_hf"):
+    config._experts_implementation = implementation
+    return Qwen3MoeForCausalLM(config)
+
+
+def adapt(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+
+
+def check(model):
+    # PEFT itself forms W + BA by a parametrization, under which the experts would see it registered
+    from torch.nn.utils import parametrize
+
+    (experts,) = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts"]
+    seen = []
+    experts.register_forward_hook(lambda module, *_: seen.append(parametrize.is_parametrized(module)))
+    model(input_ids=torch.arange(8)[None])
+    assert seen == [False], seen
+"""
+ORDERS = {
+    "PEFT after the model": "import sonicmoe_hf; model = build(); assert 'peft' in sys.modules; check(adapt(model))",
+    "PEFT before sonicmoe_hf": "import peft, sonicmoe_hf; check(adapt(build()))",
+    "PEFT between": "import sonicmoe_hf, peft; check(adapt(build()))",
+    "sonicmoe_hf after the model": "m = build('eager'); import sonicmoe_hf; m.set_experts_implementation('sonicmoe_hf'); check(adapt(m))",
+    "sonicmoe_hf after the adapters": "m = adapt(build('eager')); import sonicmoe_hf; sonicmoe_hf.patch_model(m); check(m)",
+    "patched": "m = build('eager'); import sonicmoe_hf; sonicmoe_hf.patch_model(m); check(adapt(m))",
+    "by the family's patch": "import sonicmoe_hf; sonicmoe_hf.patch(); check(adapt(build(None)))",
+    "load_adapter": "import sonicmoe_hf; m = build(); m.load_adapter(sys.argv[1]); m.train(); check(m)",
+    "unpickled": "import sonicmoe_hf; m = torch.load(sys.argv[1] + '/model.pt', weights_only=False); check(adapt(m))",
+}
+
+
+def run_alone(code, *arguments):
+    code = f"import sys\n{LORA}\nassert 'peft' not in sys.modules\n{code}"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with an adapter and a pickled model."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    save = "import sonicmoe_hf; m = build(); torch.save(m, sys.argv[1] + '/model.pt'); "
+    run_alone(f"{save}adapt(m).save_pretrained(sys.argv[1])", folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_adapters_of_our_experts_form_no_merged_weight_in_whatever_order_things_are_imported(order, saved):
+    run_alone(ORDERS[order], saved)
+
+
+def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models_do():
+    code = (
+        "import sys, torch, transformers.modeling_utils, transformers.models.auto.modeling_auto\n"
+        "packages = lambda: {name.partition('.')[0] for name in sys.modules}\n"
+        "before = packages()\nimport sonicmoe_hf\nprint(*sorted(packages() - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and set(done.stdout.split()) <= {"sonicmoe_hf", "tokenizers"}, (
+        done.stdout + done.stderr
+    )
 
 
 def test_an_old_peft_is_named_with_the_remedy(uninstalled, monkeypatch):
