@@ -3,6 +3,8 @@
 import pytest
 import torch
 from helpers.flash_kernels import Attention, as_on_cuda, causal, reference
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
@@ -214,6 +216,29 @@ def test_under_autocast_it_computes_in_autocast_s_dtype(kernels):
     assert [x.dtype for x in gradients(ours, inputs)] == [torch.float32] * 4
     half = [*(x.detach().bfloat16().requires_grad_() for x in inputs[:3]), inputs[3]]
     assert torch.equal(compute(half), ours)
+
+
+def test_autocast_leaves_fp64_as_it_is():
+    """As torch's own operators do."""
+    inputs = tensors(1, 5, 5, 4, 2, 8, 8)
+    expected = compute(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = compute(inputs)
+    assert ours.dtype == torch.float64 and torch.equal(ours, expected)
+
+
+def test_a_boolean_mask_says_which_keys_are_seen_as_for_sdpa_and_unlike_eager():
+    """Transformers makes boolean masks for SDPA, where True is seen; its eager attention adds them as 0 and 1."""
+    inputs = tensors(2, 6, 6, 4, 4, 8, 8)
+    sees = (torch.rand(2, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)
+    seen = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -torch.inf)
+    torch.testing.assert_close(compute(inputs, sees), compute(inputs, seen), rtol=EXACT, atol=EXACT)
+    module, qkv = Attention(), [x.detach() for x in inputs[:3]]
+    sdpa = [sdpa_attention_forward(module, *qkv, mask)[0] for mask in (sees, seen)]
+    torch.testing.assert_close(*sdpa, rtol=EXACT, atol=EXACT)
+    module.num_key_value_groups, module.sinks = 1, inputs[3].detach()
+    eager = [eager_attention_forward(module, *qkv, mask, scaling=1.0)[0] for mask in (sees, sees.double())]
+    assert torch.equal(*eager)
 
 
 def test_second_derivatives_are_refused(kernels):

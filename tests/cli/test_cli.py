@@ -243,6 +243,16 @@ def test_doctor_forecasts_whether_token_rounding_applies(capsys, tmp_path):
     assert facts["model"]["token_rounding"][0]["applies"]
 
 
+def test_doctor_rounds_the_tokens_that_token_rounding_needs_upwards(tmp_path):
+    """Top-3 of 8 experts: 128 * 4 * 8 / 3 = 1365.3 tokens."""
+    transformers.Qwen3MoeConfig(
+        num_experts=8, num_experts_per_tok=3, num_hidden_layers=1, hidden_size=32, moe_intermediate_size=16
+    ).save_pretrained(tmp_path)
+    for tokens, applies in ((1366, True), (1365, False)):
+        (forecast,) = doctor.examine(str(tmp_path), batch_size=1, sequence_length=tokens).rounding
+        assert (forecast.applies, forecast.tokens_needed) == (applies, 1366)
+
+
 def test_doctor_counts_the_parameters_of_adapters_on_the_experts(capsys, tmp_path):
     """4 layers of 8 experts, H = 32, I = 16, top-2: gate_up [32, 32] and down [32, 16]."""
     folder = save_config(tmp_path)
