@@ -14,7 +14,7 @@ scale of its own, so fp8 and nvfp4 keep them apart: a weight's order says which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -233,29 +233,6 @@ def _quantize_nf4_weight(experts: Iterable[torch.Tensor], shapes: Shapes, device
     state = torch.empty(shapes.state, device=device)
     _quantize_scales(absmax.view(-1), scales.view(-1), state, mean(absmax.view(-1)))
     return Quantized(codes, scales, state)
-
-
-def state_of_part(state: torch.Tensor, experts: slice, scales_per_expert: int) -> torch.Tensor:
-    """NF4's state of some experts of a weight, for which `check_part` holds, from the whole weight's."""
-    first, end = (bound * scales_per_expert // SCALES_PER_SCALE for bound in (experts.start, experts.stop))
-    return torch.cat((state[: SCALE_SCALES.start], state[SCALE_SCALES][first:end]))
-
-
-def state_of_parts(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    """NF4's state of a weight, from those of its parts in their order."""
-    return torch.cat((states[0][: SCALE_SCALES.start], *(state[SCALE_SCALES] for state in states)))
-
-
-def check_part(name: str, experts: slice, values_per_expert: int) -> None:
-    """Raise ValueError where some experts of a weight cannot be stored apart with the values that they have in the whole
-    one: NF4's scales share one of theirs across experts."""
-    size = FORMATS["nf4"] * SCALES_PER_SCALE
-    bounds = [bound * values_per_expert for bound in (experts.start, experts.stop)]
-    if name == "nf4" and any(bound % size for bound in bounds):
-        raise ValueError(
-            f"nf4 quantizes the scales of {size} values together, and {experts.stop - experts.start} experts of this "
-            f'weight have {bounds[1] - bounds[0]}; split the experts over fewer ranks, or use "mxfp4"'
-        )
 
 
 def _blocks(weight_NK: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

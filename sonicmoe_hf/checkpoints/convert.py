@@ -19,6 +19,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError
+from ..formats import PACKED
 from ..formats.declared import MODELOPT_FILE
 from ..formats.quantizer import ExpertsQuantizationConfig
 from ..kernels.quantized import FORMATS
@@ -29,7 +30,7 @@ from .configs import hub_config, native_config
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
 from .kept_format import Changes, plan_dense, plan_kept
-from .packed import LOSS, Quantizer
+from .packed import Quantizer
 from .packed_hub import plan_packed_hub, quantization_config
 from .plan import TARGETS, Planned, plan, target_layout
 from .roundings import LayerRounding, Roundings
@@ -244,8 +245,9 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
     dtype = str(source.dense_dtype).removeprefix("torch.")
     notices = [f"the weights were {source.quantization} and are {dtype} now"]
     if source.packed_here:
+        format = PACKED[source.quantization]
         notices.append(
-            f"what rounding to {source.quantization} lost stays lost: about {LOSS[source.quantization]}% of a weight "
+            f"what rounding to {format.name} lost stays lost: about {format.loss}% of a weight "
             "(root mean square), unless the model was trained in that format, as gpt-oss was"
         )
     return notices

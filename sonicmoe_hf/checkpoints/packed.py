@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..formats.state import STORED, check_stored, stored_as
+from ..formats import PACKED
 from ..kernels.quantized import Quantized, dequantize_expert, quantize, stored_dtypes, stored_shapes
 from .layouts import Named, View, holder
 
 TRANSPOSED = ("gpt_oss",)  # layouts whose dense weights are [E, in, out]
-FIRST = tuple(f"_{parts[0]}" for parts in STORED.values())  # how the name of a packed weight's first tensor ends
-# percent of normally distributed weights: root mean squares of error and weight
-LOSS = {"nf4": 9, "mxfp4": 12, "fp8": 3, "nvfp4": 10}
+FIRST = tuple(
+    f"_{format.parts[0]}" for format in PACKED.values()
+)  # how the name of a packed weight's first tensor ends
 
 
 class Part(NamedTuple):
@@ -41,7 +41,7 @@ def parts_of(name: str, shape: tuple[int, ...], format: str, layout: str) -> lis
         shapes = stored_shapes(format, shape, order_of(layout, name))
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
-    fields = zip(stored_as(name, format), Quantized._fields, shapes)
+    fields = zip(PACKED[format].names(name), Quantized._fields, shapes)
     return [Part(stored, part, stored_dtypes(format, field)) for stored, field, part in fields if part is not None]
 
 
@@ -79,7 +79,7 @@ def checked(packed: Quantized, format: str, name: str) -> Quantized:
         CheckpointError: they do not.
     """
     try:
-        check_stored(name, packed, format)
+        PACKED[format].check(name, packed)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     return packed

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
-from ..formats.hub_formats import HUB_FORMATS
+from ..formats import HUB
 from ..kernels.quantized import FP8_BLOCK, Quantized, dequantize, quantize
 from .kept_format import expert_matrices, is_sound
 from .layouts import Named, assemble, holder, layer_tensors
@@ -126,7 +126,7 @@ def _shells(source: Source, block: str, named: Named, format: str) -> dict[str, 
         device="meta",
     )
     weight = torch.empty(named.shape, dtype=torch.float8_e4m3fn, device="meta")
-    return {named.name: weight, named.name + HUB_FORMATS["fp8"].scales[0]: scales}
+    return {named.name: weight, named.name + HUB["fp8"].scales[0]: scales}
 
 
 def _is_kept(source: Source, block: str, named: Named, format: str) -> bool:

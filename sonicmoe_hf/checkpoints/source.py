@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..formats.hub_formats import FP8_SCALES, HUB_FORMATS
+from ..formats import HUB
+from ..formats.fp8 import FP8_SCALES
 from ..kernels.quantized import FP8_BLOCK, Quantized
 from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
@@ -245,7 +246,7 @@ class Source(StoredWeights):
 
     def _hub_packed(self, name: str) -> Quantized:
         """One expert's weight as the hub has it."""
-        hub = HUB_FORMATS[self.hub_format]
+        hub = HUB[self.hub_format]
         if self._last_packed is None or self._last_packed[0] != (name, None):
             self._last_packed = None
             packed = hub.pack(*(self.raw(name + end).clone() for end in ("", *hub.scales)))

@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from ..formats.hub_formats import HUB_FORMATS
-from ..formats.state import stored_as
+from ..formats import HUB, PACKED
 from ..kernels.quantized import Quantized, weight_shape
 from . import nvfp4
 from .configs import declared_quantization
@@ -59,7 +58,7 @@ class StoredWeights:
     @property
     def hub_format(self) -> str:
         """FP8 or NVFP4 as the hub has them, in every linear layer; "" otherwise."""
-        return self.quantization or "" if not self.packed_here and self.quantization in HUB_FORMATS else ""
+        return self.quantization or "" if not self.packed_here and self.quantization in HUB else ""
 
     def _check_float8(self) -> None:
         for name, header in self.tensors.items():
@@ -73,8 +72,8 @@ class StoredWeights:
     def _names_by_weight(self) -> dict[str, list[str]]:
         by_weight: dict[str, list[str]] = {}
         beside: set[str] = set()
-        first, *others = stored_as("", self.format) if self.format else ("",)
-        scales = HUB_FORMATS[self.hub_format].scales if self.hub_format else ()
+        first, *others = PACKED[self.format].names("") if self.format else ("",)
+        scales = HUB[self.hub_format].scales if self.hub_format else ()
         for name in self.tensors:
             weight, ends = name, scales
             if first and name.endswith(first) and name.removesuffix(first) + others[0] in self.tensors:
@@ -86,7 +85,7 @@ class StoredWeights:
 
     def is_packed(self, name: str) -> bool:
         """Whether the experts' weight `name` is stored as packed weights are."""
-        return bool(self.format) and stored_as(name, self.format)[0] in self.tensors
+        return bool(self.format) and PACKED[self.format].names(name)[0] in self.tensors
 
     def is_quantized(self, name: str) -> bool:
         """Whether the weight has scales."""
@@ -108,7 +107,7 @@ class StoredWeights:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a weight once it is read."""
         if self.is_packed(name):
-            stored = (self.tensors[part].shape for part in stored_as(name, self.format))
+            stored = (self.tensors[part].shape for part in PACKED[self.format].names(name))
             shape = weight_shape(Quantized(*(torch.empty(part, device="meta") for part in stored)), self.format)
             return (shape[0], shape[2], shape[1]) if self.is_transposed else shape
         shape = self.tensors[name].shape
@@ -149,7 +148,7 @@ class StoredWeights:
             return torch.stack([self.expert_slice(name, expert) for expert in experts])
         if name in self.nvfp4:
             tensors = (self.raw(name + end).clone() for end in ("", *nvfp4.SCALES))
-            return HUB_FORMATS["nvfp4"].dense(*tensors).to(torch.bfloat16)
+            return HUB["nvfp4"].dense(*tensors).to(torch.bfloat16)
         if self.tensors[name].dtype == torch.float8_e4m3fn:
             raw = self.raw(name).clone()
             return dequantize_fp8(raw, self.raw(f"{name}_scale_inv"), self.config)
@@ -172,7 +171,7 @@ class StoredWeights:
         alone = self.format != "nf4"
         if self._last_packed is None or self._last_packed[0] != (name, expert if alone else None):
             self._last_packed = None
-            stored = [self.raw(part, expert if alone else None) for part in stored_as(name, self.format)]
+            stored = [self.raw(part, expert if alone else None) for part in PACKED[self.format].names(name)]
             packed = checked(Quantized(*(part.clone() for part in stored)), self.format, name)
             self._last_packed = (name, expert if alone else None), packed
         return self._last_packed[1], 0 if alone else expert

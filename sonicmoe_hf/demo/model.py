@@ -17,7 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..formats.quantizer import is_transposed, mark_model_packed, order_of, packable
-from ..formats.shares import await_packed, end_awaiting
+from ..formats.shares import hide_when_split, show
 from ..formats.state import hold_packed
 from ..layer.packed_weight import PackedWeight
 from ..patching.ranks import check_ranks
@@ -159,7 +159,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
     check_ranks(model.config, distributed_config)
     modules = [module for module in model.modules() if experts is not None and packable(module)]
     for module in modules:
-        await_packed(module, packable(module), experts or "")
+        hide_when_split(module, packable(module), experts or "")
     layers: tuple[Any, Any] = model.get_output_embeddings(), model.get_input_embeddings()
     head, embeddings = layers
     if head is not None and head.weight is embeddings.weight:  # FSDP2 shards them before they are tied
@@ -167,7 +167,7 @@ def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, e
     config, device, mesh = model.prepare_distribute_model(distributed_config)
     model.maybe_distribute_model(model, config, mesh)
     for module in modules:
-        end_awaiting(module)
+        show(module)
     return device
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..layer.packed_weight import PackedWeight
 from ..private.transformers import strictly_fp32_modules
-from .hub_formats import CASTS_FP8
+from .hub_conversions import CASTS_FP8
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

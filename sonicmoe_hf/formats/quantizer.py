@@ -7,6 +7,7 @@ registration.py makes its quant_method "sonicmoe_hf" in a checkpoint's config.js
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -23,21 +24,21 @@ from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
+from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
 from .dtypes import restore_dtypes, wanted_dtypes
-from .hub_formats import HUB_FORMATS, with_hub_converters
+from .hub_conversions import with_hub_converters
 from .loading_errors import noted
 from .refusals import check_distributed, guard_deepspeed
-from .shares import await_packed, end_awaiting, gathered_for_saving, is_split, quantize_share, share_of, stored_share
-from .state import check_shape, from_stored, local_shape, stored_as, use_stored_names
+from .shares import gathered_for_saving, hide_when_split, is_split, share_of, show
+from .state import check_shape, local_shape, use_stored_names
 
 OF_PACKED = (  # attributes of a model with packed experts
     "_weight_conversions",
     "_ddp_params_and_buffers_to_ignore",
     "gather_sharded_state_dict_for_save",
 )
-# bytes a weight, somewhat more than is stored (4.13, 4.25, 8.002 and 4.5 bits): what device_map counts with
-ELEMENT_SIZE = {"nf4": 0.6, "mxfp4": 0.6, "fp8": 1.1, "nvfp4": 0.6}
+MAX_PARAMETERS = 4  # of experts: two weights and two biases, each with a wrapper of PEFT's around those before it
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 
 
@@ -130,10 +131,8 @@ class _Pack(ConversionOps):
         module, name = get_module_from_name(model, full_layer_name)
         check_shape(full_layer_name, value, getattr(module, name))
         format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
-        if share is None:
-            packed = PackedWeight.quantize(value, format, is_transposed(module), order_of(module, name))
-        else:
-            packed = quantize_share(value, format, is_transposed(module), order_of(module, name), share)
+        pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), order_of(module, name))
+        packed = pack() if share is None else PACKED[format].pack_share(pack, value.shape, value.device, share)
         return {full_layer_name: as_parameter(packed)}
 
 
@@ -150,15 +149,16 @@ class _TakePacked(ConversionOps):
             pattern.rstrip("$").rpartition(".")[2]: value[0] if isinstance(value, list) else value
             for pattern, value in input_dict.items()
         }
-        format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
-        dense, first = getattr(module, name), 0
-        missing = [stored for stored in stored_as(name, format) if stored not in tensors]
+        format, share = PACKED[self.hf_quantizer.quantization_config.experts], share_of(module, name)
+        dense, first, names = getattr(module, name), 0, format.names(name)
+        missing = [stored for stored in names if stored not in tensors]
         if missing:
-            raise CheckpointError(f"{full_layer_name}: {missing[0]} is missing, a part of this {format} weight")
+            raise CheckpointError(f"{full_layer_name}: {missing[0]} is missing, a part of this {format.name} weight")
         if share is not None:
-            tensors, first = stored_share(name, tensors, format, share), share.experts(local_shape(dense)[0]).start
+            tensors = dict(zip(names, format.stored_share([tensors[stored] for stored in names], share)))
+            first = share.experts(local_shape(dense)[0]).start
         try:
-            packed = from_stored(name, tensors, format, dense.dtype, is_transposed(module), first)
+            packed = format.weight(name, tensors, dense.dtype, is_transposed(module), first)
         except ValueError as error:
             raise CheckpointError(f"{full_layer_name.rpartition('.')[0]}, {error}") from error
         check_shape(full_layer_name, packed, dense)
@@ -198,7 +198,7 @@ class ExpertsQuantizer(HfQuantizer):
 
     def param_element_size(self, model, param_name, param) -> float:
         if self.packs(model, param_name):
-            return ELEMENT_SIZE[self.quantization_config.experts]
+            return PACKED[self.quantization_config.experts].element_size
         return (
             super().param_element_size(model, param_name, param)
             if self.linear is None
@@ -217,10 +217,10 @@ class ExpertsQuantizer(HfQuantizer):
         conversions = [] if self.linear is None else self.linear.get_weight_conversions()
         if not self.pre_quantized:
             return conversions
-        format = self.quantization_config.experts
+        format = PACKED[self.quantization_config.experts]
         ours = []
         for name in WEIGHTS:
-            patterns = [f"experts.{stored}$" for stored in stored_as(name, format)]
+            patterns = [f"experts.{stored}$" for stored in format.names(name)]
             ours.append(WeightConverter(patterns, f"experts.{name}", [_TakePacked(self)]))
         return [*ours, *conversions]
 
@@ -228,7 +228,7 @@ class ExpertsQuantizer(HfQuantizer):
         hub = self.quantization_config.hub
         if hub is None:
             return super().update_weight_conversions(weight_conversions, *model)
-        return with_hub_converters(weight_conversions, self, HUB_FORMATS[hub["experts"]])
+        return with_hub_converters(weight_conversions, self, HUB[hub["experts"]])
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         if not self.pre_quantized:
@@ -236,7 +236,7 @@ class ExpertsQuantizer(HfQuantizer):
         weights = check_packable(model, self.quantization_config.experts)
         check_distributed(model, [name for name, *_ in weights], self.linear is not None, self.quantization_config.hub)
         for module in {module for _, module, _ in weights}:
-            await_packed(module, packable(module), self.quantization_config.experts)
+            hide_when_split(module, packable(module), self.quantization_config.experts)
         self.dtypes = {} if self.quantization_config.hub is None else wanted_dtypes(model)
         if self.linear is not None:
             self.linear._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **kwargs)
@@ -244,7 +244,7 @@ class ExpertsQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for prefix, module in model.named_modules():
-            end_awaiting(module)
+            show(module)
             for name in packable(module):
                 weight = module._parameters[name]
                 if isinstance(weight, PackedWeight):
@@ -293,5 +293,5 @@ def ignore_packed_in_ddp(model: PreTrainedModel) -> None:
         f"{prefix}{module}.{nested}{name}"
         for module, _, name in (name.rpartition(".") for name in names)
         for prefix in ("", "base_model.model.")
-        for nested in (depth * "base_layer." for depth in range(5))  # weights and biases may have an adapter each
+        for nested in (depth * "base_layer." for depth in range(MAX_PARAMETERS + 1))
     ]

@@ -1,4 +1,4 @@
-"""Packed weights of which each rank holds some experts: read, packed, and put together again to be saved.
+"""Packed weights of which each rank holds some experts: how they are kept from FSDP2, and put together again to be saved.
 
 Under expert parallelism (our own or Transformers') rank i of N has the i-th of N equal parts of every layer's experts.
 What it holds is a packed weight of these experts alone, with the values that one rank would give them.
@@ -6,9 +6,7 @@ What it holds is a packed weight of these experts alone, with the values that on
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,24 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, UnsupportedExpertsError
-from ..kernels.quantized import FORMATS, SCALE_SCALES, SCALES_PER_SCALE, check_part, state_of_part, state_of_parts
 from ..layer.experts_module import WHEN_SPLIT, expert_parallelism
-from ..layer.packed_weight import PackedWeight
-from .state import stored_as
+from ..layer.packed_weight import PackedWeight, as_parameter
+from . import PACKED
+from .format import Share
 
-AWAITED = "_sonicmoe_hf_awaited"  # attribute of experts, while a checkpoint is read: the Awaited
-
-
-class Share(NamedTuple):
-    """A rank's part of a layer's experts: the `part`-th of `num_parts` equal ones, which the ranks of `group` hold."""
-
-    group: dist.ProcessGroup
-    part: int
-    num_parts: int
-
-    def experts(self, num_local: int) -> slice:
-        """Which of the layer's experts these are."""
-        return slice(self.part * num_local, (self.part + 1) * num_local)
+HIDDEN = "_sonicmoe_hf_hidden"  # attribute of experts, until their checkpoint is read: what shows their weights again
 
 
 def share_of(experts: nn.Module, name: str) -> Share | None:
@@ -41,123 +27,49 @@ def share_of(experts: nn.Module, name: str) -> Share | None:
     parallelism = expert_parallelism(experts)
     if parallelism is not None:
         return Share(parallelism.ranks.group, parallelism.ranks.rank, parallelism.ranks.size)
-    mesh = getattr(
-        experts._parameters[name], "device_mesh", None
-    )  # a DTensor's: Transformers itself splits the experts
+    mesh = getattr(experts._parameters[name], "device_mesh", None)  # where Transformers itself splits the experts
     return None if mesh is None else Share(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
-class Awaited:
-    """An experts module's weights that a checkpoint is to bring packed, for this rank's experts.
+def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
+    """Where ranks come to share experts whose weights a checkpoint is to bring packed, hide these from FSDP2:
+    Transformers calls `fully_shard` after it has split experts and before it reads the checkpoint, and that would shard
+    and gather what stays where it is. They come back, as they were split, when a state dict is asked for, or by `show`.
+    Splitting raises UnsupportedExpertsError where a rank's part of a weight cannot be packed apart."""
 
-    FSDP2 must not see them: Transformers calls `fully_shard` between the splitting of experts and the reading of the
-    checkpoint, and that would shard and gather what stays where it is. So they are away until a state dict is asked for.
-    There they stand as the sharded tensors by which Transformers reads this rank's part of a checkpoint.
-    """
-
-    def __init__(self, experts: nn.Module, names: tuple[str, ...]):
-        self.placeholders: dict[str, Any] = {name: experts._parameters.pop(name) for name in names}
-        self.handles = [
-            experts.register_state_dict_pre_hook(functools.partial(self._reveal)),
-            experts.register_state_dict_post_hook(functools.partial(self._show_placeholders)),
-        ]
-
-    def _reveal(self, experts, prefix, keep_vars):
-        for name, placeholder in self.placeholders.items():
-            if name not in experts._parameters:
-                experts._parameters[name] = nn.Parameter(placeholder.to_local().detach(), requires_grad=False)
-
-    def _show_placeholders(self, experts, state_dict, prefix, local_metadata):
-        for name, placeholder in self.placeholders.items():
-            if experts._parameters[name].is_meta:
-                state_dict[prefix + name] = placeholder
-
-    def end(self, experts: nn.Module) -> None:
-        """The checkpoint was read, or there is none: the weights are here to stay."""
-        self._reveal(experts, "", False)
-        for handle in self.handles:
-            handle.remove()
-
-
-def await_packed(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
-    """Note that a checkpoint is to bring these weights packed. Where ranks share the experts, they become `Awaited`, or
-    UnsupportedExpertsError says that a rank's part has no state of its own."""
-
-    def when_split(experts):
+    def hide(experts: nn.Module) -> None:
         for name in names:
             weight, share = experts._parameters[name], share_of(experts, name)
-            assert share is not None  # now that ranks share them
+            assert share is not None and weight is not None  # now that ranks share them
             try:
-                check_part(format, share.experts(len(weight) // share.num_parts), weight[0].numel())
+                PACKED[format].check_share(share.experts(len(weight) // share.num_parts), weight[0].numel())
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{type(experts).__name__}.{name}: {error}") from error
-        vars(experts)[AWAITED] = Awaited(experts, names)
+        weights = {name: experts._parameters.pop(name) for name in names}
 
-    vars(experts)[WHEN_SPLIT] = when_split
+        def show_again(*_) -> None:
+            handle.remove()
+            vars(experts).pop(HIDDEN, None)
+            experts._parameters.update(weights)
+
+        handle = experts.register_state_dict_pre_hook(show_again)
+        vars(experts)[HIDDEN] = show_again
+
+    vars(experts)[WHEN_SPLIT] = hide
 
 
-def end_awaiting(experts: nn.Module) -> None:
-    """The checkpoint was read, or there is none."""
+def show(experts: nn.Module) -> None:
+    """End what `hide_when_split` began: the checkpoint was read, or there is none. Packed weights that Transformers put
+    into split ones become this rank's parameters."""
     vars(experts).pop(WHEN_SPLIT, None)
-    awaited = vars(experts).pop(AWAITED, None)
-    if awaited is not None:
-        awaited.end(experts)
-
-
-def quantize_share(weight: torch.Tensor, format: str, is_transposed: bool, order: str, share: Share) -> PackedWeight:
-    """A rank's experts packed as they would be in the whole weight. All ranks of the share's group call it.
-
-    Raises:
-        ValueError: as PackedWeight.quantize, on every rank; or NF4's scales have scales of their own across ranks.
-    """
-    pack = functools.partial(PackedWeight.quantize, weight, format, is_transposed, order)
-    return pack_share(pack, format, weight.shape, weight.device, share)
-
-
-def pack_share(
-    pack: Callable[..., PackedWeight], format: str, shape: torch.Size, device: torch.device, share: Share
-) -> PackedWeight:
-    """What `pack(mean=...)` makes of a rank's experts, whose weight has this shape, with the mean of the whole weight.
-    All ranks of the share's group call it.
-
-    Raises:
-        ValueError: what `pack` raises, on every rank; or NF4's scales have scales of their own across ranks.
-    """
-    values = shape[1:].numel()
-    check_part(format, share.experts(shape[0]), values)
-    if format != "nf4":
-        return pack()
-
-    def mean(absmax: torch.Tensor) -> torch.Tensor:
-        of_all = absmax.new_empty(share.num_parts * absmax.numel())
-        dist.all_gather_into_tensor(of_all, absmax.contiguous(), group=share.group)
-        return of_all.mean()
-
-    try:
-        packed = pack(mean=mean)
-    except ValueError:
-        mean(torch.full((shape[0] * values // FORMATS[format],), torch.nan, device=device))  # the others wait
-        raise
-    assert packed.state is not None  # NF4 has one
-    if not bool(torch.isfinite(packed.state).all()):
-        raise ValueError("another rank's experts have NaN or infinite values, or are missing: see that rank's error")
-    return packed
-
-
-def stored_share(name: str, tensors: dict[str, torch.Tensor], format: str, share: Share) -> dict[str, torch.Tensor]:
-    """What stores a rank's experts of the parameter `name`, of what Transformers read for them: every stored tensor cut
-    along its first dimension. NF4's state belongs to the whole weight, and is gathered."""
-    if format != "nf4":
-        return tensors
-    codes, scales, piece = (tensors[stored] for stored in stored_as(name, format))
-    num_local, scales_per_expert = len(scales), scales[0].numel()
-    length = SCALE_SCALES.start - (-share.num_parts * num_local * scales_per_expert // SCALES_PER_SCALE)
-    longest = -(-length // share.num_parts)
-    pieces = piece.new_empty(share.num_parts * longest)
-    padded = torch.nn.functional.pad(piece, (0, longest - len(piece)))
-    dist.all_gather_into_tensor(pieces, padded, group=share.group)
-    state = state_of_part(pieces[:length], share.experts(num_local), scales_per_expert)
-    return dict(zip(stored_as(name, format), (codes, scales, state)))
+    show_again = vars(experts).get(HIDDEN)
+    if show_again is not None:
+        show_again()
+    if expert_parallelism(experts) is not None:
+        for name, weight in experts._parameters.items():
+            local = weight.to_local() if hasattr(weight, "device_mesh") else weight
+            if isinstance(local, PackedWeight):
+                experts._parameters[name] = as_parameter(local)
 
 
 def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
@@ -210,19 +122,19 @@ def gathered_for_saving(
 ) -> dict:
     """`gather_sharded_state_dict_for_save` of a model whose ranks share packed experts: whole tensors on the CPU, on the
     rank that writes; {} on the others. All ranks call it."""
-    whole = {}
+    whole: dict[str, Any] = {}
     shared = {
-        f"{prefix}.{stored}": share
+        f"{prefix}.{stored}": (PACKED[weight.format], part, share)
         for prefix, module in model.named_modules()
         for name, weight in module._parameters.items()
         if isinstance(weight, PackedWeight) and (share := share_of(module, name)) is not None
-        for stored in stored_as(name, weight.format)
+        for stored, part in zip(PACKED[weight.format].names(name), PACKED[weight.format].parts)
     }
     for name, tensor in state_dict.items():
         if name in shared:
-            parts = _gathered(tensor, shared[name])
-            join = state_of_parts if name.endswith("_state") else torch.cat  # NF4's alone
-            tensor = None if parts is None else join(parts)
+            format, part, share = shared[name]
+            parts = _gathered(tensor, share)
+            tensor = None if parts is None else format.join(part, parts)
         elif isinstance(tensor, torch.Tensor):
             tensor = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
             tensor = tensor.cpu().contiguous() if save_on_this_rank else None

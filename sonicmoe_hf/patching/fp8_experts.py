@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedExpertsError
-from ..formats.state import check_stored
+from ..formats import PACKED
 from ..kernels.quantized import FP8_BLOCK, Quantized, stored_shapes
 from ..layer.experts_module import IMPLEMENTATION, has_gate
 from ..layer.packed_weight import PackedWeight, as_parameter
@@ -77,7 +77,7 @@ def _packed(experts: Any, name: str, dtype: torch.dtype) -> PackedWeight:
     weight, scales = getattr(experts, name).detach(), getattr(experts, name + SCALES).detach()
     format, shapes = FORMAT_OF[weight.dtype], _shapes(name, weight)
     packed = Quantized(weight.view(torch.uint8).view(shapes.codes), _stored(scales).view(shapes.scales))
-    check_stored(name, packed, format)
+    PACKED[format].check(name, packed)
     return PackedWeight.of(packed, format, dtype)
 
 
@@ -133,5 +133,5 @@ def _read(experts, state_dict, prefix, *_):
         own = experts._parameters[name]
         if isinstance(own, PackedWeight) and values is not None and scales is not None:
             packed = Quantized(values.view(torch.uint8).view(own.codes.shape), _stored(scales).view(own.scales.shape))
-            check_stored(prefix + name, packed, own.format)
+            PACKED[own.format].check(prefix + name, packed)
             state_dict[prefix + name] = PackedWeight.of(packed, own.format, own.dtype)

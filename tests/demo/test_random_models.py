@@ -16,7 +16,7 @@ from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.demo import model as random_models
 from sonicmoe_hf.demo.model import random_model, random_packed_model
 from sonicmoe_hf.demo.random_bytes import random_packed
-from sonicmoe_hf.formats.state import check_stored
+from sonicmoe_hf.formats import PACKED
 from sonicmoe_hf.kernels.minifloat import from_e4m3
 from sonicmoe_hf.kernels.quantized import FORMATS, ORDERS, dequantize
 
@@ -32,7 +32,7 @@ SIZES = {  # NF4 needs multiples of 64
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_bytes_stand_for_finite_values_of_the_size_that_was_asked_for(name, order):
     packed = random_packed((6, 320, 256), name, STD, order)
-    check_stored("weight", packed, name)
+    PACKED[name].check("weight", packed)
     values = dequantize(packed, name, torch.float32)
     assert values.abs().amax() < 6 * STD
     # 5 percent of what 6 experts' blocks of fp8 leave to chance, a percent elsewhere

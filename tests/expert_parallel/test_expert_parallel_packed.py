@@ -2,6 +2,7 @@
 what one rank with all of them computes."""
 
 import contextlib
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
-from sonicmoe_hf.formats.shares import Share, quantize_share
+from sonicmoe_hf.formats import PACKED
+from sonicmoe_hf.formats.format import Share
 from sonicmoe_hf.layer.packed_weight import PackedWeight
 from sonicmoe_hf.patching.support import find_layers
 
@@ -99,9 +101,10 @@ def refusals(rank, folder):
             messages.append(f"{error}")
     experts = next(find_layers(build("qwen3_moe", **SIZES))).experts
     experts.down_proj.data[0, 0, 0] = torch.nan
-    share = Share(dist.group.WORLD, rank, WORLD)
+    own = experts.down_proj.data[4 * rank : 4 * rank + 4]
+    pack, share = functools.partial(PackedWeight.quantize, own, "nf4"), Share(dist.group.WORLD, rank, WORLD)
     try:
-        quantize_share(experts.down_proj.data[4 * rank : 4 * rank + 4], "nf4", False, "whole", share)
+        PACKED["nf4"].pack_share(pack, own.shape, own.device, share)
     except ValueError as error:
         messages.append(f"{error}")
     return messages

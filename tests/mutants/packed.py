@@ -151,7 +151,7 @@ MUTATIONS = [
         "tests/checkpoints/test_packed_hub.py::test_what_the_hub_has_no_layout_for_is_refused",
     ),
     Mutation(
-        "sonicmoe_hf/formats/shares.py",
+        "sonicmoe_hf/formats/nf4.py",
         "of_all.mean()",
         "absmax.mean()",
         "each rank takes its own mean of NF4's scales",

@@ -29,7 +29,7 @@ from sonicmoe_hf import (
     quantize_experts,
 )
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.formats.hub_formats import HUB_FORMATS
+from sonicmoe_hf.formats import HUB
 from sonicmoe_hf.kernels.quantized import quantize
 
 SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' products
@@ -190,7 +190,7 @@ def test_blocks_that_are_cut_off_are_deepseeks_where_transformers_takes_others()
     theirs = Fp8Dequantize(None)._dequantize_one
     for rows, is_cut in ((256, False), (192, True)):
         values, scales, expected = fp8_of(torch.randn(rows, 128), "fp32")
-        assert torch.equal(HUB_FORMATS["fp8"].dense(values, scales), expected)
+        assert torch.equal(HUB["fp8"].dense(values, scales), expected)
         assert torch.equal(theirs(values, scales, torch.float32), expected) != is_cut
     with pytest.raises(ValueError, match="not divisible"):  # kv_a_proj_with_mqa of DeepSeek-V3
         theirs(*fp8_of(torch.randn(576, 128), "fp32")[:2], torch.float32)

@@ -1,0 +1,168 @@
+"""What every format of packed experts is: the tensors that store a weight, their names, and what of them is sound.
+
+kernels/quantized.py says what the bytes mean. A weight is stored in two ways: as this package saves it, [E, N, ...] under
+the parameter's name (Format), and as checkpoints of the hub have it (HubFormat).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..kernels.minifloat import has_e4m3_nan
+from ..kernels.quantized import Quantized, check_quantized
+from ..layer.packed_weight import PackedWeight
+from .grid import Grid
+
+E8M0_NAN = 255  # of the bytes that stand for powers of two
+Pack = Callable[..., PackedWeight]
+
+
+class Share(NamedTuple):
+    """A rank's part of a layer's experts: the `part`-th of `num_parts` equal ones, which the ranks of `group` hold."""
+
+    group: torch.distributed.ProcessGroup
+    part: int
+    num_parts: int
+
+    def experts(self, num_local: int) -> slice:
+        """Which of the layer's experts these are."""
+        return slice(self.part * num_local, (self.part + 1) * num_local)
+
+
+class Format:
+    """A format of packed experts.
+
+    name: in kernels.quantized.FORMATS. parts: what follows a parameter's name in those of the tensors that store it, in
+    the order of Quantized. loss: percent of normally distributed weights that rounding changes (root mean squares of
+    error and weight). element_size: bytes a weight that device_map counts with, somewhat more than is stored.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    loss: int
+    element_size = 0.6  # 4.13, 4.25 and 4.5 bits
+
+    def names(self, weight: str) -> list[str]:
+        """The names of the tensors that store the parameter `weight`."""
+        return [f"{weight}_{part}" for part in self.parts]
+
+    def tensors(self, name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
+        """What stores the parameter `name`, by name."""
+        parts = (part for part in weight.packed if part is not None)
+        return dict(zip(self.names(name), parts, strict=True))
+
+    def weight(
+        self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype, is_transposed: bool, first: int = 0
+    ) -> PackedWeight:
+        """The weight that `tensors` took apart. Raises ValueError as `check`."""
+        packed = Quantized(*(tensors[stored] for stored in self.names(name)))
+        self.check(name, packed, first)
+        return PackedWeight.of(packed, self.name, dtype, is_transposed)
+
+    def check(self, name: str, packed: Quantized, first: int = 0) -> None:
+        """Raise ValueError where tensors of a checkpoint do not fit together or stand for values that are not finite.
+        first: which expert of the layer is the weight's first."""
+        try:
+            check_quantized(packed, self.name)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for part, tensor in zip(self.parts, packed):
+            if tensor is not None and not tensor.is_meta and not self.is_sound(part, tensor):
+                unsound = (expert for expert, one in enumerate(tensor, first) if not self.is_sound(part, one))
+                where = f" in expert {next(unsound)}" if tensor.dim() > 1 else ""
+                raise ValueError(f"{name}_{part} has NaN or infinite values{where}: the checkpoint is damaged")
+
+    def is_sound(self, part: str, tensor: torch.Tensor) -> bool:
+        """Whether one of `parts` stands for finite values."""
+        return tensor.dtype != torch.float32 or bool(torch.isfinite(tensor).all())
+
+    # A rank's part of the experts: whatever belongs to one expert alone goes along with it.
+
+    def check_share(self, experts: slice, values_per_expert: int) -> None:
+        """Raise ValueError where these experts cannot be stored apart with the values that they have in all of them."""
+
+    def pack_share(self, pack: Pack, shape: torch.Size, device: torch.device, share: Share) -> PackedWeight:
+        """What `pack` makes of a rank's experts, whose weight has this shape, with the values that it has in the whole
+        weight. All ranks of the share's group call it. Raises ValueError, on every rank, where `pack` does."""
+        return pack()
+
+    def stored_share(self, tensors: list[torch.Tensor], share: Share) -> list[torch.Tensor]:
+        """What stores a rank's experts, of what Transformers read for them: every tensor cut along its first dimension.
+        All ranks of the share's group call it."""
+        return tensors
+
+    def join(self, part: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """One of `parts` of the whole weight, from those of the ranks in their order."""
+        return torch.cat(tensors)
+
+
+class HubFormat:
+    """How checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
+
+    name: in kernels.quantized.FORMATS, of experts. scales: what follows the weight's name in those of its scales. unused:
+    what ends names of tensors beside it that are for inference alone.
+    """
+
+    name: str
+    scales: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+
+    def names(self, weight: str) -> list[str]:
+        """The names of the tensors that store `weight`."""
+        return [weight, *(weight + end for end in self.scales)]
+
+    def check(self, *tensors: torch.Tensor) -> None:
+        """Raise CheckpointError where a matrix and its scales do not fit together."""
+        raise NotImplementedError
+
+    def grid(self, *tensors: torch.Tensor) -> Grid:
+        """The values that such a matrix can have, given its scales' dtype and what belongs to all of it."""
+        raise NotImplementedError
+
+    def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The values in fp32. Raises CheckpointError as `check`."""
+        self.check(*tensors)
+        return self.grid(*tensors).dense(*tensors[:2])
+
+    def pack(self, *tensors: torch.Tensor) -> Quantized:
+        """One expert's codes, scales and state. Raises CheckpointError as `check`."""
+        raise NotImplementedError
+
+    def join_scales(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """A weight's scales, of its gates' and its ups' (or its downs' alone) [E, ...]."""
+        return torch.cat(parts, dim=1)
+
+    def join(self, parts: list[list[Quantized]]) -> Quantized:
+        """One weight of the parts [part][expert], gate and up or down alone, one behind the other."""
+        first = parts[0][0]
+        num_parts, num_experts, rows = len(parts), len(parts[0]), first.codes.shape[0]
+        codes = first.codes.new_empty(num_experts, num_parts * rows, *first.codes.shape[1:])
+        for place, experts in enumerate(parts):
+            for expert, part in enumerate(experts):
+                codes[expert, place * rows : (place + 1) * rows] = part.codes
+        scales = self.join_scales([torch.stack([part.scales for part in experts]) for experts in parts])
+        states = [[part.state for part in experts if part.state is not None] for experts in parts]
+        state = None if first.state is None else torch.stack([torch.stack(own) for own in states], dim=1)
+        return Quantized(codes, scales, state)
+
+
+def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], what: str) -> None:
+    """Raise CheckpointError where a tensor of a checkpoint has another shape, or none of these dtypes."""
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
+        )
+
+
+def has_nan_power(scales: torch.Tensor) -> bool:
+    """Whether a byte that stands for a power of two is NaN's."""
+    return scales.dtype.itemsize == 1 and bool((scales.view(torch.uint8) == E8M0_NAN).any())
+
+
+def has_nan_e4m3(codes: torch.Tensor) -> bool:
+    """Whether a byte that stands for an E4M3 value is NaN's."""
+    return has_e4m3_nan(codes.view(torch.uint8))

@@ -1,0 +1,183 @@
+"""Transformers' conversions of the hub's FP8 and NVFP4 checkpoints, which store a tensor for each expert and projection:
+experts are taken as they are while they stream in, and the linear layers beside them become dense."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from ..errors import CheckpointError
+from ..kernels.quantized import Quantized
+from ..layer.packed_weight import PackedWeight, as_parameter
+from . import PACKED
+from .format import HubFormat
+from .fp8 import HubFP8
+from .loading_errors import noted
+from .shares import gathered_rows, share_of
+from .state import check_shape, local_shape
+
+# DeepSeek-V4's names of scales, and those that we go by
+SHORT_NAMES = (r"^(.+)(?<!_l2_clip)\.scale$", r"\1.weight_scale_inv")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHT = ".weight"  # how the name of a projection's tensor ends
+CASTS_FP8 = not hasattr(HfQuantizer, "get_new_dtype")
+
+
+class _TakeExperts(ConversionOps):
+    """A packed weight of what a checkpoint has of its experts, in its format or in another that the quantizer wants."""
+
+    def __init__(self, hf_quantizer, format: HubFormat, sources: list[str]):
+        self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
+        self.format, self.sources = format, sources
+
+    @noted
+    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
+        module, name = get_module_from_name(model, full_layer_name)
+        wanted, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
+        dense = getattr(module, name)
+        first = 0 if share is None else share.experts(local_shape(dense)[0]).start
+        order = "concatenated" if len(self.sources) > 1 else "whole"
+        is_plain = self._is_plain(input_dict)
+        if wanted == self.format.name and not is_plain:
+            return {full_layer_name: as_parameter(self._weight(input_dict, full_layer_name, dense, first))}
+
+        def pack(mean=torch.mean):
+            if is_plain:
+                plain = torch.cat([torch.stack(input_dict[f"{source}$"]) for source in self.sources], dim=1)
+                check_shape(full_layer_name, plain, dense)
+                return PackedWeight.quantize(plain.to(dense.dtype), wanted, order=order, mean=mean)
+            return self._weight(input_dict, full_layer_name, dense, first).requantized(wanted, order, mean)
+
+        if share is None:
+            return {full_layer_name: as_parameter(pack())}
+        device = next(tensor.device for tensors in input_dict.values() for tensor in tensors)
+        return {full_layer_name: as_parameter(PACKED[wanted].pack_share(pack, local_shape(dense), device, share))}
+
+    def _is_plain(self, input_dict) -> bool:
+        """Whether the checkpoint has these experts in floats, as a layer that its modules_to_not_convert names."""
+        has_scales = any(input_dict.get(f"{source}{end}$") for source in self.sources for end in self.format.scales)
+        weights = [tensor for source in self.sources for tensor in input_dict.get(f"{source}$", ())]
+        return not has_scales and all(tensor.dtype in FLOATS for tensor in weights)
+
+    def _weight(self, input_dict, layer: str, dense: torch.Tensor, first: int) -> PackedWeight:
+        """The weight as the checkpoint has it, which stands for a dense one on the meta device. first: which of the
+        layer's experts is the first here."""
+        parts = [self._part(input_dict, source, layer, dense, first) for source in self.sources]
+        alike = parts[0][0]
+        for source, experts in zip(self.sources, parts):
+            for expert, part in enumerate(experts, first):
+                if _kinds(part) != _kinds(alike):
+                    raise CheckpointError(
+                        f"{layer}, {source} of expert {expert}: its weight and scales are stored as {_kinds(part)}, "
+                        f"others of this layer as {_kinds(alike)}"
+                    )
+        packed = self.format.join(parts)
+        PACKED[self.format.name].check(layer, packed, first)
+        weight = PackedWeight.of(packed, self.format.name, dense.dtype)
+        check_shape(layer, weight, dense)
+        return weight
+
+    def _part(self, input_dict, source: str, layer: str, dense: torch.Tensor, first: int) -> list[Quantized]:
+        tensors = [input_dict.get(f"{name}$", []) for name in self.format.names(source)]
+        num_experts = local_shape(dense)[0]
+        if {len(found) for found in tensors} != {num_experts}:
+            counts = ", ".join(f"{len(found)} {WEIGHT}{end}" for end, found in zip(("", *self.format.scales), tensors))
+            raise CheckpointError(
+                f"{layer}: weights or scales of {source} are missing, or there are too many: of {num_experts} experts "
+                f"the checkpoint has {counts}"
+            )
+        packed = []
+        for expert, found in enumerate(zip(*tensors), first):
+            try:
+                packed.append(self.format.pack(*found))
+            except CheckpointError as error:
+                raise CheckpointError(f"{layer}, {source} of expert {expert}: {error}") from error
+        return packed
+
+
+def _kinds(part: Quantized) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in part if tensor is not None]
+
+
+def _uncast(weight: torch.Tensor) -> torch.Tensor:
+    """A linear layer's weight as the checkpoint has it: early versions of Transformers cast FP8, without loss."""
+    if not CASTS_FP8 or weight.dim() != 2 or not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+        return weight
+    for part in (weight[:1], weight):  # most are told apart by their first row
+        if not torch.equal(part.to(torch.float8_e4m3fn).to(part.dtype).nan_to_num(), part.nan_to_num()):
+            return weight
+    return weight.to(torch.float8_e4m3fn) if weight.any() else weight
+
+
+class _TakeDense(ConversionOps):
+    """A linear layer's weight in its own dtype."""
+
+    def __init__(self, hf_quantizer, format: HubFormat):
+        self.hf_quantizer, self.format = hf_quantizer, format
+
+    @noted
+    def convert(self, input_dict, *, full_layer_name, model, **kwargs):
+        module, name = get_module_from_name(model, full_layer_name)
+        parameter, stored = getattr(module, name), self.format.names(WEIGHT[1:])
+        tensors = [found[0] for each in stored if (found := input_dict.get(f"{each}$"))]
+        if tensors[0].is_meta:
+            return {full_layer_name: torch.empty_like(parameter, device="meta")}
+        if isinstance(self.format, HubFP8):
+            tensors[0] = _uncast(tensors[0])
+        weight = tensors[0]
+        is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
+        if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(stored)):
+            raise CheckpointError(
+                f"{full_layer_name} is {weight.dtype} with {len(tensors) - 1} of {len(stored) - 1} scales"
+            )
+        try:
+            if is_packed and hasattr(parameter, "device_mesh") and isinstance(self.format, HubFP8):
+                dense = _dense_rows(self.format, weight, tensors[1], parameter)
+            else:
+                dense = self.format.dense(*tensors) if is_packed else weight
+        except CheckpointError as error:
+            raise CheckpointError(f"{full_layer_name}: {error}") from error
+        if is_packed and not bool(torch.isfinite(dense).all()):
+            raise CheckpointError(f"{full_layer_name} or its scales have NaN or infinite values")
+        return {full_layer_name: dense.to(parameter.dtype)}
+
+
+def _dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter) -> torch.Tensor:
+    """A rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but blocks need
+    not end where parts do."""
+    rows = parameter.shape[0]
+    num_blocks, _ = format.scale_shape(parameter.shape)
+    whole, first = gathered_rows(scales, num_blocks, parameter)
+    return format.dense_rows(weight, whole, rows, first)
+
+
+def with_hub_converters(conversions: list, hf_quantizer, format: HubFormat) -> list:
+    """Transformers' conversions of a model, with which experts stay packed and the rest becomes dense."""
+    return [
+        *([WeightRenaming(*SHORT_NAMES)] if isinstance(format, HubFP8) else []),
+        *(_of_experts(converter, hf_quantizer, format) for converter in conversions),
+        WeightConverter(
+            [f"{name}$" for name in format.names(WEIGHT[1:])] + [f"{end[1:]}$" for end in format.unused],
+            WEIGHT[1:],
+            [_TakeDense(hf_quantizer, format)],
+        ),
+    ]
+
+
+def _of_experts(converter, hf_quantizer, format: HubFormat):
+    if not isinstance(converter, WeightConverter):
+        return converter
+    sources, targets = converter._original_source_patterns, converter._original_target_patterns
+    if len(targets) != 1 or not re.search(r"experts\.\w+$", targets[0]) or not all(map(_is_weight, sources)):
+        return converter
+    patterns = [f"{name}$" for source in sources for name in format.names(source)]
+    patterns += [f"{source.removesuffix(WEIGHT)}{end}$" for source in sources for end in format.unused]
+    return WeightConverter(patterns, targets[0], [_TakeExperts(hf_quantizer, format, sources)])
+
+
+def _is_weight(source: str) -> bool:
+    return source.endswith(WEIGHT)
