@@ -126,7 +126,7 @@ class HubFormat:
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The values in fp32. Raises CheckpointError as `check`."""
         self.check(*tensors)
-        return self.grid(*tensors).dense(*tensors[:2])
+        return self.grid(*tensors).dense(tensors[0], tensors[1])
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """One expert's codes, scales and state. Raises CheckpointError as `check`."""

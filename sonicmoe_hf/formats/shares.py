@@ -66,10 +66,11 @@ def show(experts: nn.Module) -> None:
     if show_again is not None:
         show_again()
     if expert_parallelism(experts) is not None:
-        for name, weight in experts._parameters.items():
+        weights: dict[str, Any] = experts._parameters
+        for name, weight in weights.items():
             local = weight.to_local() if hasattr(weight, "device_mesh") else weight
             if isinstance(local, PackedWeight):
-                experts._parameters[name] = as_parameter(local)
+                weights[name] = as_parameter(local)
 
 
 def gathered_rows(piece: torch.Tensor, rows: int, parameter: Any) -> tuple[torch.Tensor, int]:
