@@ -8,6 +8,7 @@ model, which note gradients and padding. No forward is rewritten.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..attention.models import NAME as ATTENTION
 from ..attention.models import runs_here as attention_runs_here
@@ -28,8 +30,13 @@ from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, chec
 from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
-from ..private.transformers import experts_implementation, parallel_mesh, set_experts_implementation
-from ..streaming.placement import place_experts
+from ..private.transformers import (
+    experts_implementation,
+    loaded_one_by_one,
+    parallel_mesh,
+    set_experts_implementation,
+)
+from ..streaming.placement import LoadingPlacement, check_memory, place_experts
 from .calls import PatchState
 from .experts import SAVE, is_fp8_experts
 from .forwards import restore
@@ -192,8 +199,7 @@ def patch_model(
         ignore_packed_in_ddp(root)
     if experts_memory is not None:
         place_experts(root, experts_memory)
-        ignore_packed_in_ddp(root)
-        guard_deepspeed()
+        guard_streamed(root)
     state = _state(root) or PatchState()
     use_own_configs(model, state.configs)
     _use_our_experts(root, save)
@@ -311,6 +317,7 @@ def from_pretrained(
     routing=None,
     save: str = "preactivation",
     experts_quantization: str | None = None,
+    experts_memory: str | int | None = None,
     auto_class=AutoModelForCausalLM,
     **kwargs,
 ) -> PreTrainedModel:
@@ -327,6 +334,9 @@ def from_pretrained(
             DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
             its linear layers become dense. FP8 experts are packed again if another format is asked for, one expert
             after the other. A BitsAndBytesConfig given as quantization_config is for the linear layers.
+        experts_memory: the experts are frozen, so many bytes of them stay on the GPU, and the others live in host memory
+            (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
+            the current GPU, where there is one.
         auto_class: the Auto class that loads the model.
     Returns:
         The patched model; with output_loading_info=True, (model, what Transformers says of the names).
@@ -334,7 +344,8 @@ def from_pretrained(
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
         UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None; or
             distributed_config has experts shared by ranks whose number does not divide them.
-        UnsupportedExpertsError: experts of a size that the format does not take.
+        UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
+        MemoryError: host memory does not hold the experts.
     """
     policy = as_routing_policy(routing)
     asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
@@ -349,7 +360,10 @@ def from_pretrained(
         check_not_packed(pretrained_model_name_or_path, kwargs)
     else:
         kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
-    with named_errors():
+    loading = None
+    if experts_memory is not None:
+        kwargs, loading = with_experts_memory(kwargs, experts_memory)
+    with named_errors(), contextlib.nullcontext() if loading is None else loaded_one_by_one(loading.take):
         loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     if experts_quantization is None and not os.path.isdir(pretrained_model_name_or_path):
@@ -358,8 +372,34 @@ def from_pretrained(
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
     if not _asks_for_attention(kwargs) and attention_runs_here(model):
         model.set_attn_implementation(ATTENTION)
+    if loading is not None:
+        loading.finish(model)
+        guard_streamed(model)
     patch_model(model, policy, save=save)
     return loaded
+
+
+def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tuple[dict[str, Any], LoadingPlacement]:
+    """The keyword arguments of from_pretrained(**kwargs) for a model on one device, and what places its experts.
+
+    Raises:
+        UnsupportedModelError: ranks share or shard the model. ValueError: experts_memory.
+    """
+    check_memory(experts_memory)
+    if kwargs.get("distributed_config") is not None or is_deepspeed_zero3_enabled():
+        raise UnsupportedModelError(
+            "experts_memory takes experts that ranks neither share nor shard (distributed_config, DeepSpeed's ZeRO-3); "
+            "leave it out, or let each rank hold the whole model (DDP)"
+        )
+    if kwargs.get("device_map") is None and torch.cuda.is_available():
+        kwargs = {**kwargs, "device_map": {"": torch.cuda.current_device()}}
+    return kwargs, LoadingPlacement(experts_memory)
+
+
+def guard_streamed(model: PreTrainedModel) -> None:
+    """Keep DDP and DeepSpeed from experts in host memory."""
+    ignore_packed_in_ddp(model)
+    guard_deepspeed()
 
 
 def _asks_for_attention(kwargs: dict[str, Any]) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +50,12 @@ USED = {
     "transformers.PreTrainedModel._hf_peft_config_loaded": ("5.17 to 5.23", "telling adapters' checkpoints"),
     "transformers.PreTrainedModel._load_pretrained_model": ("5.17 to 5.23", "restoring experts from checkpoints"),
     "transformers.modeling_utils.LoadStateDictConfig": ("5.17 to 5.23", "restoring experts from checkpoints"),
+    "transformers.core_model_loading.set_param_for_module": ("5.17 to 5.23", "experts that load into host memory"),
+    "transformers.modeling_utils.caching_allocator_warmup": ("5.17 to 5.23", "experts that load into host memory"),
+    "transformers.core_model_loading: HF_DEACTIVATE_ASYNC_LOAD": (
+        "5.17 to 5.23",
+        "experts that load into host memory",
+    ),
     "transformers.core_model_loading: _weight_conversions": ("5.17 to 5.23", "restoring experts from checkpoints"),
     "transformers.Trainer._inner_training_loop": ("5.17 to 5.23", "callbacks whose settings end with a training step"),
     "transformers.Trainer._load_from_checkpoint": ("5.17 to 5.23", "restoring experts on resume"),
@@ -71,6 +79,9 @@ USED = {
     "accelerate.hooks: _old_forward": ("1.10 to 1.15", "telling what accelerate's forwards call"),
 }
 REPLICATED_HOOK = "_replicated_grad_hook_registered"  # attribute of parameters whose gradients are averaged over ranks
+SYNCHRONOUS = (
+    "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable: weights are read by one thread, when they are converted
+)
 FP8_FUNCTIONS = "transformers.integrations.finegrained_fp8"  # where it registers what computes FP8Experts
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 _WARNING_METHOD = "_issue_warnings_after_load"
@@ -101,6 +112,41 @@ def experts_implementation_at_once(config) -> str | None:
 def set_experts_implementation(config, name: str | None) -> None:
     """Have the experts of a config computed by another implementation; its sub-configs keep theirs."""
     config._experts_implementation_internal = name
+
+
+_taking_weights: ContextVar[Callable[[Any, str], None] | None] = ContextVar("what takes loaded weights", default=None)
+
+
+@contextmanager
+def loaded_one_by_one(take: Callable[[Any, str], None]) -> Iterator[None]:
+    """Around from_pretrained: `take(model, name)` is called as soon as a weight has been loaded, before the next one is,
+    and no memory is reserved for all of them."""
+    from transformers import core_model_loading, modeling_utils
+
+    set_parameter, warmup = core_model_loading.set_param_for_module, modeling_utils.caching_allocator_warmup
+    if not hasattr(set_parameter, "__wrapped__"):
+
+        @functools.wraps(set_parameter)
+        def set_and_take(model, target_name, *args, **kwargs):
+            set_parameter(model, target_name, *args, **kwargs)
+            if (taking := _taking_weights.get()) is not None:
+                taking(model, target_name)
+
+        @functools.wraps(warmup)
+        def warm_up(*args, **kwargs):
+            return warmup(*args, **kwargs) if _taking_weights.get() is None else None
+
+        core_model_loading.set_param_for_module = set_and_take
+        modeling_utils.caching_allocator_warmup = warm_up
+    asynchronous, token = os.environ.get(SYNCHRONOUS), _taking_weights.set(take)
+    os.environ[SYNCHRONOUS] = "1"  # else threads bring weights to the GPU faster than they are taken
+    try:
+        yield
+    finally:
+        _taking_weights.reset(token)
+        os.environ.pop(SYNCHRONOUS)
+        if asynchronous is not None:
+            os.environ[SYNCHRONOUS] = asynchronous
 
 
 def forget_implementation(interface, name: str) -> None:

@@ -35,11 +35,16 @@ def _weights(experts: nn.Module) -> list[Any]:
     return [experts._parameters[name] for name in weight_names(experts)]
 
 
+def check_memory(experts_memory: Any) -> None:
+    """Raise ValueError where experts_memory is neither "auto" nor a number of bytes."""
+    if experts_memory != AUTO:
+        as_bytes(experts_memory)
+
+
 def check_streamable(layers: Iterable[tuple[str, nn.Module]], experts_memory: Any) -> None:
     """Raise UnsupportedExpertsError where experts are shared or sharded by ranks; ValueError where experts_memory is no
     number of bytes."""
-    if experts_memory != AUTO:
-        as_bytes(experts_memory)
+    check_memory(experts_memory)
     for name, experts in layers:
         if expert_parallelism(experts) is not None or is_expert_parallel(experts):
             raise UnsupportedExpertsError(
@@ -72,7 +77,7 @@ class Placement:
         )
         weights = [weight for _, experts in layers for weight in _weights(experts) if _is_host(weight)]
         streams = [weight.layer.stream for weight in weights]
-        self.stays = spread(sizes, budget)
+        self.device, self.stays = device, spread(sizes, budget)
         self.number = {id(experts): number for number, (_, experts) in enumerate(layers)}
         self.stream = streams[0] if streams and streams[0].device == device else ExpertsStream(device)
         new = sum(
@@ -160,6 +165,48 @@ def place_experts(model: nn.Module, experts_memory: Any) -> None:
     placement = placement_of(model, experts_memory)
     for _, experts in expert_layers(model):
         placement.hold_all(experts)
+
+
+class LoadingPlacement:
+    """Places each experts' weight of a model as soon as it has been loaded.
+
+    Raises:
+        UnsupportedExpertsError, ValueError, MemoryError: at the first weight, as `placement_of`; or the model has no
+            experts, or they are on several devices.
+    """
+
+    def __init__(self, experts_memory: Any):
+        self.experts_memory = experts_memory
+        self.placement: Placement | None = None
+
+    def take(self, model: nn.Module, full_name: str) -> None:
+        """The parameter of this name has been loaded."""
+        place, _, name = full_name.rpartition(".")
+        experts: Any = model.get_submodule(place)
+        if not is_experts(experts) or name not in weight_names(experts):
+            return
+        weight: Any = experts._parameters[name]
+        if self.placement is None:
+            format = weight.format if isinstance(weight, PackedWeight) else None
+            self.placement = placement_of(model, self.experts_memory, format, weight.device)
+        if weight.device != self.placement.device:
+            raise UnsupportedExpertsError(
+                f"{full_name} is on {weight.device} and others on {self.placement.device}; experts_memory takes a model "
+                "on one device"
+            )
+        weight = self.placement.hold(experts, name, weight)
+        weight._is_hf_initialized = True
+        setattr(experts, name, weight)
+
+    def finish(self, model: nn.Module) -> None:
+        """Place what the checkpoint did not have."""
+        if self.placement is None:
+            raise UnsupportedExpertsError(
+                f"{type(model).__name__} has no experts that go through Transformers' experts interface; leave out "
+                "experts_memory"
+            )
+        for _, experts in expert_layers(model):
+            self.placement.hold_all(experts)
 
 
 def keep_stored_names(experts: nn.Module) -> None:
