@@ -124,15 +124,13 @@ def loaded_one_by_one(take: Callable[[Any, str], None]) -> Iterator[None]:
     from transformers import core_model_loading, modeling_utils
 
     set_parameter, warmup = core_model_loading.set_param_for_module, modeling_utils.caching_allocator_warmup
-    if not hasattr(set_parameter, "__wrapped__"):
+    if set_parameter.__module__ != __name__:
 
-        @functools.wraps(set_parameter)
         def set_and_take(model, target_name, *args, **kwargs):
             set_parameter(model, target_name, *args, **kwargs)
             if (taking := _taking_weights.get()) is not None:
                 taking(model, target_name)
 
-        @functools.wraps(warmup)
         def warm_up(*args, **kwargs):
             return warmup(*args, **kwargs) if _taking_weights.get() is None else None
 

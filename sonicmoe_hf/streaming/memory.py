@@ -25,8 +25,9 @@ def as_bytes(experts_memory: str | int) -> int:
     """
     if isinstance(experts_memory, int) and not isinstance(experts_memory, bool) and experts_memory >= 0:
         return experts_memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", str(experts_memory), re.IGNORECASE)
-    if match is None or match[2].upper() not in UNITS or isinstance(experts_memory, bool):
+    given = experts_memory if isinstance(experts_memory, str) else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", given, re.IGNORECASE)
+    if match is None or match[2].upper() not in UNITS:
         raise ValueError(
             f'experts_memory is {experts_memory!r}; give the bytes of experts that stay on the GPU, such as "8GiB" or 0, '
             'or "auto"'

@@ -189,11 +189,8 @@ class ExpertsStream:
                 buffer.threads.discard(thread)
 
     def forget(self, layer: HostLayer, resized: bool = False) -> None:
-        """What is on the device of a layer is no longer what the host holds; no copy from it is under way afterwards.
-        resized: its buffers may be too small."""
+        """What is on the device of a layer is no longer what the host holds. resized: the buffers may be too small."""
         with self._lock:
-            if self._buffers:
-                self.copies.finish()
             for buffer in self._buffers:
                 buffer.views.pop(layer.number, None)
                 buffer.layer = None if buffer.layer == layer.number else buffer.layer

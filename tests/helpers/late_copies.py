@@ -1,0 +1,132 @@
+"""A copy engine for CPUs that knows what GPUs allow: which of two streams' works may overlap, from the events alone.
+
+Copies end as late as they may: their bytes arrive when the computing stream waits for them, and until then the buffer holds
+garbage. Each stream counts its works and knows up to which work of the other it has waited, as a race detector does.
+"""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from sonicmoe_hf.layer import experts_op
+from sonicmoe_hf.streaming import copies as copies_module
+
+GARBAGE = 0x7F  # bytes of NaN in bf16 and FP8, of no small value in the others
+
+
+class Hazard(AssertionError):
+    """Two works that touch one buffer have no order."""
+
+
+class Event:
+    """What had been done in each stream where it was set."""
+
+    def __init__(self):
+        self.reached = None
+
+
+class Buffer:
+    def __init__(self, memory, read):
+        self.memory, self.written, self.read = memory, 0, read
+
+    def holds(self, tensor):
+        return 0 <= tensor.data_ptr() - self.memory.data_ptr() < self.memory.nbytes
+
+
+class LateCopies:
+    """See the module. log: ("copy", number of the buffer, address of the source) and ("read", number of the buffer)."""
+
+    every: ClassVar[list["LateCopies"]] = []
+
+    def __init__(self, device):
+        self.computing, self.copying = {"compute": 0, "copy": 0}, {"compute": 0, "copy": 0}
+        self.buffers, self.pinned, self.queue, self.log, self.finished = [], {}, [], [], 0
+        LateCopies.every.append(self)
+
+    def pin(self, host):
+        self.pinned[host.data_ptr()] = host.nbytes
+
+    def unpin(self, host):
+        if any(source.data_ptr() == host.data_ptr() for pairs, _ in self.queue for _, source in pairs):
+            raise Hazard("unpinned while a copy from it is under way")
+        del self.pinned[host.data_ptr()]
+
+    def buffer(self, nbytes):
+        self.computing["compute"] += 1  # whoever had the memory before
+        self.buffers.append(Buffer(torch.empty(nbytes, dtype=torch.uint8), self.computing["compute"]))
+        return self.buffers[-1].memory
+
+    def event(self):
+        return Event()
+
+    def mark(self, event):
+        event.reached = dict(self.computing)
+
+    def copy(self, pairs, after, done):
+        for event in after:
+            self._advance(self.copying, event)
+        self.copying["copy"] += 1
+        pairs = list(pairs)
+        for target, source in pairs:
+            assert source.data_ptr() in self.pinned, "a copy from memory that is not pinned waits for the host"
+            (number,) = [number for number, each in enumerate(self.buffers) if each.holds(target)]
+            buffer = self.buffers[number]
+            if buffer.read > self.copying["compute"]:
+                raise Hazard("a buffer is overwritten while it may be in use")
+            buffer.written = self.copying["copy"]
+            target.fill_(GARBAGE)
+            self.log.append(("copy", number, source.data_ptr()))
+        done.reached = dict(self.copying)
+        self.queue.append((pairs, self.copying["copy"]))
+
+    def wait(self, done):
+        self._advance(self.computing, done)
+        self._arrive(done.reached["copy"])
+
+    def timeline(self):
+        return 0
+
+    def finish(self):
+        self.finished += 1
+        self._arrive(self.copying["copy"])
+
+    def read(self, tensor):
+        """Work of the computing stream reads a tensor, of a buffer or not."""
+        for number, buffer in enumerate(self.buffers):
+            if buffer.holds(tensor):
+                if buffer.written > self.computing["copy"]:
+                    raise Hazard("a buffer is read before its copy has ended")
+                self.computing["compute"] += 1
+                buffer.read = self.computing["compute"]
+                self.log.append(("read", number))
+
+    @staticmethod
+    def _advance(stream, event):
+        for name, done in (event.reached or {}).items():
+            stream[name] = max(stream[name], done)
+
+    def _arrive(self, until):
+        while self.queue and self.queue[0][1] <= until:
+            pairs, _ = self.queue.pop(0)
+            for target, source in pairs:
+                target.copy_(source)
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    """Has experts in host memory copied by LateCopies, and every read of a layer's weights checked."""
+    monkeypatch.setitem(copies_module.KINDS, "cpu", LateCopies)
+    monkeypatch.setattr(LateCopies, "every", [])
+    for name in ("weight", "operand"):
+        monkeypatch.setattr(experts_op._Layer, name, _reading(getattr(experts_op._Layer, name)))
+    return LateCopies
+
+
+def _reading(method):
+    def run(layer, projection):
+        for engine in LateCopies.every:
+            engine.read(projection.weight)
+        return method(layer, projection)
+
+    return run

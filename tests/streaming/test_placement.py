@@ -1,0 +1,379 @@
+"""Where experts live: from files, from memory, by bytes; what such weights are to torch; errors that name the remedy."""
+
+import copy
+import itertools
+import json
+import pickle
+
+import pytest
+import torch
+from helpers.models import batch, build, loss_and_gradients
+from helpers.native import save_both
+from helpers.parallel import gradients
+from helpers.ranks import Ranks
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from sonicmoe_hf import (
+    PackedWeight,
+    UnsupportedExpertsError,
+    UnsupportedModelError,
+    from_pretrained,
+    patch_model,
+    quantize_experts,
+    unpatch_model,
+)
+from sonicmoe_hf.layer.experts_module import weight_names
+from sonicmoe_hf.streaming import memory, placement
+from sonicmoe_hf.streaming.memory import as_bytes, free_on_host, spread
+from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
+from sonicmoe_hf.streaming.weight import HostWeight
+
+SIZES = {
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+}
+BATCH = batch(2, 8)
+LAYERS = 4
+
+
+def small(family="qwen3_moe", **changes):
+    return build(family, **{**SIZES[family], "num_hidden_layers": LAYERS, **changes})
+
+
+def streamed(format=None, experts_memory=0):
+    model = small()
+    if format is not None:
+        quantize_experts(model, format, experts_memory=experts_memory)
+        patch_model(model)
+    else:
+        patch_model(model, experts_memory=experts_memory)
+    return model
+
+
+def host_weights(model):
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, HostWeight)}
+
+
+def logits(model):
+    return model(**BATCH).logits
+
+
+# what is where
+
+
+@pytest.mark.parametrize("stay, kept", [(0, []), (1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3])])
+def test_what_stays_is_spread_evenly(stay, kept):
+    assert [number for number, stays in enumerate(spread([10] * 4, 10 * stay + 9)) if stays] == kept
+
+
+def test_no_two_neighbours_are_copied_where_half_of_the_layers_stay():
+    stays = spread([7] * 48, 7 * 24)
+    assert sum(stays) == 24 and all(first != second for first, second in itertools.pairwise(stays))
+
+
+def test_layers_of_other_sizes_count_with_their_own():
+    assert spread([100, 1, 100, 1], 3) == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [("8GiB", 2**33), ("8 gib", 2**33), ("1.5GiB", 3 * 2**29), ("2GB", 2 * 10**9), (0, 0), ("0", 0), (17, 17)],
+)
+def test_experts_memory_is_a_number_of_bytes(given, expected):
+    assert as_bytes(given) == expected
+
+
+@pytest.mark.parametrize("given", ["8 apples", "-1GiB", -1, 1.5, "", True, "GiB"])
+def test_what_is_no_number_of_bytes_is_an_error(given):
+    with pytest.raises(
+        ValueError, match='give the bytes of experts that stay on the GPU, such as "8GiB" or 0, or "auto"'
+    ):
+        patch_model(small(), experts_memory=given)
+
+
+@pytest.mark.parametrize("format", [None, "nf4", "mxfp4", "fp8", "nvfp4"])
+def test_bytes_before_packing_are_those_that_are_stored(format):
+    model = small()
+    expected = [bytes_of(experts, format) for _, experts in expert_layers(model)]
+    if format is not None:
+        quantize_experts(model, format)
+    stored = [sum(getattr(e, name).nbytes for name in weight_names(e)) for _, e in expert_layers(model)]
+    # of FP8 and NVFP4 each half of the rows has blocks or a scale of its own
+    assert stored == (pytest.approx(expected, rel=0.01) if format in ("fp8", "nvfp4") else expected)
+
+
+# from files
+
+
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("format", [None, "nf4"])
+@pytest.mark.parametrize("layout", ["hub", "native"])
+def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_copies, family, format, layout, tmp_path):
+    folder = dict(zip(("hub", "native"), save_both(small(family).bfloat16(), tmp_path)))[layout]
+    resident = from_pretrained(folder, experts_quantization=format)
+    half = sum(bytes_of(experts, None) for _, experts in expert_layers(resident)) // 2
+    for experts_memory, count in ((0, LAYERS), (half, LAYERS // 2)):
+        model = from_pretrained(folder, experts_quantization=format, experts_memory=experts_memory)
+        assert len(host_weights(model)) == 2 * count
+        assert torch.equal(logits(model), logits(resident))
+        assert not any(getattr(e, name).requires_grad for _, e in expert_layers(model) for name in weight_names(e))
+        resident.save_pretrained(tmp_path / "resident")
+        model.save_pretrained(tmp_path / "streamed")
+        for file in (tmp_path / "resident").iterdir():
+            assert file.read_bytes() == (tmp_path / "streamed" / file.name).read_bytes(), file.name
+
+
+def test_a_checkpoint_packed_before_streams_in(late_copies, tmp_path):
+    quantize_experts(small().bfloat16(), "mxfp4").save_pretrained(tmp_path)
+    resident, model = from_pretrained(tmp_path), from_pretrained(tmp_path, experts_memory=0)
+    assert len(host_weights(model)) == 2 * LAYERS and torch.equal(logits(model), logits(resident))
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_no_more_than_one_weight_is_on_the_device_while_a_checkpoint_streams_in(format, tmp_path, monkeypatch):
+    small().bfloat16().save_pretrained(tmp_path)
+    hold, there = Placement.hold, []
+
+    def counted(self, experts, name, weight):
+        there.append(sum(1 for _, each in models[0] if not each.is_meta and not isinstance(each, HostWeight)))
+        return hold(self, experts, name, weight)
+
+    models = []
+    take = placement.LoadingPlacement.take
+
+    def taken(self, model, name):
+        models[:] = [[(n, p) for n, p in model.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))]]
+        return take(self, model, name)
+
+    monkeypatch.setattr(Placement, "hold", counted)
+    monkeypatch.setattr(placement.LoadingPlacement, "take", taken)
+    from_pretrained(tmp_path, experts_quantization=format, experts_memory=0)
+    while_loading = there[: 2 * LAYERS]
+    assert while_loading == [1] * (2 * LAYERS)
+
+
+def test_other_models_load_as_before(tmp_path):
+    small().save_pretrained(tmp_path)
+    from_pretrained(tmp_path, experts_memory=0)
+    assert not host_weights(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+# what they are to torch
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format, tmp_path):
+    model, resident = streamed(format), streamed(format, None)
+    state, expected = model.state_dict(), resident.state_dict()
+    assert state.keys() == expected.keys() and not any(isinstance(t, HostWeight) for t in state.values())
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    torch.save(state, tmp_path / "state")
+    assert (tmp_path / "state").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in expected.values()) + 2**16
+    resident.load_state_dict(torch.load(tmp_path / "state"))
+    weight = next(iter(host_weights(model).values()))
+    for copied in (pickle.loads(pickle.dumps(weight)), copy.deepcopy(weight), weight.clone(), weight.resident()):
+        assert not isinstance(copied, HostWeight)
+        assert torch.equal(copied.dequantize() if format else copied, weight.dequantize())
+    assert isinstance(copy.deepcopy(weight), nn.Parameter)
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_moves_to_its_own_device_and_casts_leave_it_on_the_host(late_copies, format):
+    model = streamed(format)
+    expected = logits(model)
+    assert len(host_weights(model.to("cpu"))) == 2 * LAYERS
+    assert torch.equal(logits(model), expected)
+    assert len(host_weights(model.bfloat16())) == 2 * LAYERS
+
+
+def test_other_devices_get_ordinary_weights(late_copies):
+    weight = next(iter(host_weights(streamed("nf4")).values()))
+    moved = weight.to("meta")
+    assert type(moved) is PackedWeight and moved.device.type == moved.codes.device.type == "meta"
+
+
+def test_the_footprint_counts_what_the_host_holds(late_copies):
+    for format in (None, "nf4"):
+        expected = streamed(format, None).get_memory_footprint()
+        assert streamed(format).get_memory_footprint() == pytest.approx(expected, rel=1e-12)
+
+
+def test_experts_in_host_memory_are_not_trained(late_copies):
+    model = streamed()
+    with pytest.raises(RuntimeError, match="experts in host memory are frozen and have no gradient; train adapters"):
+        model.requires_grad_(True)
+    assert not any(weight.requires_grad for weight in host_weights(model).values())
+    model = streamed(experts_memory="1GiB")  # all stay, and are as frozen
+    assert not host_weights(model) and not model.model.layers[0].mlp.experts.down_proj.requires_grad
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda w: w + 1, lambda w: w.mul_(2), lambda w: w[0], lambda w: torch.nn.functional.linear(w, w)]
+)
+def test_what_would_read_one_as_a_tensor_is_an_error(late_copies, operation):
+    with pytest.raises(RuntimeError, match="these experts live in host memory"):
+        operation(next(iter(host_weights(streamed()).values())))
+    with pytest.raises(RuntimeError, match="these experts live in host memory"):
+        next(iter(host_weights(streamed()).values())).data = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="cannot be shared with other processes"):
+        next(iter(host_weights(streamed()).values())).share_memory_()
+
+
+def test_an_unpatched_model_says_that_its_experts_are_on_the_host(late_copies):
+    model = streamed()
+    unpatch_model(model)
+    with pytest.raises(RuntimeError, match="other experts implementations"):
+        logits(model)
+
+
+def test_merging_in_memory_is_an_error_before_anything_is_merged(late_copies):
+    model = streamed()
+    peft = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    )
+    with pytest.raises(UnsupportedModelError, match="sonicmoe-hf merge BASE ADAPTER DST"):
+        peft.merge_and_unload()
+
+
+def test_autocast_of_experts_in_another_dtype_is_an_error(late_copies):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="gate_up has dtype torch.float32"):
+        logits(streamed())
+
+
+def test_autocast_of_experts_in_its_dtype(late_copies):
+    model, resident = (small().bfloat16() for _ in range(2))
+    patch_model(model, experts_memory=0)
+    patch_model(resident)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits(model), logits(resident))
+
+
+# errors
+
+
+def test_too_little_host_memory_is_an_error_and_nothing_moves(late_copies, monkeypatch):
+    monkeypatch.setattr(placement, "free_on_host", lambda: 2**20)
+    model = small(num_experts=64)
+    with pytest.raises(
+        MemoryError, match=r"puts 0\.0 GiB of experts in host memory, where 0\.0 GiB are free; keep more"
+    ):
+        patch_model(model, experts_memory=0)
+    assert not host_weights(model)
+
+
+def test_what_the_host_has_free_is_the_least_of_system_and_containers(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROC", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert free_on_host() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable:    600 kB\n")
+    assert free_on_host() == 600 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
+    assert free_on_host() == 600 * 1024
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert free_on_host() == 400
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("1")
+    (tmp_path / "memory/memory.stat").write_text("inactive_file 0\n")
+    assert free_on_host() == 400
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("101")
+    assert free_on_host() == 100
+
+
+def test_auto_needs_a_gpu(late_copies):
+    with pytest.raises(ValueError, match="fits a GPU, but the model is on cpu"):
+        patch_model(small(), experts_memory="auto")
+
+
+def test_auto_leaves_a_part_of_the_card(monkeypatch):
+    total, free, reserved, allocated = 24 * 2**30, 20 * 2**30, 3 * 2**30, 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    given = memory.on_the_card(torch.device("cuda", 0), others=4 * 2**30, largest=2**30)
+    assert given == (20 + 2 - 4 - 2 - 6) * 2**30
+
+
+def test_ranks_that_share_or_shard_experts_are_an_error(late_copies, tmp_path):
+    small().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="experts_memory takes experts that ranks neither share nor shard"):
+        from_pretrained(tmp_path, experts_memory=0, distributed_config=DistributedConfig(tp_size=2))
+    model = small()
+    for _, experts in expert_layers(model):
+        experts._is_expert_parallel = True
+    with pytest.raises(UnsupportedExpertsError, match="shared by ranks"):
+        patch_model(model, experts_memory=0)
+
+
+def test_experts_on_the_meta_device_are_an_error(late_copies):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small().config)
+    with pytest.raises(UnsupportedExpertsError, match=r"on one device, not on \['meta'\]"):
+        patch_model(model, experts_memory=0)
+
+
+def test_a_device_without_copies_is_an_error():
+    with pytest.raises(ValueError, match="brings experts to CUDA GPUs, not to meta"):
+        Placement(expert_layers(small()), [1] * LAYERS, 0, "meta")
+
+
+def test_the_saved_config_says_nothing_of_where_experts_lived(late_copies, tmp_path):
+    for place, experts_memory in (("resident", None), ("streamed", 0)):
+        streamed("nf4", experts_memory).save_pretrained(tmp_path / place)
+    resident, host = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("resident", "streamed"))
+    assert resident == host
+
+
+# ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def with_adapters(experts_memory):
+    torch.manual_seed(0)
+    model = get_peft_model(
+        streamed(None, experts_memory),
+        LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def under_ddp(rank):
+    found = []
+    for experts_memory in (None, 0):
+        model = with_adapters(experts_memory)
+        loss_and_gradients(DistributedDataParallel(model), batch(seed=rank))
+        found.append(gradients(model))
+    return found
+
+
+def test_ddp_replicates_experts_in_host_memory(ranks):
+    for resident, host in ranks.run(under_ddp):
+        assert resident.keys() == host.keys() and all(torch.equal(resident[name], host[name]) for name in resident)
+
+
+def under_fsdp2(rank):
+    model = with_adapters(0)
+    try:
+        fully_shard(model.get_base_model().model.layers[0])
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_fsdp2_of_experts_in_host_memory_is_an_error(ranks):
+    assert all("FSDP" in error and "replicate them by DDP" in error for error in ranks.run(under_fsdp2))

@@ -1,0 +1,377 @@
+"""Experts in host memory: the resident model's bits, what is copied when, and no read or write out of order."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from helpers.late_copies import Hazard
+from helpers.marks import rest_slow
+from helpers.models import batch, build, loss_and_gradients
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from sonicmoe_hf import moe_experts, patch_model, quantize_experts
+from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.layer.fetching import STREAMED
+from sonicmoe_hf.streaming.placement import bytes_of, expert_layers
+from sonicmoe_hf.streaming.weight import HostWeight
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SIZES = {
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+}
+LAYERS = 5
+BATCH = batch(2, 8)
+BATCHES = [batch(2, 8, seed=seed) for seed in range(4)]
+
+
+def small(family="qwen3_moe", layers=LAYERS, seed=0):
+    return build(family, seed=seed, **{**SIZES[family], "num_hidden_layers": layers})
+
+
+def made(experts_memory, format=None, family="qwen3_moe", layers=LAYERS, seed=0):
+    """A patched model with its experts where they are to be. "half": half of their bytes."""
+    model = small(family, layers, seed)
+    if experts_memory == "half":
+        experts_memory = sum(bytes_of(experts, format) for _, experts in expert_layers(model)) // 2
+    if format is not None:
+        quantize_experts(model, format, experts_memory=experts_memory)
+        patch_model(model)
+    else:
+        patch_model(model, experts_memory=experts_memory)
+    return model
+
+
+def adapted(model, checkpointing=None):
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    if checkpointing is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    return model
+
+
+def host_weights(model):
+    return [weight for weight in model.parameters() if isinstance(weight, HostWeight)]
+
+
+def engine_of(model):
+    return host_weights(model)[0].layer.stream.copies
+
+
+def lived(model):
+    """What a training run gives: two steps of two batches each, an evaluation and a generation between them."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, given = torch.optim.SGD(trained, lr=0.1), []
+    for step in range(2):
+        for inputs in BATCHES[2 * step : 2 * step + 2]:
+            out = model.train()(**inputs)
+            out.loss.backward()
+            given.append(out.logits.detach())
+        given += [parameter.grad.clone() for parameter in trained]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            given.append(model.eval()(**BATCH).logits)
+        prompt = {"input_ids": BATCH["input_ids"][:1], "attention_mask": BATCH["attention_mask"][:1]}
+        given.append(model.generate(**prompt, max_new_tokens=3, do_sample=False, use_cache=False))
+    return given
+
+
+def assert_equal(given, expected):
+    assert len(given) == len(expected)
+    different = [place for place, pair in enumerate(zip(given, expected)) if not torch.equal(*pair)]
+    assert not different, f"{len(different)} of {len(expected)} tensors differ, the first is number {different[0]}"
+
+
+@pytest.mark.parametrize("experts_memory", [0, "half"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "recomputed"])
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_training_evaluation_and_generation_are_equal_to_the_bit(late_copies, format, checkpointing, experts_memory):
+    expected = lived(adapted(made(None, format), checkpointing))
+    model = adapted(made(experts_memory, format), checkpointing)
+    assert len(host_weights(model)) == 2 * (LAYERS if experts_memory == 0 else (LAYERS + 1) // 2)
+    assert_equal(lived(model), expected)
+
+
+@pytest.mark.parametrize(
+    "family,format", rest_slow([("gpt_oss", "mxfp4"), *((f, each) for f in SIZES for each in FORMATS)])
+)
+def test_every_format_and_layout_streams(late_copies, family, format):
+    expected = loss_and_gradients(adapted(made(None, format, family)), BATCH)
+    given = loss_and_gradients(adapted(made(0, format, family)), BATCH)
+    assert given.keys() == expected.keys()
+    assert_equal(given.values(), expected.values())
+
+
+def numbered(engine, layers):
+    """The log with layers in place of buffers and addresses; one entry where one layer is read several times."""
+    number = {host.data_ptr(): layer.number for layer in layers for host in layer._bytes}
+    held, steps = {}, []
+    for kind, buffer, *source in engine.log:
+        if kind == "copy":
+            held[buffer] = number[source[0]]
+        entry = kind, held[buffer]
+        if not steps or steps[-1] != entry:
+            steps.append(entry)
+    return steps
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "recomputed"])
+def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpointing):
+    model = adapted(made(0, layers=4), checkpointing)
+    layers = list({weight.layer.number: weight.layer for weight in host_weights(model)}.values())
+    engine = engine_of(model)
+    loss_and_gradients(model, BATCH)
+    waited, engine.log[:] = engine.finished, []
+    for _ in range(2):
+        start = len(engine.log)
+        loss_and_gradients(model, BATCH)
+    # at its end backward leaves layers 1 and 0 where the next forward begins
+    engine.log[:] = [("copy", place, host) for place, host in _held(engine, layers)] + engine.log[start:]
+    held, steps = 2, numbered(engine, layers)
+    forwards = [("read", 0), ("copy", 2), ("read", 1), ("copy", 3), ("read", 2), ("read", 3)]
+    backwards = [("copy", 1), ("read", 2), ("copy", 0), ("read", 1), ("read", 0)]
+    assert steps[held:] == forwards + backwards
+    assert len(engine.buffers) == 2, "no buffer is allocated after the first step"
+    assert engine.finished == waited, "no step waits on the host"
+
+
+def _held(engine, layers):
+    """(buffer, source) of what the two buffers hold before a step: layers 0 and 1."""
+    stream = layers[0].stream
+    by_number = {layer.number: layer for layer in layers}
+    places = {id(buffer.memory): place for place, buffer in enumerate(engine.buffers)}
+    return [(places[id(buffer.bytes)], by_number[buffer.layer]._bytes[0].data_ptr()) for buffer in stream._buffers]
+
+
+def test_the_first_step_goes_forwards_and_back_without_having_seen_another(late_copies):
+    model = adapted(made(0, layers=4))
+    loss_and_gradients(model, BATCH)
+    layers = list({weight.layer.number: weight.layer for weight in host_weights(model)}.values())
+    copied = [number for kind, number in numbered(engine_of(model), layers) if kind == "copy"]
+    assert copied == [0, 1, 2, 3, 1, 0]
+
+
+def test_two_streamed_layers_are_copied_once(late_copies):
+    model = adapted(made(0, layers=2), False)
+    for _ in range(3):
+        loss_and_gradients(model, BATCH)
+    assert [kind for kind, *_ in engine_of(model).log].count("copy") == 2 * 2, "two weights of two layers"
+
+
+def test_two_models_have_buffers_of_their_own(late_copies):
+    expected = [loss_and_gradients(adapted(made(None, seed=seed)), BATCH) for seed in (0, 1)]
+    models = [adapted(made(0, seed=seed)) for seed in (0, 1)]
+    losses = [model(**BATCH).loss for model in models]
+    for loss in losses:
+        loss.backward()
+    for model, gradients in zip(models, expected):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(parameter.grad, gradients[name]), name
+    assert engine_of(models[0]) is not engine_of(models[1])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["down", "down_backward"])
+def test_after_an_error_in_mid_step_the_next_steps_are_right(late_copies, monkeypatch, where, error):
+    expected = loss_and_gradients(adapted(made(None)), BATCH)
+    model, calls, function = adapted(made(0)), [], getattr(eager, where)
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error("in the middle")
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(eager, where, interrupted)
+        with pytest.raises(error, match="in the middle"):
+            loss_and_gradients(model, BATCH)
+    for _ in range(2):
+        assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
+
+
+def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
+    model = adapted(made(0))
+    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    expected = loss_and_gradients(model, BATCH)
+    for number in (1, 3):
+        layers[number].stream.begin(layers[number])  # an interrupt that came before `with` began
+        assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
+
+
+def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
+    model = made(0)
+    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    inside, leave, errors = threading.Barrier(3), threading.Event(), []
+
+    def use(number):
+        with layers[number].fetched():
+            inside.wait(10)
+            leave.wait(10)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in (0, 3)]
+    for thread in threads:
+        thread.start()
+    inside.wait(10)
+    with pytest.raises(RuntimeError, match="more than two threads"), layers[1].fetched():
+        errors.append("a third layer was in two buffers")
+    leave.set()
+    for thread in threads:
+        thread.join()
+    with layers[1].fetched():
+        assert not errors
+
+
+def test_adapters_of_several_names_train_and_are_saved_as_over_resident_experts(late_copies, tmp_path):
+    saved = []
+    for place, experts_memory in (("resident", None), ("streamed", 0)):
+        model = adapted(made(experts_memory))
+        torch.manual_seed(2)
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
+        for name in ("second", "default", "second"):
+            model.set_adapter(name)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
+            model(**BATCH).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(tmp_path / place)
+        states = [get_peft_model_state_dict(model, adapter_name=name) for name in ("default", "second")]
+        saved.append(
+            {f"{place} {name}": tensor for place, state in enumerate(states) for name, tensor in state.items()}
+        )
+    assert saved[0].keys() == saved[1].keys()
+    assert_equal(saved[1].values(), saved[0].values())
+    for file in (tmp_path / "resident").rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "streamed" / file.relative_to(tmp_path / "resident")).read_bytes()
+
+
+def test_a_trainer_resumes(late_copies, tmp_path):
+    rows = [{key: value[0] for key, value in batch(1, 8, seed=seed).items()} for seed in range(12)]
+
+    def trained(experts_memory, folder, steps, resume=None):
+        args = TrainingArguments(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            save_steps=1, logging_steps=1, report_to="none", use_cpu=True, seed=0, gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False}, lr_scheduler_type="constant",
+        )  # fmt: skip
+        model = adapted(made(experts_memory))
+        Trainer(model=model, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
+        return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+
+    expected = trained(None, tmp_path / "resident", 3)
+    trained(0, tmp_path / "streamed", 2)
+    resumed = trained(0, tmp_path / "streamed", 3, str(tmp_path / "streamed" / "checkpoint-2"))
+    assert_equal(resumed, expected)
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_compiled_layers_give_the_same_gradients(late_copies, format):
+    torch._dynamo.reset()
+    expected = loss_and_gradients(adapted(made(None, format, layers=3)), BATCH)
+    model = adapted(made(0, format, layers=3))
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="aot_eager")
+    for _ in range(2):
+        given = loss_and_gradients(model, BATCH)
+    assert_equal(given.values(), expected.values())
+
+
+def test_the_op_takes_a_host_weight_without_a_model(late_copies):
+    model = made(0)
+    _, experts = expert_layers(model)[1]
+    x, index = torch.randn(6, 64), torch.randint(8, (6, 2))
+    weights = torch.rand(6, 2)
+    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, (index, weights))
+    resident = experts.gate_up_proj.resident(), experts.down_proj.resident()
+    assert torch.equal(given, moe_experts(x, *resident, (index, weights)))
+
+
+def test_memory_is_unpinned_when_the_model_is_gone(late_copies):
+    model = adapted(made(0))
+    engine = engine_of(model)
+    loss_and_gradients(model, BATCH)
+    assert len(engine.pinned) == 2 * LAYERS and len(STREAMED) >= LAYERS
+    del model
+    gc.collect()
+    assert not engine.pinned
+
+
+def test_memory_is_not_unpinned_under_a_copy(late_copies):
+    model = made(0)
+    layer = host_weights(model)[0].layer
+    with layer.fetched():
+        pass  # the next layer's copy is under way
+    engine = engine_of(model)
+    assert engine.queue
+    del model, layer
+    gc.collect()
+    assert not engine.pinned, "a Hazard in a finaliser would leave it"
+
+
+def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copies):
+    model = made(0)
+    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    inside, leave, found = threading.Event(), threading.Event(), []
+
+    def use():
+        with layers[0].fetched() as weights:
+            inside.set()
+            leave.wait(10)
+            found.append(torch.equal(weights["gate_up"], layers[0].weights["gate_up"].codes))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    inside.wait(10)
+    for number in (2, 3, 2):
+        with layers[number].fetched():
+            pass
+    leave.set()
+    thread.join()
+    assert found == [True]
+
+
+def test_layers_move_between_the_gpu_and_the_host(late_copies):
+    model = adapted(made(None))
+    expected = loss_and_gradients(model, BATCH)
+    for experts_memory, streamed in ((0, LAYERS), ("1 GiB", 0), (0, LAYERS), ("1GB", 0)):
+        patch_model(model, experts_memory=experts_memory)
+        gc.collect()
+        assert len(host_weights(model)) == 2 * streamed
+        assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
+    assert all(not engine.pinned for engine in late_copies.every)
+
+
+def test_loading_a_state_dict_replaces_what_the_buffers_hold(late_copies):
+    model, other = made(0), made(None, seed=1)
+    expected = other(**BATCH).logits
+    model(**BATCH)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(**BATCH).logits, expected)
+    assert len(host_weights(model)) == 2 * LAYERS
+
+
+def test_the_detector_sees_a_read_without_a_wait(late_copies, monkeypatch):
+    model = made(0)
+    monkeypatch.setattr(late_copies, "wait", lambda self, done: None)
+    with pytest.raises(Hazard, match="before its copy has ended"):
+        model(**BATCH)
+
+
+def test_copies_of_a_model_are_resident(late_copies):
+    model = made(0)
+    expected = model(**BATCH).logits
+    copied = copy.deepcopy(model)
+    assert not host_weights(copied)
+    assert torch.equal(copied(**BATCH).logits, expected) and torch.equal(model(**BATCH).logits, expected)
