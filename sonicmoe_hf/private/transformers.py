@@ -52,6 +52,7 @@ USED = {
     "transformers.modeling_utils.LoadStateDictConfig": ("5.17 to 5.23", "restoring experts from checkpoints"),
     "transformers.core_model_loading.set_param_for_module": ("5.17 to 5.23", "experts that load into host memory"),
     "transformers.modeling_utils.caching_allocator_warmup": ("5.17 to 5.23", "experts that load into host memory"),
+    "transformers.core_model_loading: _is_hf_initialized": ("5.17 to 5.23", "experts that load into host memory"),
     "transformers.core_model_loading: HF_DEACTIVATE_ASYNC_LOAD": (
         "5.17 to 5.23",
         "experts that load into host memory",
@@ -145,6 +146,11 @@ def loaded_one_by_one(take: Callable[[Any, str], None]) -> Iterator[None]:
         os.environ.pop(SYNCHRONOUS)
         if asynchronous is not None:
             os.environ[SYNCHRONOUS] = asynchronous
+
+
+def mark_initialized(parameter: Any) -> None:
+    """Note that a checkpoint brought a parameter, so that loading does not initialise it."""
+    parameter._is_hf_initialized = True
 
 
 def forget_implementation(interface, name: str) -> None:

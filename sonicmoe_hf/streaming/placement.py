@@ -13,6 +13,7 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import stored_dtypes, stored_shapes
 from ..layer.experts_module import expert_parallelism, is_expert_parallel, is_experts, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
+from ..private.transformers import mark_initialized
 from .copies import REMEDY
 from .memory import AUTO, as_bytes, free_on_host, on_the_card, spread
 from .stream import ExpertsStream
@@ -195,7 +196,7 @@ class LoadingPlacement:
                 "on one device"
             )
         weight = self.placement.hold(experts, name, weight)
-        weight._is_hf_initialized = True
+        mark_initialized(weight)
         setattr(experts, name, weight)
 
     def finish(self, model: nn.Module) -> None:

@@ -241,7 +241,7 @@ def test_merging_in_memory_is_an_error_before_anything_is_merged(late_copies):
 
 
 def test_autocast_of_experts_in_another_dtype_is_an_error(late_copies):
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="gate_up has dtype torch.float32"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="gate_up has dtype"):
         logits(streamed())
 
 

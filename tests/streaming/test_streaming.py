@@ -210,6 +210,48 @@ def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
         assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
 
 
+def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch):
+    model = made(0)
+    expected = model(**BATCH).logits
+    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    copy_now = late_copies.copy
+
+    def cut_off(self, pairs, after, done):
+        copy_now(self, list(pairs)[:1], after, done)
+        raise KeyboardInterrupt
+
+    stream = layers[0].stream
+    held = [buffer.layer for buffer in stream._buffers]
+    other = next(number for number in layers if number not in held)
+    with monkeypatch.context() as patching:
+        patching.setattr(late_copies, "copy", cut_off)
+        with pytest.raises(KeyboardInterrupt), layers[other].fetched():
+            pass
+    assert torch.equal(model(**BATCH).logits, expected)
+
+
+def test_a_weight_that_was_replaced_is_what_is_computed_with(late_copies):
+    model = made(0)
+    _, experts = expert_layers(model)[1]
+    experts.down_proj = nn.Parameter(torch.randn_like(experts.down_proj.resident()), requires_grad=False)
+    x, index, weights = torch.randn(6, 64), torch.randint(8, (6, 2)), torch.rand(6, 2)
+    given = moe_experts(x, experts.gate_up_proj, experts.down_proj, (index, weights))
+    expected = moe_experts(x, experts.gate_up_proj.resident(), experts.down_proj, (index, weights))
+    assert torch.equal(given, expected)
+
+
+def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
+    model = made(0, layers=4).eval()
+    layers = list({weight.layer.number: weight.layer for weight in host_weights(model)}.values())
+    with torch.no_grad():
+        for _ in range(3):
+            model(**BATCH)
+    steps = numbered(engine_of(model), layers)
+    _, second, third = (place for place, step in enumerate(steps) if step == ("read", 0))
+    around = [("copy", 2), ("read", 1), ("copy", 3), ("read", 2), ("copy", 0), ("read", 3), ("copy", 1)]
+    assert steps[second + 1 : third] == around
+
+
 def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
     model = made(0)
     layers = {weight.layer.number: weight.layer for weight in host_weights(model)}

@@ -1,0 +1,141 @@
+"""Of experts in host memory: every wait, who may use a buffer, what is forgotten, and where layers live."""
+
+from . import Mutation
+
+STREAM, TESTS = "sonicmoe_hf/streaming/stream.py", "tests/streaming/test_streaming.py"
+
+MUTATIONS = [
+    Mutation(
+        STREAM,
+        "            self.copies.wait(buffer.copied)\n",
+        "",
+        "a layer computes before its copy has ended",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "buffer.used.values(), buffer.copied",
+        "[], buffer.copied",
+        "a copy begins while the buffer is in use",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "                buffer.mark(self.copies)\n",
+        "",
+        "the next copy knows nothing of the last use",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "        self.mark(copies)  # memory",
+        "        # memory",
+        "the first copy knows nothing of who had the memory before",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "            self._end(thread)  # an interrupt",
+        "            # an interrupt",
+        "an interrupted use holds its buffer for ever",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "            buffer.threads.add(thread)\n",
+        "",
+        "a buffer is taken from a thread that uses it",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "if buffer.layer != number and not buffer.threads]",
+        "if buffer.layer != number]",
+        "fetching ahead takes a buffer from a thread that uses it",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "free = [buffer for buffer in self._buffers if not buffer.threads]",
+        "free = self._buffers",
+        "a third thread takes a buffer from one that uses it",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "        buffer.layer = None  # until",
+        "        # until",
+        "an interrupt between a copy and its note",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "buffer.layer = None if buffer.layer == layer.number else buffer.layer",
+        "pass",
+        "a layer that was loaded anew computes with its old weights",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "    copies.finish()\n",
+        "",
+        "memory is unpinned under a copy",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "self._next[self._last] = number",
+        "pass",
+        "the order in which layers are used is not learnt",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "            place -= 2 * step\n",
+        "            pass\n",
+        "the first backward is not expected to turn",
+        TESTS,
+    ),
+    Mutation(
+        STREAM,
+        "or projection in layer.weights",
+        "",
+        "a layer that comes back to the host grows",
+        TESTS,
+    ),
+    Mutation(
+        "sonicmoe_hf/layer/fetching.py",
+        "layer is not None and layer.holds(inputs.gate_up, inputs.down)",
+        "layer is not None",
+        "a layer whose second weight was replaced computes with the first one's neighbour",
+        TESTS,
+    ),
+    Mutation(
+        "sonicmoe_hf/streaming/memory.py",
+        "(number + 1) * kept // count > number * kept // count",
+        "number < kept",
+        "layers that stay stand next to each other",
+        "tests/streaming/test_placement.py",
+    ),
+    Mutation(
+        "sonicmoe_hf/streaming/memory.py",
+        "int(most) - now + (0 if caches is None else int(caches[1]))",
+        "int(most) - now",
+        "a container's file caches count as taken",
+        "tests/streaming/test_placement.py",
+    ),
+    Mutation(
+        "sonicmoe_hf/private/transformers.py",
+        'os.environ[SYNCHRONOUS] = "1"',
+        "pass",
+        "threads bring weights to the GPU faster than they are taken",
+        "tests/streaming/test_placement.py",
+    ),
+    Mutation(
+        "sonicmoe_hf/streaming/placement.py",
+        "        if free is not None and new > free:",
+        "        if False:",
+        "too little host memory is found out by the system",
+        "tests/streaming/test_placement.py",
+    ),
+]
