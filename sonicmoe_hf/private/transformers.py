@@ -43,6 +43,7 @@ USED = {
         "taking our names out of the interfaces",
     ),
     "transformers.AutoModelForCausalLM._model_mapping": ("5.17 to 5.24", "doctor and warmup of a model's config"),
+    "transformers.PreTrainedModel._from_config": ("5.17 to 5.24", "doctor and warmup of a model's config"),
     "transformers.PreTrainedModel._can_set_experts_implementation": ("5.17 to 5.24", "native models' experts"),
     "transformers.PreTrainedModel._init_weights": ("5.17 to 5.24", "initial weights of native models"),
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": ("5.17 to 5.24", "dtypes of converted checkpoints"),
