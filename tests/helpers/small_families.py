@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from sonicmoe_hf.patching.support import find_layers
+
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "global_head_dim": 8, "intermediate_size": 24, "ffn_dim": 24, "moe_intermediate_size": 16,
@@ -23,7 +25,18 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "depth": 1, "num_heads": 4, "out_hidden_size": 32,
     "image_token_id": 60, "video_token_id": 61, "patch_size": 4,
 }  # fmt: skip
+LINEAR = ("q_proj", "o_proj", "q_a_proj", "kv_b_proj", "in_proj_qkv", "in_proj_qkvz")  # and Mamba's, which PEFT refuses
 OF_TWO_LAYERS = ("layer_types", "mlp_layer_types")
+
+
+SMALL_FAMILIES = (
+    "afmoe", "aria", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "deepseek_v4", "dots1", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flex_olmo", "gemma4", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
+    "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
+    "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
+    "minimax_m3_vl", "mistral4", "mistral_large4", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
+    "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "solar_open", "zaya",
+)  # fmt: skip
 
 
 def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTrainedConfig:
@@ -45,16 +58,32 @@ def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTra
     return cls(**entries)
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CHANGES = {
-    "gemma4": {"text_config": {"enable_moe_block": True, "num_global_key_value_heads": 2}},
+    "bailing_hybrid": {"n_group": 2, "topk_group": 1},
+    "deepseek_v2": {"topk_method": "greedy", "topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": [16, 12],
+            "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
+        }
+    },
+    "gemma4": {
+        "text_config": {
+            "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16,
+            "num_global_key_value_heads": 2,
+        }
+    },
+    "glm4v_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [0, 1, 1]}}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 8, "num_experts": 8, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "kimi_linear": {"n_group": 1, "topk_group": 1, "num_expert_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
-    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "zaya": {"num_experts_per_tok": 1},
-    "dots3_note": {"num_key_value_heads": 4},
     "mistral4": {"head_dim": 16},
-}
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 def small_model(folder: str) -> nn.Module:
@@ -74,3 +103,21 @@ def small_model(folder: str) -> nn.Module:
             if parameter.dim() >= 2:
                 parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
     return model.eval()
+
+
+def adapted_names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """(linear layers beside the experts, parameters of experts) of a model, for a LoRA adapter."""
+    experts = {id(layer.experts) for layer in find_layers(model)}
+    parameters = [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if id(module) in experts
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
+    modules = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.endswith(LINEAR) and "vision" not in name
+    ]
+    return modules, parameters
