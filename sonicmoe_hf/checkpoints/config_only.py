@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import reprlib
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import StrictDataclassError
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     CONFIG_MAPPING,
@@ -37,7 +36,6 @@ from .hub import local_folder
 
 MAX_COUNT = 10_000  # layers, experts: far more than any model has
 MAX_MODULES = 50_000  # a quarter of a minute; models on the hub have up to 10,000
-MAX_SECONDS = 20  # of looking for the entry that is wrong
 COUNTS = re.compile(r"(layers?|experts|depths?|blocks?)$")
 ASKED_FIRST = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModel)
 IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation(_internal)?")  # may name a kernel of the hub: code
@@ -45,10 +43,6 @@ UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
     StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
-
-
-class _Contradiction(ValueError):
-    """Entries with which a model cannot compute anything, or takes too long to build; the message names them."""
 
 
 def without_code(entries):
@@ -90,9 +84,7 @@ def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
     try:
         return _build(entries)
     except UNREADABLE as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, (StrictDataclassFieldValidationError, _Contradiction)):  # these name the entry
-            reason += _suspects(entries)
+        reason = " ".join([f"{type(error).__name__}:", *str(error).split()])
         raise DoctorError(f"{path} describes no model that Transformers {__version__} can build: {reason}") from error
 
 
@@ -126,7 +118,7 @@ def _numbers(value: object) -> list[int | float]:
 
 @contextmanager
 def _at_most_max_modules(entries: dict) -> Iterator[None]:
-    """Inside the block a model is built that has no more than MAX_MODULES modules, or _Contradiction is raised."""
+    """Inside the block a model is built that has no more than MAX_MODULES modules, or ValueError is raised."""
     count = 0
 
     def counted(module, name, submodule):
@@ -135,7 +127,7 @@ def _at_most_max_modules(entries: dict) -> Iterator[None]:
         if count > MAX_MODULES:
             largest = sorted(_leaves(entries), key=lambda leaf: max(_numbers(leaf[1]), default=0), reverse=True)
             names = ", ".join(f"{'.'.join(keys)}, which is {reprlib.repr(value)}" for keys, value in largest[:3])
-            raise _Contradiction(f"it has more than {MAX_MODULES} modules; look at its largest numbers: {names}")
+            raise ValueError(f"it has more than {MAX_MODULES} modules; look at its largest numbers: {names}")
 
     hook = register_module_module_registration_hook(counted)
     try:
@@ -162,31 +154,25 @@ def _build(entries: dict) -> PreTrainedModel:
     try:
         readable = _special_floats(without_code(copy.deepcopy(entries)))
         config = CONFIG_MAPPING[entries["model_type"]].from_dict(readable)
-        declared = _declared_class(entries, config)
-        if declared is not None:
-            with torch.device("meta"), _at_most_max_modules(entries):
-                model = declared._from_config(config)
-            _check_layers(model)
-            return model
-        for auto_class in dict.fromkeys([*ASKED_FIRST, *auto_classes()]):
-            if builds(auto_class, config):
-                with torch.device("meta"), _at_most_max_modules(entries):
-                    model = auto_class.from_config(config, trust_remote_code=False)
-                _check_layers(model)
-                return model
+        with torch.device("meta"), _at_most_max_modules(entries):
+            model = _construct(entries, config)
+        _check_layers(model)
+        return model
     finally:
         logging.set_verbosity(verbosity)
-    raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")
 
 
-def _declared_class(entries: dict, config: PreTrainedConfig) -> Any:
-    """The class of Transformers' own that `architectures` names, if it is one of this config; else None."""
+def _construct(entries: dict, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of the class that `architectures` names, if Transformers has it for this config; else an Auto class's."""
     names = entries.get("architectures")
     for name in names if isinstance(names, list) else ():
-        declared = getattr(transformers, name, None) if isinstance(name, str) else None
+        declared: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         if getattr(declared, "config_class", None) is type(config):
-            return declared
-    return None
+            return declared._from_config(config)
+    for auto_class in dict.fromkeys([*ASKED_FIRST, *auto_classes()]):
+        if builds(auto_class, config):
+            return auto_class.from_config(config, trust_remote_code=False)
+    raise ValueError(f"no model class belongs to model_type {entries['model_type']!r}")
 
 
 def _check_layers(model: PreTrainedModel) -> None:
@@ -200,7 +186,7 @@ def _check_layers(model: PreTrainedModel) -> None:
     for layer in find_layers(model):
         num_experts: Any = getattr(layer.experts, "num_experts", None)
         if isinstance(num_experts, int) and top_k is not None and not 1 <= top_k <= num_experts:
-            raise _Contradiction(f"num_experts_per_tok is {top_k}, but there are {num_experts} experts")
+            raise ValueError(f"num_experts_per_tok is {top_k}, but there are {num_experts} experts")
         if layer.router is not None:
             _check_router(layer.router, num_experts)
 
@@ -211,7 +197,7 @@ def _check_router(router: Any, num_experts: int) -> None:
         n_group = router.num_group
         smallest = 2 if topk_method is None else 1  # DeepSeek-V3 adds up the two best scores of every group
         if not isinstance(n_group, int) or not 1 <= n_group <= num_experts // smallest or num_experts % n_group:
-            raise _Contradiction(
+            raise ValueError(
                 f"n_group is {n_group!r}; {num_experts} experts make no such number of groups of {smallest} or more"
             )
     with torch.no_grad():
@@ -225,22 +211,3 @@ def _leaves(entries: dict, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
             yield from _leaves(value, (*keys, key))
         else:
             yield (*keys, key), value
-
-
-def _suspects(entries: dict) -> str:
-    """The entries without any one of which, so by its default, the model could be built, as far as time allows."""
-    suspects, began = [], time.monotonic()
-    for keys, value in _leaves(entries):
-        if time.monotonic() - began > MAX_SECONDS:
-            break
-        changed = copy.deepcopy(entries)
-        holder = changed
-        for key in keys[:-1]:
-            holder = holder[key]
-        del holder[keys[-1]]
-        try:
-            _build(changed)
-        except UNREADABLE:
-            continue
-        suspects.append(f"{'.'.join(keys)}, which is {reprlib.repr(value)}")
-    return f"; look at {', or '.join(suspects)}" if suspects else ""

@@ -2,9 +2,9 @@
 
 Importing this module builds the classes (model_type sonicmoe_<family>, SonicMoE<Family>ForCausalLM); registration.py
 makes them known to AutoConfig, AutoModel and AutoModelForCausalLM. Nothing of Transformers is rewritten: a native model
-class runs its family's own __init__, with the name of the inner model bound to the native one, and swaps the experts in
-post_init, before weights are initialised. Blocks, routers and decoder layers are the family's own, so that what works
-with them by class or by name (output recording, device maps, FSDP, patching) works here too.
+class runs its family's own __init__, and in post_init, before weights are initialised, swaps the experts and gives the
+inner model its native class. Blocks, routers and decoder layers are the family's own, so that what works with them by
+class or by name (output recording, device maps, FSDP, patching) works here too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError
 from ..formats.state import stored_names
 from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation, moe_experts
@@ -173,6 +173,9 @@ class NativeModel(_ModelBase):
     def post_init(self):
         """Swap the experts in, then the family's own: initialise weights, gather parallel plans."""
         use_native_experts(self, self.sonicmoe_family)
+        inner = getattr(self, self.base_model_prefix, None)
+        if inner is not None and not isinstance(inner, NativeModel):
+            inner.__class__ = NATIVE[self.sonicmoe_family.name].model  # the family's __init__ built its own
         super().post_init()
 
     @torch.no_grad()
@@ -225,22 +228,6 @@ class NativeModel(_ModelBase):
         return info
 
 
-def _with_names(function, **names):
-    """`function` with these global names bound to other things."""
-    unknown = set(names) - set(function.__code__.co_names)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{function.__qualname__} of this Transformers version does not use {sorted(unknown)}"
-        )
-    return types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-
-
 def _renamed_plan(plan: dict[str, str] | None) -> dict[str, str | None] | None:
     """A tp or ep plan with the experts' native names; `packed` styles become plain ones, as rows alternate."""
     if plan is None:
@@ -276,7 +263,7 @@ def _native_config(family: NativeFamily) -> type[Any]:
     return _new_class(f"SonicMoE{base.__name__}", (NativeConfig, base), members)
 
 
-def _native_model(family: NativeFamily, role: str, config: type, **inner: type) -> type[Any]:
+def _native_model(family: NativeFamily, role: str, config: type) -> type[Any]:
     base = load_family_class(family, role)
     members = {
         "__doc__": f"{base.__name__} with its experts in the native layout.",
@@ -284,8 +271,6 @@ def _native_model(family: NativeFamily, role: str, config: type, **inner: type) 
         "config_class": config,
         "sonicmoe_family": family,
     }
-    if inner:
-        members["__init__"] = _with_names(base.__init__, **inner)
     return _new_class(f"SonicMoE{base.__name__}", (NativeModel, base), members)
 
 
@@ -295,7 +280,7 @@ class NativeClasses:
     def __init__(self, family: NativeFamily):
         self.config = _native_config(family)
         self.model = _native_model(family, "model", self.config)
-        self.causal_lm = _native_model(family, "causal_lm", self.config, **{family.model: self.model})
+        self.causal_lm = _native_model(family, "causal_lm", self.config)
 
     def register(self) -> None:
         """Make them known to the Auto classes."""

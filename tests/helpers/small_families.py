@@ -25,7 +25,14 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "depth": 1, "num_heads": 4, "out_hidden_size": 32,
     "image_token_id": 60, "video_token_id": 61, "patch_size": 4,
 }  # fmt: skip
-LINEAR = ("q_proj", "o_proj", "q_a_proj", "kv_b_proj", "in_proj_qkv", "in_proj_qkvz")  # and Mamba's, which PEFT refuses
+LINEAR = (
+    "q_proj",
+    "o_proj",
+    "q_a_proj",
+    "kv_b_proj",
+    "in_proj_qkv",
+    "in_proj_qkvz",
+)  # and Mamba's, which PEFT refuses
 OF_TWO_LAYERS = ("layer_types", "mlp_layer_types")
 
 

@@ -1,16 +1,15 @@
 """merge of every family that is built small here: what PEFT's merge gives, in plain Transformers, under the base's names."""
 
-import json
-
 import pytest
 import torch
-from helpers.checkpoints import config_in, edit_config, rewrite, same_bits, tensors_in
-from helpers.models import relative_error
+from helpers.checkpoints import config_in, edit_config, in_fp8, rewrite, same_bits, tensors_in
+from helpers.models import build, relative_error
 from helpers.small_families import SMALL_FAMILIES, adapted_names, small_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
 
-from sonicmoe_hf import CheckpointError, merge_adapter
+from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
 
 TOLERANCE = 1e-5  # fp32: the products summed in another order, through two layers
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -65,8 +64,125 @@ def test_it_is_what_peft_merges_and_other_tensors_keep_their_bytes(family, tmp_p
     assert relative_error(before, expected) > 0.1, "the adapter does something"
     by_peft.save_pretrained(tmp_path / "by peft")
     stored, found, whole = (tensors_in(folder) for folder in (base, merged, tmp_path / "by peft"))
-    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {n: (t.dtype, t.shape) for n, t in stored.items()}
+    assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
+        n: (t.dtype, t.shape) for n, t in stored.items()
+    }
     changed = {name for name in stored if not same_bits({name: stored[name]}, {name: found[name]})}
     assert changed == {name for name in whole if name in stored and not torch.equal(stored[name], whole[name])}
     assert max(relative_error(found[name], whole[name]) for name in changed) < TOLERANCE
     assert config_in(merged) == config_in(base)
+
+
+def test_files_that_lie_beside_the_weights_are_carried_over(tmp_path):
+    model = small_model("minimax_m2")
+    model.save_pretrained(tmp_path / "base")
+    beside = {"chat_template.jinja": "{{ messages }}", "modeling_custom.py": "raise SystemExit", "vocab.json": "{}"}
+    for name, text in beside.items():
+        (tmp_path / "base" / name).write_text(text)
+    adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size="50KB")
+    for name, text in {**beside, "generation_config.json": None}.items():
+        merged, base = tmp_path / "merged" / name, tmp_path / "base" / name
+        assert merged.read_text() == base.read_text() and (text is None or merged.read_text() == text)
+    assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 1
+
+
+def test_an_adapter_of_the_text_model_is_merged_into_the_whole_one(tmp_path):
+    """Qwen3.5's config.json names Qwen3_5MoeForConditionalGeneration, and AutoModelForCausalLM builds another class."""
+    whole = small_model("qwen3_5_moe")
+    whole.save_pretrained(tmp_path / "base")
+    text = load(tmp_path / "base", AutoModelForCausalLM)
+    assert type(text) is not type(whole) and config_in(tmp_path / "base")["architectures"] == [type(whole).__name__]
+    expected = logits(adapt(text, tmp_path / "adapter"))
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert relative_error(logits(load(tmp_path / "merged", type(whole))), expected) < TOLERANCE
+    assert relative_error(logits(whole), expected) > 0.1, "the adapter does something"
+
+
+def test_experts_that_a_file_has_transposed_stay_transposed(tmp_path):
+    """As the first checkpoints of Qwen3-VL-MoE have them; Transformers turns them where the shape asks for it."""
+    model = small_model("qwen3_vl_moe")
+    model.save_pretrained(tmp_path / "base")
+    stored = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors_in(tmp_path / "base").items()
+    }
+    rewrite(tmp_path / "base", stored)
+    expected = logits(adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter"))
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert {n: t.shape for n, t in tensors_in(tmp_path / "merged").items()} == {n: t.shape for n, t in stored.items()}
+    assert relative_error(logits(load(tmp_path / "merged", type(model))), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["as it is", "native"])
+def test_a_tied_checkpoint_may_store_the_head_alone(layout, tmp_path):
+    model = build("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    stored = tensors_in(tmp_path / "base")
+    rewrite(tmp_path / "base", {name.replace("model.embed_tokens", "lm_head"): t for name, t in stored.items()})
+    assert "lm_head.weight" in tensors_in(tmp_path / "base") and "lm_head.weight" not in stored
+    base = tmp_path / "base"
+    if layout == "native":
+        convert_checkpoint(base, tmp_path / "native", layout)
+        base = tmp_path / "native"
+        assert relative_error(logits(AutoModelForCausalLM.from_pretrained(base)), logits(model)) < TOLERANCE
+    adapted = AutoModelForCausalLM.from_pretrained(base)
+    expected = logits(adapt(adapted, tmp_path / "adapter"))
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert relative_error(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected) < TOLERANCE
+    assert set(tensors_in(tmp_path / "merged")) == set(tensors_in(base))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "minimax_m2", "glm4_moe", "qwen3_5_moe"])
+def test_an_fp8_base_stays_fp8_where_nothing_changed_it(family, tmp_path):
+    """With 128 x 128 blocks, of which these matrices have a part of one; what was dense in the files stays so."""
+    model = small_model(family)
+    model.save_pretrained(tmp_path / "dense")
+    in_float8, dense = in_fp8(tensors_in(tmp_path / "dense"))
+    rewrite(tmp_path / "dense", dense)
+    model.save_pretrained(tmp_path / "base")
+    rewrite(tmp_path / "base", in_float8)
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(tmp_path / "base", quantization_config=declared)
+    expected = adapt(load(tmp_path / "dense", type(model)), tmp_path / "adapter")
+    done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantize="keep", verify=True)
+    expected.save_pretrained(tmp_path / "by peft")
+    whole, merged = tensors_in(tmp_path / "by peft"), tensors_in(tmp_path / "merged")
+    assert {n: (t.dtype, t.shape) for n, t in merged.items()} == {n: (t.dtype, t.shape) for n, t in in_float8.items()}
+    for name, tensor in whole.items():
+        scale = merged.get(f"{name}_scale_inv")
+        values = merged[name] if scale is None else merged[name].float() * scale.reshape(())
+        if torch.equal(tensor, dense[name]):
+            assert same_bits({name: merged[name]}, {name: in_float8[name]})
+        else:
+            assert relative_error(values, tensor) < (TOLERANCE if scale is None else 0.04), "E4M3's 3 bits of mantissa"
+    assert done.roundings and all(layer.survived > 0.9 for layer in done.roundings)
+    assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "bf16")
+    assert "quantization_config" not in config_in(tmp_path / "bf16")
+    for name, tensor in tensors_in(tmp_path / "bf16").items():
+        assert relative_error(tensor, whole[name]) < 0.01, "rounded to bf16 before the product is added, and after"
+
+
+def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypatch):
+    model = small_model("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter")
+    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    with monkeypatch.context() as patched:
+        patched.setattr(Concatenate, "reverse_op", property(lambda self: ConversionOps.reverse_op.fget(self)))
+        with pytest.raises(
+            CheckpointError, match=r"layers.0.mlp.experts.gate_up_proj cannot be written back .*unload"
+        ):
+            merge_adapter(*folders)
+    with monkeypatch.context() as patched:
+        patched.setattr(Concatenate, "reverse_op", property(lambda self: Chunk(self.dim - 1)))
+        with pytest.raises(
+            CheckpointError, match=r"layers.0.mlp.experts.gate_up_proj cannot be written back .*unload"
+        ):
+            merge_adapter(*folders)
+    stored = tensors_in(tmp_path / "base")
+    rewrite(tmp_path / "base", {name: t for name, t in stored.items() if "layers.1.self_attn.q_proj" not in name})
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.q_proj.weight, .* comes of no weight in .*unload"):
+        merge_adapter(*folders)
+    assert not (tmp_path / "merged").exists()
