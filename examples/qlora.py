@@ -7,6 +7,7 @@ on any machine.
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --output outputs/qlora
     python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
+    python examples/qlora.py --model openai/gpt-oss-120b --experts-memory 0 ...    # its experts in host memory
     python examples/qlora.py --trl ...
     torchrun --nproc-per-node 8 examples/qlora.py --model deepseek-ai/DeepSeek-V3 --experts-quantization fp8 \
         --dataset my_texts.jsonl
@@ -61,6 +62,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
     parser.add_argument(
         "--experts-quantization", choices=tuple(FORMATS), help="default: the checkpoint's own format, else nf4"
+    )
+    parser.add_argument(
+        "--experts-memory",
+        help="such as 8GiB: how much of the experts stays on the GPU, while the rest is copied from host memory for each "
+        'layer; or "auto"',
     )
     parser.add_argument("--replicate", action="store_true", help="under torchrun: every GPU holds all experts")
     parser.add_argument("--attn-implementation", help="sdpa, flex_attention (gpt-oss has no sdpa), ...")
@@ -130,6 +136,7 @@ def load_packed(name: str, arguments: argparse.Namespace, world_size: int = 1):
     if method != PACKED:
         options["experts_quantization"] = arguments.experts_quantization or method or "nf4"
     options["distributed_config"] = sharing(arguments, world_size)
+    options["experts_memory"] = arguments.experts_memory
     if method is None and options["distributed_config"] is None and linear_in_4_bits():
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -146,7 +153,14 @@ def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
     method = quantization_of(config)
     experts = arguments.experts_quantization or (method if method in FORMATS else "nf4")
     linear = "nf4" if method is None and shared is None and linear_in_4_bits() else None
-    model = random_packed_model(config, experts, linear, distributed_config=shared, **options_of(arguments))
+    model = random_packed_model(
+        config,
+        experts,
+        linear,
+        distributed_config=shared,
+        experts_memory=arguments.experts_memory,
+        **options_of(arguments),
+    )
     sonicmoe_hf.patch_model(model)
     return model, train_tokenizer(texts, VOCAB_SIZE)
 

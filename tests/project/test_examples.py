@@ -355,7 +355,11 @@ def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_pa
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "merged")
     assert type(again).__name__ == "Qwen3MoeForCausalLM"
     # at a model's sizes, before its weights are downloaded
-    trained = qlora.main([*tiny, "--model", str(merged), "--random", "--output", str(tmp_path / "third")])
+    from_host = ["--experts-memory", "0", "--attention-only"]
+    streamed = qlora.main([*tiny, *from_host, "--model", packed, "--output", str(tmp_path / "streamed")])["eval_loss"]
+    resident = qlora.main([*tiny, "--attention-only", "--model", packed, "--output", str(tmp_path / "resident")])
+    assert streamed == resident["eval_loss"]
+    trained = qlora.main([*tiny, *from_host, "--model", str(merged), "--random", "--output", str(tmp_path / "third")])
     assert "train_loss" in trained and not list((tmp_path / "third").rglob("*.safetensors"))
     assert "tokens/s a device over 1 steps of 64 tokens" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="quantized with 'awq'; convert it first"):
