@@ -43,7 +43,8 @@ class Training:
     autocast. optimizer: "adam", or "adam8bit", which steps in backward. experts, linear: format of frozen experts and of
     the attention's linear layers, "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the
     attention's adapted linear layers; None: all. checkpointing, liger; save: what a layer keeps. extra_rows: of token
-    rounding, for each expert. attention: its implementation; None: the model's own.
+    rounding, for each expert. attention: its implementation; None: the model's own. experts_memory: bytes of experts that
+    stay on the GPU while the others are in host memory; None: all are on the GPU.
     """
 
     method: str
@@ -63,6 +64,7 @@ class Training:
     save: str = "preactivation"
     extra_rows: int = 0
     attention: str | None = None
+    experts_memory: int | None = None
 
     @property
     def full(self) -> bool:
@@ -209,6 +211,9 @@ def _fixed(sizes: ModelSizes, training: Training) -> Memory:
         if training.linear != "bf16":
             in_attention = sum(p.num_layers * p.features_in * p.features_out for p in sizes.projections)
             rest -= in_attention * (2 - 0.5 - 1 / 64)  # bitsandbytes: 4 bits, and 8 of a scale for 64, about
+    if training.experts_memory is not None:  # whole layers, and two buffers for the others
+        layer = experts / sizes.moe_layers
+        experts = layer * min(sizes.moe_layers, training.experts_memory // layer + 2)
     shards = training.shards
     adapters = 12.0 * _held_adapters(sizes, training)
     return Memory(

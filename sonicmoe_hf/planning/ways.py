@@ -45,7 +45,8 @@ class Way:
         linear = " linear too" if training.linear != "bf16" else ""
         optimizer = ", 8-bit Adam" if training.optimizer == "adam8bit" else ""
         rank = "" if training.full or training.r == Training.r else f", r={training.r}"
-        return f"{what[training.method]}{linear}{optimizer}{rank}, {training.parallel}"
+        host = "" if training.experts_memory is None else ", experts in host memory"
+        return f"{what[training.method]}{linear}{optimizer}{rank}{host}, {training.parallel}"
 
     @property
     def name(self) -> str:
@@ -97,11 +98,33 @@ def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, met
         if method in (None, training.method):
             if sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
-            way = Way(training, _command(sizes, batch, training), memory(sizes, training), False)
-            planned.append(replace(way, fits=way.needed <= gpu_memory))
+            planned.append(_way(sizes, batch, training, gpu_memory))
+    packed = [way for way in planned if way.training.method == "qlora" and way.training.gpus == 1]
+    if not any(way.fits for way in packed):
+        by_example = [way.training for way in packed if _is_of_qlora_example(way.training)]
+        planned += [_from_host_memory(sizes, batch, training, gpu_memory) for training in by_example]
     if not planned:
         raise DoctorError(f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}")
     return planned
+
+
+def _way(sizes: ModelSizes, batch: Batch, training: Training, gpu_memory: float) -> Way:
+    way = Way(training, _command(sizes, batch, training), memory(sizes, training), False)
+    return replace(way, fits=way.needed <= gpu_memory)
+
+
+def _from_host_memory(sizes: ModelSizes, batch: Batch, training: Training, gpu_memory: float) -> Way:
+    """The way with as many GiB of experts on the GPU as fit there, and the others in host memory."""
+    alone = _way(sizes, batch, replace(training, experts_memory=0), gpu_memory)
+    if not alone.fits:
+        return alone
+    left = int((gpu_memory - alone.needed) / GAPS)
+    return _way(sizes, batch, replace(training, experts_memory=left * GIB), gpu_memory)
+
+
+def _is_of_qlora_example(training: Training) -> bool:
+    """Whether examples/qlora.py does it, which has a rank of its own."""
+    return training.method == "qlora" and training.r != Training.r
 
 
 def _is_loaded_in_bf16(training: Training) -> bool:
@@ -199,9 +222,11 @@ def _command(sizes: ModelSizes, batch: Batch, training: Training) -> str:
         launcher = f"CUDA_VISIBLE_DEVICES=0 {launcher}" if gpus > 1 else launcher
     elif training.full and training.splits_experts:
         script = "expert_parallel"
-    elif training.method == "qlora" and training.r != Training.r:
+    elif _is_of_qlora_example(training):
         script = "qlora"
         model += f" --experts-quantization {training.experts}" if not sizes.is_packed else ""
+        if training.experts_memory is not None:
+            options = [f"--experts-memory {training.experts_memory // GIB}GiB"]
     else:
         script, options = "finetune", _of_finetune(sizes, training)
         if training.parallel == "FSDP2":

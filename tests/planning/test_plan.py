@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_only_qlora_fits_qwen3_on_a_card_of_24_gib(hub, capsys):
     assert main(["plan", *map(str, arguments)]) == 0
     printed = capsys.readouterr().out
     assert way["command"] in printed and "does not fit: full fp32, one GPU" in printed
+
+
+def test_a_card_that_the_experts_do_not_fit_has_as_many_of_them_as_it_holds(hub, capsys):
+    code, plan = plan_json(capsys, hub / "Qwen" / "Qwen3-30B-A3B", "--gpu-memory", "12GiB", "--tokens", "2048")
+    assert code == 0
+    way = next(way for way in plan["ways"] if way["fits"])
+    assert way["name"] == "QLoRA NF4 linear too, r=8, experts in host memory, one GPU + checkpointing"
+    assert way["command"].endswith(" --experts-memory 2GiB") and 9.5 < way["peak_GiB"] < 10.0
+
+
+def test_layers_in_host_memory_leave_those_that_stay_and_two_buffers():
+    sizes = sizes_of(Qwen3MoeConfig(**QWEN3_30B_A3B))
+    training = Training(method="qlora", experts="nf4", tokens=2048)
+    layer, resident = stored_bytes(sizes, "nf4") / 48, memory(sizes, training)
+    for kept, expected in ((0, 2), (3 * layer, 5), (3.5 * layer, 5), (100 * layer, 48)):
+        streamed = memory(sizes, replace(training, experts_memory=int(kept) + (kept > 0)))
+        assert streamed.experts == pytest.approx(expected * layer, rel=1e-9)
+        assert resident.total - streamed.total == pytest.approx((48 - expected) * layer, abs=1)
 
 
 def test_commands_run_from_anywhere(hub, tmp_path, capsys, monkeypatch):

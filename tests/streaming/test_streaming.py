@@ -207,7 +207,7 @@ def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
     expected = loss_and_gradients(model, BATCH)
     for number in (1, 3):
         layers[number].stream.begin(layers[number])  # an interrupt that came before `with` began
-        assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
+    assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
 
 
 def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch):
@@ -227,6 +227,9 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
         patching.setattr(late_copies, "copy", cut_off)
         with pytest.raises(KeyboardInterrupt), layers[other].fetched():
             pass
+    for number in held:
+        with layers[number].fetched() as weights:
+            assert torch.equal(weights["gate_up"], layers[number].weights["gate_up"].codes)
     assert torch.equal(model(**BATCH).logits, expected)
 
 
