@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..formats.declared import MODELOPT, QUANT_METHOD
-from ..formats.declared import declared_quantization as read_quantization
+from ..formats.declared import MODELOPT, QUANT_METHOD, Declared, declared_quantization
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from .files import CONFIG_FILE
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
@@ -72,29 +71,21 @@ def native_config(config: dict, family: NativeFamily) -> dict:
     }
 
 
-def declared_quantization(config: dict, folder: Path) -> tuple[str | None, bool]:
-    """("nf4", "mxfp4", "nvfp4", "fp8" or None, whether quantize_experts or conversion packed the experts).
+def quantization_of(config: dict, folder: Path) -> Declared | None:
+    """What the checkpoint in `folder` declares; None where it is not quantized.
 
     Raises:
-        CheckpointError: it is another quantization.
+        CheckpointError: it is quantized in a way that conversion does not read.
     """
     path = folder / CONFIG_FILE
-    declared = read_quantization(config, folder, str(path))
+    declared = declared_quantization(config, folder, str(path))
     if declared is None:
-        return None, False
+        return None
     if declared.method not in QUANTIZATIONS:
         raise CheckpointError(f"{path}: quantized by {declared.method!r}; conversion reads {', '.join(QUANTIZATIONS)}")
-    if declared.method in ("fp8", "mxfp4"):  # FP8 of other blocks too
-        return declared.method, False
-    try:
-        format = declared.format()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if not declared.is_packed_here:
-        return format, False
-    if declared.entries.get("linear") is not None:
+    if declared.is_packed_here and declared.entries.get("linear") is not None:
         raise CheckpointError(
             f"{folder}: the linear layers are bitsandbytes', which conversion does not read: merge the adapter "
             "into the model's bf16 checkpoint, or into one packed by sonicmoe-hf convert --quantize"
         )
-    return format, True
+    return declared

@@ -10,13 +10,11 @@ from typing import Protocol
 import torch
 
 from ..errors import CheckpointError
+from ..formats.grid import Grid
 from ..kernels.minifloat import has_e4m3_nan
-from .dequantize import block_size
 from .layouts import Named
-from .nvfp4 import OF_ACTIVATIONS
 from .packed import TRANSPOSED, part_views
 from .plan import Planned, is_finite
-from .requantize import Grid, dense, fp8_grid, mxfp4_grid, nvfp4_grid, requantize
 from .roundings import Roundings
 from .source import Source
 from .stored import StoredWeights
@@ -67,7 +65,7 @@ def plan_dense(stored: StoredWeights, changes: Changes) -> list[Planned]:
             planned.append(_dense(stored, changes, weight))
         elif stored.is_quantized(weight):
             planned.append(Planned(weight, *_form(stored, weight), partial(stored.read, weight)))
-        elif stored.quantization is None or not weight.endswith(OF_ACTIVATIONS):
+        elif stored.hub_format is None or not weight.endswith(stored.hub_format.unused):
             planned.append(_copied(stored, weight))
     return planned
 
@@ -122,7 +120,7 @@ def _rounded(stored: StoredWeights, changes: Changes, weight: str, roundings: Ro
 def _round(stored: StoredWeights, changes: Changes, weight: str, roundings: Roundings) -> dict[str, torch.Tensor]:
     roundings.begin(weight)
     tensors = {name: stored.stored(name) for name in stored.weights[weight]}
-    grid = grid_of(stored, weight)
+    grid = stored.grid(weight)
     codes, scales = list(tensors.values())[:2]
     if stored.is_packed(weight):  # of all experts
         for expert in range(codes.shape[0]):
@@ -137,22 +135,11 @@ def _round(stored: StoredWeights, changes: Changes, weight: str, roundings: Roun
 def _round_matrix(
     weight: str, codes: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor, grid: Grid, roundings: Roundings
 ) -> None:
-    before = dense(codes, scales, grid)
-    rounded = requantize(exact, scales, grid)
+    before = grid.dense(codes, scales)
+    rounded = grid.round(exact, scales)
     codes.copy_(rounded.codes)
     scales.copy_(rounded.scales)
     roundings.add(weight, before, exact, rounded.values)
-
-
-def grid_of(stored: StoredWeights, weight: str) -> Grid:
-    """The format of a quantized weight."""
-    if stored.quantization == "mxfp4":
-        return mxfp4_grid()
-    names = stored.weights[weight]
-    if stored.quantization == "nvfp4":
-        return nvfp4_grid(stored.stored(names[2]).reshape(()))
-    powers = stored.config["quantization_config"].get("scale_fmt") == "ue8m0"
-    return fp8_grid(block_size(stored.config), stored.tensors[names[1]].dtype, powers)
 
 
 def exact_values(stored: StoredWeights, weight: str, expert: int | None = None) -> torch.Tensor:
@@ -160,10 +147,10 @@ def exact_values(stored: StoredWeights, weight: str, expert: int | None = None) 
     if not stored.is_quantized(weight):
         return (stored.read(weight) if expert is None else stored.raw(weight, expert)).float()
     codes, scales = (stored.raw(name, expert) for name in stored.weights[weight][:2])
-    grid = grid_of(stored, weight)
+    grid = stored.grid(weight)
     if expert is None and not stored.is_packed(weight):
-        return dense(codes, scales, grid)
-    values = torch.stack([dense(own, scale, grid) for own, scale in zip(codes, scales)])
+        return grid.dense(codes, scales)
+    values = torch.stack([grid.dense(own, scale) for own, scale in zip(codes, scales)])
     return values.transpose(1, 2) if stored.is_transposed else values
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..formats import PACKED
+from ..formats import PACKED, Format
 from ..kernels.quantized import Quantized, dequantize_expert, quantize, stored_dtypes, stored_shapes
 from .layouts import Named, View, holder
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-def parts_of(name: str, shape: tuple[int, ...], format: str, layout: str) -> list[Part]:
+def parts_of(name: str, shape: tuple[int, ...], format: Format, layout: str) -> list[Part]:
     """The tensors that stand for the weight `name`, whose dense shape in the layout is `shape`.
 
     Raises:
@@ -38,11 +38,13 @@ def parts_of(name: str, shape: tuple[int, ...], format: str, layout: str) -> lis
     """
     shape = (shape[0], *shape[:0:-1]) if layout in TRANSPOSED else shape
     try:
-        shapes = stored_shapes(format, shape, order_of(layout, name))
+        shapes = stored_shapes(format.name, shape, order_of(layout, name))
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
-    fields = zip(PACKED[format].names(name), Quantized._fields, shapes)
-    return [Part(stored, part, stored_dtypes(format, field)) for stored, field, part in fields if part is not None]
+    fields = zip(format.names(name), Quantized._fields, shapes)
+    return [
+        Part(stored, part, stored_dtypes(format.name, field)) for stored, field, part in fields if part is not None
+    ]
 
 
 def order_of(layout: str, name: str) -> str:
@@ -72,14 +74,14 @@ def dense_expert(packed: Quantized, format: str, dtype: torch.dtype, expert: int
     return weight.T if is_transposed else weight
 
 
-def checked(packed: Quantized, format: str, name: str) -> Quantized:
+def checked(packed: Quantized, format: Format, name: str) -> Quantized:
     """`packed`, if its parts fit together and its scales are finite.
 
     Raises:
         CheckpointError: they do not.
     """
     try:
-        PACKED[format].check(name, packed)
+        format.check(name, packed)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     return packed
@@ -98,7 +100,7 @@ class Quantizer:
 
     def parts(self, named: Named, make: Callable[[], torch.Tensor]) -> Iterator[tuple[Part, Callable]]:
         """The tensors that stand for `named`, whose dense weight [E, out, in] `make` gives, and what makes each."""
-        for place, part in enumerate(parts_of(named.name, named.shape, self.format, "native")):
+        for place, part in enumerate(parts_of(named.name, named.shape, PACKED[self.format], "native")):
             yield part, lambda place=place: self._packed(named.name, make)[place]
 
     def _packed(self, name: str, make: Callable[[], torch.Tensor]) -> Quantized:

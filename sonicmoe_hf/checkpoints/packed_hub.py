@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ..errors import CheckpointError
-from ..formats import HUB
+from ..formats import HUB, PACKED
 from ..kernels.quantized import FP8_BLOCK, Quantized, dequantize, quantize
 from .kept_format import expert_matrices, is_sound
 from .layouts import Named, assemble, holder, layer_tensors
@@ -115,7 +115,7 @@ def _packed(source: Source, block: str, named: Named, format: str, roundings: Ro
 def _shells(source: Source, block: str, named: Named, format: str) -> dict[str, torch.Tensor]:
     """By name, tensors on the meta device like those that will stand for the weight."""
     if format == "mxfp4":
-        parts = parts_of(named.name, named.shape, format, source.family.hub_layout)
+        parts = parts_of(named.name, named.shape, PACKED[format], source.family.hub_layout)
         return {part.name: torch.empty(part.shape, dtype=part.dtypes[0], device="meta") for part in parts}
     rows, columns = named.shape
     kept = _is_kept(source, block, named, format) and source.stored_dtype(block, named, 1) == torch.uint8

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
+from ..formats import PACKED
 from ..layer.config import check_choice
 from .layouts import Named, assemble, holder, layer_tensors
 from .packed import Quantizer, part_views, parts_of
@@ -148,7 +149,7 @@ def _moved(source: Source, block: str, named: Named, quantizer: Quantizer) -> It
             f"{source.folder} is packed as nf4 already; from_pretrained loads it as it is (NF4's scales have scales of "
             "256 neighbouring blocks, which cannot be put into another order)"
         )
-    for place, part in enumerate(parts_of(named.name, named.shape, quantizer.format, "native")):
+    for place, part in enumerate(parts_of(named.name, named.shape, PACKED[quantizer.format], "native")):
         dtype = source.stored_dtype(block, named, place) or part.dtypes[0]
 
         def make(place=place, part=part, dtype=dtype):

@@ -10,18 +10,15 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..formats import HUB
-from ..formats.fp8 import FP8_SCALES
-from ..kernels.quantized import FP8_BLOCK, Quantized
+from ..formats.fp8 import BLOCK, HubFP8
+from ..kernels.quantized import Quantized
 from ..layer.experts_module import Sizes
 from ..model_patches import NativeFamily
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers, load_family_class
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
-from . import nvfp4
 from .config_only import UNREADABLE, without_code
 from .configs import family_of, hub_config
-from .dequantize import block_size, fp8_scale_shape
 from .files import CONFIG_FILE
 from .layouts import Named, detect_layout, holder, layer_tensors
 from .packed import FIRST, Part, part_views, parts_of
@@ -134,17 +131,16 @@ class Source(StoredWeights):
 
     def is_kept(self, name: str, format: str) -> bool:
         """Whether the experts' weight `name` is packed, or an expert's in `format` as the hub has it."""
-        if self.is_packed(name) or self.hub_format != format:
+        hub = self.hub_format
+        if self.is_packed(name) or hub is None or hub.name != format:
             return self.is_packed(name)
-        if format == "fp8" and block_size(self.hub_config) != (FP8_BLOCK, FP8_BLOCK):
-            return False
-        return name in self.nvfp4 or self.tensors[name].dtype == torch.float8_e4m3fn
+        return self.is_quantized(name) and (not isinstance(hub, HubFP8) or hub.block == BLOCK)
 
     def packed_parts(self, named: Named) -> list[Part]:
         """The tensors that stand for a packed weight; none for another."""
-        if not self.is_packed(named.name):
+        if self.packed_format is None or not self.is_packed(named.name):
             return []
-        return parts_of(named.name, named.shape, self.format, self.layout)
+        return parts_of(named.name, named.shape, self.packed_format, self.layout)
 
     def _parts_of_experts(self) -> list[Part]:
         every = [named for block in self.expected.blocks for named in self.expert_tensors(block)]
@@ -168,12 +164,12 @@ class Source(StoredWeights):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.folder}: {names[0]}{more} {what} in a {self.family.name} model")
-        for name, shape in {**shapes, **scales}.items():
+        for name, shape in {**shapes, **{name: shape for name, (shape, _) in scales.items()}}.items():
             if name in self.tensors and self.shape_of(name) != shape:
                 raise CheckpointError(
                     f"{self.folder}: {name} has shape {self.shape_of(name)}; by config.json it must be {shape}"
                 )
-        self._check_dtypes()
+        self._check_dtypes({name: dtypes for name, (_, dtypes) in scales.items()})
         kept = set(plain) | set(carried)
         self.carried = [name for name in self.tensors if name in kept and name not in scales]
 
@@ -198,31 +194,35 @@ class Source(StoredWeights):
                 return f"{block}.{self.family.router_attribute}.{rest}"
         return name
 
-    def _scales(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what stands beside quantized weights."""
-        if self.hub_format == "nvfp4":
-            return nvfp4.scales(self.tensors, self.nvfp4)
-        quantized = {n: h.shape for n, h in self.tensors.items() if h.dtype == torch.float8_e4m3fn}
-        return {f"{n}_scale_inv": fp8_scale_shape(shape, self.hub_config) for n, shape in quantized.items()}
-
-    def _check_dtypes(self) -> None:
-        has_packed = any(name.endswith(FIRST) for name in self.tensors)
-        if has_packed != bool(self.format):
-            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are packed")
-        is_fp8 = any(header.dtype == torch.float8_e4m3fn for header in self.tensors.values())
-        if self.hub_format == "fp8" and not is_fp8:
-            raise CheckpointError(f"{self.folder}: config.json declares fp8 quantization, but no tensor is float8")
-        packed = {part.name: part.dtypes for part in self._parts_of_experts()}
-        if (self.hub_format == "nvfp4") != bool(self.nvfp4):
-            raise CheckpointError(f"{self.folder} is declared to be in NVFP4, but no weight is")
-        packed |= dict.fromkeys(self.nvfp4, (torch.uint8,))
-        if self.hub_format == "fp8":
-            packed |= dict.fromkeys(self._scales(), FP8_SCALES)
+    def _scales(self) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """The shapes and dtypes of what stands beside quantized weights; of activations' scales any is right."""
+        scales: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
+        if self.hub_format is None:
+            return scales
         for name, header in self.tensors.items():
-            plain_float = header.dtype.is_floating_point and header.dtype.itemsize >= 2
-            if name in packed and header.dtype not in packed[name]:
-                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; it must be {packed[name][0]}")
-            if name not in packed and not plain_float and header.dtype != torch.float8_e4m3fn:
+            if name.endswith(self.hub_format.unused):
+                scales[name] = header.shape, (header.dtype,)
+            elif self.is_quantized(name):
+                wanted = self.hub_format.stored_scales(header.shape)
+                for stored, (shape, dtypes) in zip(self.weights[name][1:], wanted):
+                    is_one = not shape and self.tensors[stored].shape == (1,)
+                    scales[stored] = (1,) if is_one else shape, dtypes
+        return scales
+
+    def _check_dtypes(self, of_scales: dict[str, tuple[torch.dtype, ...]]) -> None:
+        has_packed = any(name.endswith(FIRST) for name in self.tensors)
+        if has_packed != (self.packed_format is not None):
+            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are packed")
+        if self.hub_format is not None and not any(map(self.is_quantized, self.weights)):
+            raise CheckpointError(
+                f"{self.folder} is declared to be in {self.hub_format.name.upper()}, but no weight is"
+            )
+        wanted = of_scales | {part.name: part.dtypes for part in self._parts_of_experts()}
+        for name, header in self.tensors.items():
+            is_plain = header.dtype.is_floating_point and header.dtype.itemsize >= 2
+            if name in wanted and header.dtype not in wanted[name]:
+                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; it must be {wanted[name][0]}")
+            if name not in wanted and not is_plain and not self.is_quantized(name):
                 raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; weights are floats")
 
     def changes_part(self, block: str, part: str) -> bool:
@@ -241,15 +241,15 @@ class Source(StoredWeights):
         if not self.is_packed(name):
             return [tensor for tensor in self._hub_packed(name) if tensor is not None]
         packed, place = self.packed(name, expert)
-        views = part_views(self.layout, part, self.format)
+        views = part_views(self.layout, part, str(self.quantization))
         return [view(tensor[place]) for view, tensor in zip(views, packed) if tensor is not None]
 
     def _hub_packed(self, name: str) -> Quantized:
         """One expert's weight as the hub has it."""
-        hub = HUB[self.hub_format]
+        assert self.hub_format is not None
         if self._last_packed is None or self._last_packed[0] != (name, None):
             self._last_packed = None
-            packed = hub.pack(*(self.raw(name + end).clone() for end in ("", *hub.scales)))
+            packed = self.hub_format.pack(*map(self.stored, self.weights[name]))
             self._last_packed = (name, None), packed
         return self._last_packed[1]
 

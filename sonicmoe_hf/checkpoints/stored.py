@@ -9,11 +9,10 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from ..formats import HUB, PACKED
+from ..formats.grid import Grid
+from ..formats.mxfp4 import mxfp4_grid
 from ..kernels.quantized import Quantized, weight_shape
-from . import nvfp4
-from .configs import declared_quantization
-from .dequantize import dequantize_fp8
+from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 from .packed import checked, dense_expert
 
@@ -26,7 +25,9 @@ class StoredWeights:
 
     Attributes:
         folder, config: where it is, and its config.json. tensors: every tensor's header.
-        quantization, packed_here: as declared_quantization.
+        declared: what its config declares of its quantization; None where it is not quantized.
+        packed_format: of experts stored [E, ...] under their parameter's name. hub_format: how weights are stored each
+            for itself, in every linear layer. Both are None where nothing is quantized.
         weights: by name of a weight, the names of the tensors that hold it, its scales behind it.
     Raises:
         CheckpointError: a file is missing, damaged or contradicts another, or a quantized weight is not as declared.
@@ -41,55 +42,62 @@ class StoredWeights:
                 f"{folder / CONFIG_FILE}: transformers_weights is {self.config['transformers_weights']!r}, a file that "
                 f"Transformers would load; conversion reads {WEIGHTS_FILE} or {INDEX_FILE} only: remove the entry"
             )
-        self.quantization, self.packed_here = declared_quantization(self.config, folder)
+        self.declared = quantization_of(self.config, folder)
+        try:
+            self.packed_format = None if self.declared is None else self.declared.packed()
+            self.hub_format = None if self.declared is None else self.declared.hub()
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
         self.tensors = read_headers(folder)
-        self.nvfp4 = nvfp4.packed_weights(self.tensors) if self.hub_format == "nvfp4" else set()
-        self._check_float8()
         self.weights = self._names_by_weight()
         self._open: tuple[str, Any] | None = None
         self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
         self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
 
     @property
-    def format(self) -> str:
-        """The format of experts stored as packed weights are; "" where none are."""
-        return self.quantization or "" if self.packed_here or self.quantization == "mxfp4" else ""
+    def quantization(self) -> str | None:
+        """The name of the format that weights are in; None where they are not quantized."""
+        format = self.packed_format or self.hub_format
+        return None if format is None else format.name
 
     @property
-    def hub_format(self) -> str:
-        """FP8 or NVFP4 as the hub has them, in every linear layer; "" otherwise."""
-        return self.quantization or "" if not self.packed_here and self.quantization in HUB else ""
-
-    def _check_float8(self) -> None:
-        for name, header in self.tensors.items():
-            if header.dtype != torch.float8_e4m3fn or self.packed_here or self.hub_format == "nvfp4":
-                continue
-            if self.hub_format != "fp8":
-                raise CheckpointError(f"{name} is float8, but config.json declares no fp8 quantization")
-            if f"{name}_scale_inv" not in self.tensors:
-                raise CheckpointError(f"{self.folder}: {name}_scale_inv is missing, the scales of an fp8 tensor")
+    def packed_here(self) -> bool:
+        """Whether quantize_experts or conversion packed the experts."""
+        return self.declared is not None and self.declared.is_packed_here
 
     def _names_by_weight(self) -> dict[str, list[str]]:
         by_weight: dict[str, list[str]] = {}
         beside: set[str] = set()
-        first, *others = PACKED[self.format].names("") if self.format else ("",)
-        scales = HUB[self.hub_format].scales if self.hub_format else ()
-        for name in self.tensors:
-            weight, ends = name, scales
-            if first and name.endswith(first) and name.removesuffix(first) + others[0] in self.tensors:
-                weight, ends = name.removesuffix(first), tuple(others)
-            stored = [name, *(weight + end for end in ends if weight + end in self.tensors)]
+        for name, header in self.tensors.items():
+            weight, stored = name, [name]
+            if self.hub_format is not None and header.dtype == self.hub_format.dtype:
+                stored = self.hub_format.names(name)
+                if missing := [each for each in stored if each not in self.tensors]:
+                    raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a scale of a quantized weight")
+            elif header.dtype == torch.float8_e4m3fn and self.hub_format is None:
+                raise CheckpointError(f"{name} is float8, but config.json declares no fp8 quantization")
+            elif self.packed_format is not None:
+                weight = name.removesuffix(self.packed_format.names("")[0])
+                names = self.packed_format.names(weight)
+                stored = names if weight != name and all(each in self.tensors for each in names[1:]) else [name]
+                weight = weight if len(stored) > 1 else name
             by_weight[weight] = stored
             beside.update(stored[1:])
         return {weight: stored for weight, stored in by_weight.items() if weight not in beside}
 
     def is_packed(self, name: str) -> bool:
         """Whether the experts' weight `name` is stored as packed weights are."""
-        return bool(self.format) and PACKED[self.format].names(name)[0] in self.tensors
+        return self.packed_format is not None and self.packed_format.names(name)[0] in self.tensors
 
     def is_quantized(self, name: str) -> bool:
         """Whether the weight has scales."""
-        return len(self.weights[name]) > 1
+        return len(self.weights.get(name, ())) > 1
+
+    def grid(self, name: str) -> Grid:
+        """The values that a quantized weight can have, or one expert's of a packed one."""
+        if self.hub_format is None:
+            return mxfp4_grid()
+        return self.hub_format.grid(*map(self.raw, self.weights[name][1:]))
 
     @property
     def dense_dtype(self) -> torch.dtype:
@@ -101,17 +109,17 @@ class StoredWeights:
         """The dtype of a weight once it is read."""
         if self.is_packed(name):
             return self.dense_dtype
-        dtype = self.tensors[name].dtype
-        return torch.bfloat16 if dtype == torch.float8_e4m3fn or name in self.nvfp4 else dtype
+        return torch.bfloat16 if self.is_quantized(name) else self.tensors[name].dtype
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a weight once it is read."""
-        if self.is_packed(name):
-            stored = (self.tensors[part].shape for part in PACKED[self.format].names(name))
-            shape = weight_shape(Quantized(*(torch.empty(part, device="meta") for part in stored)), self.format)
-            return (shape[0], shape[2], shape[1]) if self.is_transposed else shape
+        if self.packed_format is not None and self.is_packed(name):
+            shapes = (self.tensors[part].shape for part in self.packed_format.names(name))
+            stored = Quantized(*(torch.empty(shape, device="meta") for shape in shapes))
+            num_experts, size_out, size_in = weight_shape(stored, self.packed_format.name)
+            return (num_experts, size_in, size_out) if self.is_transposed else (num_experts, size_out, size_in)
         shape = self.tensors[name].shape
-        return (*shape[:-1], 2 * shape[-1]) if name in self.nvfp4 else shape
+        return self.hub_format.dense_shape(shape) if self.hub_format is not None and self.is_quantized(name) else shape
 
     @property
     def is_transposed(self) -> bool:
@@ -146,12 +154,8 @@ class StoredWeights:
         if self.is_packed(name):
             experts = range(self.shape_of(name)[0])
             return torch.stack([self.expert_slice(name, expert) for expert in experts])
-        if name in self.nvfp4:
-            tensors = (self.raw(name + end).clone() for end in ("", *nvfp4.SCALES))
-            return HUB["nvfp4"].dense(*tensors).to(torch.bfloat16)
-        if self.tensors[name].dtype == torch.float8_e4m3fn:
-            raw = self.raw(name).clone()
-            return dequantize_fp8(raw, self.raw(f"{name}_scale_inv"), self.config)
+        if self.hub_format is not None and self.is_quantized(name):
+            return self.hub_format.dense(*map(self.stored, self.weights[name])).to(torch.bfloat16)
         return self.stored(name)
 
     def expert_slice(self, name: str, expert: int) -> torch.Tensor:
@@ -159,7 +163,7 @@ class StoredWeights:
         if self._last_expert is None or self._last_expert[0] != (name, expert):
             if self.is_packed(name):
                 packed, place = self.packed(name, expert)
-                whole = dense_expert(packed, self.format, self.dense_dtype, place, self.is_transposed)
+                whole = dense_expert(packed, str(self.quantization), self.dense_dtype, place, self.is_transposed)
             else:
                 whole = self.raw(name, expert)[0]
             self._last_expert = ((name, expert), whole)
@@ -168,11 +172,12 @@ class StoredWeights:
     def packed(self, name: str, expert: int) -> tuple[Quantized, int]:
         """What is stored of a packed weight, and the expert's place in it. NF4: of all experts, since its scales have
         scales that cross experts; else of this expert alone."""
-        alone = self.format != "nf4"
+        assert self.packed_format is not None
+        alone = self.packed_format.name != "nf4"
         if self._last_packed is None or self._last_packed[0] != (name, expert if alone else None):
             self._last_packed = None
-            stored = [self.raw(part, expert if alone else None) for part in PACKED[self.format].names(name)]
-            packed = checked(Quantized(*(part.clone() for part in stored)), self.format, name)
+            stored = [self.raw(part, expert if alone else None) for part in self.packed_format.names(name)]
+            packed = checked(Quantized(*(part.clone() for part in stored)), self.packed_format, name)
             self._last_packed = (name, expert if alone else None), packed
         return self._last_packed[1], 0 if alone else expert
 

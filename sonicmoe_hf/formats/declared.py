@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError
 from ..kernels.quantized import FORMATS, FP8_BLOCK, SCALE_COLUMNS
+from . import HUB, PACKED, Format, HubFormat, HubFP8
 
 QUANT_METHOD = "sonicmoe_hf"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
@@ -61,6 +62,33 @@ class Declared(NamedTuple):
             return f"compressed-tensors, {_scheme(self.entries.get('config_groups') or {})}"
         return self.method
 
+    def packed(self) -> Format | None:
+        """Of experts stored [E, ...] under their parameter's name: packed here, or gpt-oss's; None of others."""
+        return PACKED[self.format()] if self.is_packed_here or self.method == "mxfp4" else None
+
+    def hub(self) -> HubFormat | None:
+        """How every expert's projections, and linear layers, are stored each for itself; None of other checkpoints.
+
+        Raises:
+            CheckpointError: it is another kind of ModelOpt's; FP8 whose blocks are no sizes, or with experts in FP4.
+        """
+        if self.method == MODELOPT:
+            self.check_nvfp4()
+            return HUB["nvfp4"]
+        if self.method != "fp8":
+            return None
+        block = self.entries.get("weight_block_size", FP8_BLOCKS)
+        if not (isinstance(block, (list, tuple)) and len(block) == 2 and all(_is_size(size) for size in block)):
+            raise CheckpointError(
+                f"weight_block_size of the fp8 quantization is {block!r}; it must be two sizes such as [128, 128]"
+            )
+        if self.entries.get("expert_dtype", "fp8") != "fp8":
+            raise CheckpointError(
+                f"the experts are in {self.entries['expert_dtype']}, which conversion and merging do not read; load them "
+                'with from_pretrained(..., experts_quantization="mxfp4")'
+            )
+        return HubFP8((block[0], block[1]), self.entries.get("scale_fmt") == "ue8m0")
+
     def _check_fp8(self) -> None:
         block = self.entries.get("weight_block_size", FP8_BLOCKS)
         scheme, of_experts = self.entries.get("activation_scheme", "dynamic"), self.entries.get("expert_dtype", "fp8")
@@ -86,6 +114,10 @@ class Declared(NamedTuple):
                 f"the checkpoint is quantized by ModelOpt as {algorithm!r} in groups of {block}; 'NVFP4' in groups of "
                 f"{size} is what sonicmoe_hf reads: {TO_BF16}"
             )
+
+
+def _is_size(size) -> bool:
+    return isinstance(size, int) and size > 0
 
 
 def _scheme(groups: dict) -> str:

@@ -103,11 +103,12 @@ class Format:
 class HubFormat:
     """How checkpoints of the hub store a matrix [N, K], an expert's projection or a linear layer's weight.
 
-    name: in kernels.quantized.FORMATS, of experts. scales: what follows the weight's name in those of its scales. unused:
-    what ends names of tensors beside it that are for inference alone.
+    name: in kernels.quantized.FORMATS, of experts. dtype: of a matrix that is in it. scales: what follows the weight's
+    name in those of its scales. unused: what ends names of tensors beside it that are for inference alone.
     """
 
     name: str
+    dtype: torch.dtype
     scales: tuple[str, ...]
     unused: tuple[str, ...] = ()
 
@@ -115,18 +116,29 @@ class HubFormat:
         """The names of the tensors that store `weight`."""
         return [weight, *(weight + end for end in self.scales)]
 
-    def check(self, *tensors: torch.Tensor) -> None:
-        """Raise CheckpointError where a matrix and its scales do not fit together."""
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(N, K) of a matrix that is stored in this shape."""
+        return shape
+
+    def stored_scales(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """The shape of each of the scales of a matrix that is stored in this shape, and the dtypes that it may have."""
         raise NotImplementedError
 
-    def grid(self, *tensors: torch.Tensor) -> Grid:
-        """The values that such a matrix can have, given its scales' dtype and what belongs to all of it."""
+    def check(self, *tensors: torch.Tensor) -> None:
+        """Raise CheckpointError where a matrix and its scales do not fit together."""
+        weight, *scales = tensors
+        check_matrix(weight, tuple(weight.shape), (self.dtype,), "the weight")
+        for end, scale, (shape, dtypes) in zip(self.scales, scales, self.stored_scales(weight.shape)):
+            check_matrix(scale, shape, dtypes, f"the scales (weight{end})")
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """The values that a matrix with such scales can have: their dtype says it, and NVFP4's scale of the whole."""
         raise NotImplementedError
 
     def dense(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The values in fp32. Raises CheckpointError as `check`."""
         self.check(*tensors)
-        return self.grid(*tensors).dense(tensors[0], tensors[1])
+        return self.grid(*tensors[1:]).dense(tensors[0], tensors[1])
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """One expert's codes, scales and state. Raises CheckpointError as `check`."""
@@ -152,7 +164,7 @@ class HubFormat:
 
 def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], what: str) -> None:
     """Raise CheckpointError where a tensor of a checkpoint has another shape, or none of these dtypes."""
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+    if tensor.dtype not in dtypes or (tuple(tensor.shape) or (1,)) != (shape or (1,)):  # a number has either shape
         raise CheckpointError(
             f"{what} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtypes[0]} of shape {shape}"
         )

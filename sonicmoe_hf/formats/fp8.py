@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import CheckpointError
 from ..kernels.minifloat import E4M3_MAX, to_e4m3
 from ..kernels.quantized import FP8_BLOCK, Quantized
-from .format import Format, HubFormat, check_matrix, has_nan_e4m3, has_nan_power
+from .format import Format, HubFormat, has_nan_e4m3, has_nan_power
 from .grid import POWER_BIAS, Grid, ceiled_exponent, powers_of_two
 
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
@@ -31,24 +32,20 @@ class HubFP8(HubFormat):
     block: rows and columns that share a scale. has_powers: whether scales are powers of two in any dtype.
     """
 
-    name, scales = "fp8", ("_scale_inv",)
+    name, dtype, scales = "fp8", torch.float8_e4m3fn, ("_scale_inv",)
 
     def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
         self.block, self.has_powers = block, has_powers
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """That of the scales of a matrix [N, K], the last blocks cut off."""
-        return tuple(-(-size // block) for size, block in zip(shape, self.block))
+    def stored_scales(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """See HubFormat. The last blocks are cut off."""
+        if len(shape) != 2:
+            raise CheckpointError(f"fp8 tensors have two dimensions; one has shape {tuple(shape)}")
+        return [(tuple(-(-size // block) for size, block in zip(shape, self.block)), FP8_SCALES)]
 
-    def check(self, *tensors: torch.Tensor) -> None:
+    def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat."""
-        weight, scales = tensors
-        check_matrix(weight, tuple(weight.shape), (torch.float8_e4m3fn,), "an FP8 weight")
-        check_matrix(scales, self.scale_shape(weight.shape), FP8_SCALES, "the scales (weight_scale_inv)")
-
-    def grid(self, *tensors: torch.Tensor) -> Grid:
-        """See HubFormat."""
-        dtype, has_powers = tensors[1].dtype, self.has_powers
+        dtype, has_powers = scales[0].dtype, self.has_powers
 
         def fresh(largest: torch.Tensor) -> torch.Tensor:
             ideal = torch.where(largest > 0, largest / E4M3_MAX, 1.0)
@@ -71,7 +68,7 @@ class HubFP8(HubFormat):
     def dense_rows(self, weight: torch.Tensor, scales: torch.Tensor, rows: int, first: int) -> torch.Tensor:
         """Some rows in fp32, from the `first` on, of a matrix with `rows` rows, by the scales of all of it."""
         self.check(weight.new_empty(rows, weight.shape[1], device="meta"), scales)
-        return self.grid(weight, scales).dense(weight, scales, first)
+        return self.grid(scales).dense(weight, scales, first)
 
     def pack(self, *tensors: torch.Tensor) -> Quantized:
         """See HubFormat."""

@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.minifloat import E2M1_MAX, from_e2m1, from_e4m3, to_e2m1, to_e4m3
 from ..kernels.quantized import SCALE_COLUMNS, Quantized
-from .format import Format, HubFormat, check_matrix, has_nan_e4m3
+from .format import Format, HubFormat, has_nan_e4m3
 from .grid import Grid
 
 BLOCK = SCALE_COLUMNS["nvfp4"]
@@ -31,20 +31,21 @@ class HubNVFP4(HubFormat):
     X.weight_scale_2, one fp32 number. A value is e2m1 * (weight_scale * weight_scale_2), in fp32. X.input_scale, and the
     k_scale and v_scale of attention, are scales of activations, for inference alone."""
 
-    name, scales = "nvfp4", ("_scale", "_scale_2")
+    name, dtype, scales = "nvfp4", torch.uint8, ("_scale", "_scale_2")
     unused = (".input_scale", ".k_scale", ".v_scale")
 
-    def check(self, *tensors: torch.Tensor) -> None:
+    def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See HubFormat."""
-        weight, scale, scale_2 = tensors
-        check_matrix(weight, tuple(weight.shape), (torch.uint8,), "an NVFP4 weight")
-        rows, bytes_ = weight.shape
-        check_matrix(scale, (rows, 2 * bytes_ // BLOCK), (torch.float8_e4m3fn,), "the scales (weight_scale)")
-        check_matrix(scale_2.reshape(-1), (1,), (torch.float32,), "the scale of the tensor (weight_scale_2)")
+        return (*shape[:-1], 2 * shape[-1])
 
-    def grid(self, *tensors: torch.Tensor) -> Grid:
+    def stored_scales(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """See HubFormat."""
+        rows, columns = self.dense_shape(shape)
+        return [((rows, columns // BLOCK), (torch.float8_e4m3fn,)), ((), (torch.float32,))]
+
+    def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat. weight_scale_2 stays: engines that fuse projections want theirs to be equal."""
-        scale_2 = tensors[2].reshape(())
+        scale_2 = scales[1].reshape(())
 
         def fresh(largest: torch.Tensor) -> torch.Tensor:
             return to_e4m3(largest / (E2M1_MAX * scale_2)).view(torch.float8_e4m3fn)

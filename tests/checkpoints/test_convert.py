@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
 from sonicmoe_hf.checkpoints import hub
-from sonicmoe_hf.checkpoints.dequantize import dequantize_fp8
 from sonicmoe_hf.checkpoints.layouts import from_upstream, to_upstream
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.formats.fp8 import HubFP8
 
 EVERY_KIND = [(family, kind) for family in FAMILIES for kind in KINDS[family]]
 
@@ -118,8 +118,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
 def test_fp8_is_read_as_transformers_quantizes_it():
     weight = torch.randn(64, 48)
     quantized, scale_inv = fp8_by_transformers(weight, (16, 24))
-    read = dequantize_fp8(quantized, scale_inv, {"quantization_config": {"weight_block_size": [16, 24]}})
-    assert read.dtype == torch.bfloat16
+    read = HubFP8((16, 24)).dense(quantized, scale_inv).to(torch.bfloat16)
     assert relative_error(read, weight) < 0.04, "three mantissa bits: at most 1/16 of a value is lost, 1/30 on average"
     exact = quantized.double() * scale_inv.double().repeat_interleave(16, 0).repeat_interleave(24, 1)
     assert torch.equal(read, exact.float().to(torch.bfloat16))

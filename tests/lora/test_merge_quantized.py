@@ -25,8 +25,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
-from sonicmoe_hf.checkpoints.requantize import fp8_grid, mxfp4_grid, nvfp4_grid, requantize
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.formats import HUB
+from sonicmoe_hf.formats.fp8 import HubFP8
+from sonicmoe_hf.formats.mxfp4 import mxfp4_grid
 from sonicmoe_hf.kernels.quantized import dequantize, quantize
 
 BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
@@ -172,16 +174,17 @@ def test_an_unchanged_fp8_weight_keeps_its_bits_and_a_changed_one_is_rounded_as_
         factors = scales.float()
     factors = factors.repeat_interleave(8, 0).repeat_interleave(8, 1)
     stored = (weight / factors).to(torch.float8_e4m3fn)
-    grid = fp8_grid((8, 8), dtype, False)
-    same = requantize(stored.float() * factors, scales, grid)
+    grid = HubFP8((8, 8)).grid(scales)
+    same = grid.round(stored.float() * factors, scales)
     assert same_bits({"codes": same.codes, "scales": same.scales}, {"codes": stored, "scales": scales})
     changed = stored.float() * factors + 3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    assert relative_error(requantize(changed, scales, grid).values, changed) < 0.04, "E4M3's 3 bits of mantissa"
+    assert relative_error(grid.round(changed, scales).values, changed) < 0.04, "E4M3's 3 bits of mantissa"
 
 
 def test_powers_of_two_stay_powers_of_two():
     weight = torch.randn(20, 36, generator=torch.Generator().manual_seed(0))
-    rounded = requantize(weight, torch.full((3, 5), 2.0**-20), fp8_grid((8, 8), torch.float32, True))
+    scales = torch.full((3, 5), 2.0**-20)
+    rounded = HubFP8((8, 8), has_powers=True).grid(scales).round(weight, scales)
     assert torch.all(torch.frexp(rounded.scales)[0] == 0.5)
     assert rounded.values.shape == weight.shape and relative_error(rounded.values, weight) < 0.04, "blocks are cut off"
 
@@ -189,9 +192,9 @@ def test_powers_of_two_stay_powers_of_two():
 def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_taken():
     """1 holds 448 of E4M3 and 6 of E2M1; half of it half as much, and of more it takes 2."""
     held = torch.tensor([1.0, 0.5, 1.001, 0.999])
-    for grid, largest in ((fp8_grid(BLOCK, torch.uint8, False), 448), (mxfp4_grid(), 6)):
+    for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (mxfp4_grid(), 6)):
         assert grid.fresh(held * largest).tolist() == [127, 126, 128, 127]
-    powers = fp8_grid(BLOCK, torch.float32, True).fresh(held * 448)
+    powers = HubFP8(BLOCK, has_powers=True).grid(held).fresh(held * 448)
     assert powers.tolist() == [1.0, 0.5, 2.0, 1.0]
 
 
@@ -200,17 +203,17 @@ def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 3, 32:] = 0.0  # NVFP4's scale of these is zero
     packed = quantize(weight, format)
-    grid = mxfp4_grid() if format == "mxfp4" else nvfp4_grid(packed.state.reshape(()))
+    grid = mxfp4_grid() if format == "mxfp4" else HUB["nvfp4"].grid(packed.scales, packed.state)
     scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
     values = dequantize(packed, format, torch.float32)[0]
-    same = requantize(values, scales, grid)
+    same = grid.round(values, scales)
     assert torch.equal(same.codes, packed.codes[0]) and torch.equal(same.scales.view(torch.uint8), packed.scales[0])
     changed = values + 0.5 * torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
     anew = quantize(changed[None], format)
     if format == "nvfp4":  # its tensor's scale stays
         changed = changed.clamp(values.min(), values.max())
         anew = quantize(changed[None], format)
-    error = relative_error(requantize(changed, scales, grid).values, changed)
+    error = relative_error(grid.round(changed, scales).values, changed)
     assert error <= relative_error(dequantize(anew, format, torch.float32)[0], changed) * 1.02  # NVFP4: another scale
 
 

@@ -26,6 +26,7 @@ from sonicmoe_hf import (
     convert_checkpoint,
     from_pretrained,
     inspect_checkpoint,
+    merge_adapter,
     quantize_experts,
 )
 from sonicmoe_hf.cli.main import main
@@ -368,8 +369,10 @@ def deepseek_v4(tmp_path):
     return tmp_path / "fp4", tmp_path / "dense"
 
 
-def test_the_fp4_experts_of_deepseek_v4_are_mxfp4_bit_for_bit(deepseek_v4):
+def test_the_fp4_experts_of_deepseek_v4_are_mxfp4_bit_for_bit(deepseek_v4, tmp_path):
     folder, plain = deepseek_v4
+    with pytest.raises(CheckpointError, match="experts are in fp4, which conversion and merging do not read"):
+        merge_adapter(folder, tmp_path, tmp_path / "merged")
     with pytest.raises(ValueError, match=r"'fp8', but the checkpoint is quantized already \(mxfp4\)"):
         from_pretrained(folder, experts_quantization="fp8")
     packed = from_pretrained(folder, experts_quantization="mxfp4", dtype=torch.float32)
