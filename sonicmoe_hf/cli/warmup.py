@@ -116,7 +116,7 @@ def compile_kernels(wanted: list[tuple[str, tuple]], processes: int) -> Iterator
     """Compile the kernels, (function of kernels/hopper/compiled.py, its parameters), that the cache does not have."""
     from ..kernels.hopper import cache
 
-    if reason := cache.distrust():
+    if reason := cache.why_untrusted():
         raise WarmupError(reason)
     missing = cache.missing(wanted)
     for kernel in wanted:
