@@ -11,7 +11,6 @@ from .files import CONFIG_FILE
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
 QUANTIZATIONS = ("mxfp4", "fp8", MODELOPT, QUANT_METHOD)
-WITHOUT_GATE = ("nemotron_h",)  # families whose experts have no gate
 HUB_ENTRIES = ("architectures", "auto_map")  # of config.json, which name the family's own classes
 
 
@@ -19,14 +18,12 @@ def family_of(config: dict, path: Path) -> tuple[NativeFamily, bool]:
     """The family that config.json names, and whether it says the native layout."""
     model_type = config.get("model_type")
     name = str(model_type).removeprefix(NATIVE_PREFIX)
-    if name in WITHOUT_GATE:
-        raise CheckpointError(
-            f"{path}: the experts of {name} have no gate, and the native layout is pairs of gate and up rows; load this "
-            'checkpoint as it is, with sonicmoe_hf.from_pretrained or experts_implementation="sonicmoe_hf", and merge '
-            "adapters with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-        )
     if not isinstance(model_type, str) or name not in NATIVE_FAMILIES:
-        raise CheckpointError(f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}")
+        raise CheckpointError(
+            f"{path}: model_type is {model_type!r}; conversion knows {', '.join(NATIVE_FAMILIES)}. Load other "
+            "checkpoints as they are (sonicmoe_hf.from_pretrained), and merge adapters under the files' own names: "
+            "sonicmoe-hf merge BASE ADAPTER DST, without --layout, and without --quantize or with --quantize keep"
+        )
     native = model_type.startswith(NATIVE_PREFIX)
     if native and config.get(VERSION_KEY) != LAYOUT_VERSION:
         raise CheckpointError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -132,7 +133,7 @@ class WeightGroup:
             for place, name in enumerate(names.get(theirs, ()))
         }
 
-    def _convert(self, converter: WeightConverter, tensors, name: str, shapes: dict[str, torch.Size]) -> Tensors:
+    def _convert(self, converter: Any, tensors, name: str, shapes: dict[str, torch.Size]) -> Tensors:
         for operation in converter.operations:
             tensors = operation.convert(
                 tensors,

@@ -79,10 +79,10 @@ def _add_merge(commands) -> None:
     merge = commands.add_parser(
         "merge",
         help="add a LoRA adapter to the weights of its model, for engines that load no adapters of experts",
-        description="Writes BASE with ADAPTER's products added to its weights (W + scale * B A, in fp32, in the dtype of "
-        "BASE), one file at a time. ADAPTER is what PEFT saves, on experts (target_parameters) and on linear layers. In "
-        "the hub layout Transformers and vLLM load the result, which appears whole or not at all. Exit code: 0 if it "
-        "is there, 2 if nothing was written.",
+        description="Writes BASE, of any family that Transformers loads, with ADAPTER's products added to its weights "
+        "(W + scale * B A, in fp32, in the dtype of BASE), under the names of its files. ADAPTER is what PEFT saves, on "
+        "experts (target_parameters) and on linear layers. The result appears whole or not at all. Exit code: 0 if it is "
+        "there, 2 if nothing was written.",
     )
     merge.add_argument("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on")
     merge.add_argument("adapter", metavar="ADAPTER", help="folder or hub id")
@@ -91,7 +91,7 @@ def _add_merge(commands) -> None:
     merge.add_argument(
         "--quantize",
         choices=("keep", "mxfp4", "fp8"),
-        help="keep: the hub's layout in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) "
+        help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) "
         "or fp8: pack the experts (default: bfloat16)",
     )
     _add_writing_options(merge)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from helpers.small_families import SMALL_FAMILIES
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -135,14 +136,17 @@ def layers_of(architecture: Architecture) -> OneLayer:
 
 def table() -> str:
     """The table of docs/models.md: what `supports` says of one layer of every architecture."""
-    lines = ["| model (folder of transformers.models), experts | accelerated | token rounding |", "|---|---|---|"]
+    lines = [
+        "| model (folder of transformers.models), experts | accelerated | token rounding | merge |",
+        "|---|---|---|---|",
+    ]
     for architecture in architectures():
         (layer,) = supports(layers_of(architecture))
         reason = layer.reason.partition("; ")[0].partition(": ")[2]
         accelerated = "yes" if layer.accelerated else f"no: {reason}"
         lines.append(
             f"| {architecture.folder}, `{architecture.experts}` | {accelerated} | "
-            f"{'yes' if layer.token_rounding else 'no'} |"
+            f"{'yes' if layer.token_rounding else 'no'} | {'yes' if architecture.folder in SMALL_FAMILIES else 'untested'} |"
         )
     return "\n".join(lines) + "\n"
 

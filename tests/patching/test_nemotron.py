@@ -1,12 +1,14 @@
 """Nemotron-H: experts without a gate, of a latent size, behind DeepSeek-V3's router. The whole model is beside Transformers'
 own: logits, loss and every gradient; with adapters, packed, rounded and balanced."""
 
+import json
 import shutil
 
 import peft
 import pytest
 import torch
 from helpers.adapters import fused, random_factors
+from helpers.checkpoints import tensors_in
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, twin
 from helpers.training import POLICY, Watch
 from safetensors.torch import save_file
@@ -93,32 +95,40 @@ def hub_and_adapter(tmp_path_factory):
     return folder / "hub", folder / "adapter"
 
 
-@pytest.mark.parametrize("layout", ["native", "hub", "vllm", "sglang"])
-def test_its_adapters_are_not_converted(hub_and_adapter, tmp_path, layout):
+def test_its_adapters_have_no_native_layout(hub_and_adapter, tmp_path):
     hub, adapter = hub_and_adapter
-    with pytest.raises(CheckpointError, match=r"experts of nemotron_h have no gate, .*PEFT.*merge_and_unload\(\)$"):
-        sonicmoe_hf.convert_adapter(adapter, tmp_path / "converted", layout, trained_on=hub)
+    with pytest.raises(CheckpointError, match="model_type is 'nemotron_h'; conversion knows"):
+        sonicmoe_hf.convert_adapter(adapter, tmp_path / "converted", "native", trained_on=hub)
     assert not (tmp_path / "converted").exists()
 
 
-def test_adapters_on_single_experts_are_not_taken_for_ones_with_a_gate(hub_and_adapter, tmp_path):
+def test_factors_of_a_single_expert_change_it_alone(hub_and_adapter, tmp_path):
     hub, adapter = hub_and_adapter
     shutil.copytree(adapter, tmp_path / "single")
     name = "base_model.model.model.layers.1.mixer.experts.0.up_proj.lora_{}.weight"
     factors = {name.format("A"): torch.ones(3, 24), name.format("B"): torch.ones(16, 3)}
     save_file(factors, tmp_path / "single" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="experts of nemotron_h have no gate"):
-        sonicmoe_hf.convert_adapter(tmp_path / "single", tmp_path / "converted", "hub", trained_on=hub)
+    sonicmoe_hf.merge_adapter(hub, tmp_path / "single", tmp_path / "merged")
+    before, after = tensors_in(hub), tensors_in(tmp_path / "merged")
+    (changed,) = (name for name in before if not torch.equal(before[name], after[name]))
+    assert changed.endswith("layers.1.mixer.experts.0.up_proj.weight")
+    alpha = json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"]
+    assert_all_close(
+        {"w": after[changed] - before[changed]}, {"w": torch.full((16, 24), float(alpha))}, 1e-6, "B A is r"
+    )
 
 
-def test_peft_merges_its_adapters_and_our_merge_says_so(hub_and_adapter, tmp_path):
+def test_its_adapters_are_merged_as_peft_does(hub_and_adapter, tmp_path):
     hub, adapter = hub_and_adapter
-    with pytest.raises(CheckpointError, match=r"merge adapters with PEFT: .*merge_and_unload\(\)$"):
-        sonicmoe_hf.merge_adapter(hub, adapter, tmp_path / "merged")
+    sonicmoe_hf.merge_adapter(hub, adapter, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match=r"model_type is 'nemotron_h'; conversion knows .* without --layout"):
+        sonicmoe_hf.merge_adapter(hub, adapter, tmp_path / "native", "native")
     model = peft.PeftModel.from_pretrained(sonicmoe_hf.from_pretrained(hub, dtype=torch.float32), adapter)
     with torch.no_grad():
         expected = {"logits": model(**batch()).logits}
         assert_all_close({"logits": model.merge_and_unload()(**batch()).logits}, expected, TOLERANCE, ORDER_OF_SUMS)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        assert_all_close({"logits": merged(**batch()).logits}, expected, TOLERANCE, ORDER_OF_SUMS)
 
 
 def test_its_adapters_are_those_that_peft_computes():
@@ -170,6 +180,6 @@ def test_it_compiles_without_a_graph_break():
 
 def test_it_has_no_native_layout(tmp_path):
     build("nemotron_h").save_pretrained(tmp_path / "hub")
-    with pytest.raises(CheckpointError, match=r"experts of nemotron_h have no gate, .* load this checkpoint as it is"):
+    with pytest.raises(CheckpointError, match=r"conversion knows qwen3_moe, .* Load other checkpoints as they are"):
         sonicmoe_hf.convert_checkpoint(tmp_path / "hub", tmp_path / "native", layout="native")
     assert not (tmp_path / "native").exists()
