@@ -1,4 +1,4 @@
-"""What docs/lora.md and README.md say of adapters and of packed experts."""
+"""What docs/lora.md, docs/packed-experts.md and README.md say of adapters and of packed experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.figures.documented import Cell, Sentence, Table
 from benchmarks.figures.layers import ALL
 from benchmarks.figures.results import Figure, Results, computed, difference, mean, ratio, span, times
 
-DOCUMENT = "docs/lora.md"
+DOCUMENT, PACKED = "docs/lora.md", "docs/packed-experts.md"
 QWEN3 = "Qwen3-30B-A3B"
 OURS, PEFT, UNSLOTH = "sonicmoe-hf", "PEFT over grouped_mm", "Unsloth"
 FIXED_ORDER, ANY_ORDER = "7890a131dfe1", "d1b2c91de42f"  # runs of lora_layer.csv
@@ -261,10 +261,10 @@ def packed_steps(results: Results) -> Iterator[Table | Sentence]:
             ("gpt-oss-20b, experts in MXFP4", "experts and attention", "gpt-oss-20b, experts and attention"),
         )
     ]
-    yield Table(DOCUMENT, "| model | adapters on | peak, GiB | step, ms |", rows)
+    yield Table(PACKED, "| model | adapters on | peak, GiB | step, ms |", rows)
     packed, plain = (f"{QWEN3}, 16384 tokens, {kind}" for kind in ("QLoRA", "bf16 LoRA"))
     yield Sentence(
-        DOCUMENT,
+        PACKED,
         "a step of 16,384 tokens takes # ms and # GiB. With experts and attention in bf16 it takes # ms and # GiB",
         (of(packed, "ms"), of(packed, "peak_GiB"), of(plain, "ms"), of(plain, "peak_GiB")),
     )
@@ -279,10 +279,10 @@ def packed_layers(results: Results) -> Iterator[Table | Sentence]:
 
     four_bits = ("nf4", "mxfp4", "nvfp4")
     rows = [[f"{tokens}", *(faster(tokens, kind) for kind in (*four_bits, "fp8"))] for tokens in (1, 8, 64, 256)]
-    yield Table(DOCUMENT, "| tokens | NF4 | MXFP4 | NVFP4 | FP8 |", rows)
+    yield Table(PACKED, "| tokens | NF4 | MXFP4 | NVFP4 | FP8 |", rows)
     slower = [Figure(1 / faster(512, kind).value, f"1 / {faster(512, kind).source}") for kind in four_bits]
     yield Sentence(
-        DOCUMENT,
+        PACKED,
         "With all experts at 32 rows (512 tokens) the formats of 4 bits take # to # times as long as bf16 weights",
         span(slower),
     )
@@ -294,7 +294,7 @@ def packed_layers(results: Results) -> Iterator[Table | Sentence]:
         for mode in ("LoRA, 16384 tokens", "LoRA, 2048 tokens")
     ]
     yield Sentence(
-        DOCUMENT,
+        PACKED,
         "take # to # times as long as over bf16 weights at 16,384 tokens, and # to # times at 2,048",
         (*trained[0], *trained[1]),
     )
@@ -303,13 +303,13 @@ def packed_layers(results: Results) -> Iterator[Table | Sentence]:
         for contender in ("dequantize nf4", "dequantize mxfp4")
         for figure in results.all("quantized_layer", contender=contender, metric="bytes_per_second")
     ]
-    yield Sentence(DOCUMENT, "On an H200 this runs at # to # TB/s, read and written", span(rates))
+    yield Sentence(PACKED, "On an H200 this runs at # to # TB/s, read and written", span(rates))
 
 
 def packed_quality(results: Results) -> Iterator[Table | Sentence]:
     """Adapters beside packed experts."""
     yield Table(
-        DOCUMENT,
+        PACKED,
         "| held-out loss | bf16 experts | NF4 | MXFP4 |",
         [
             [

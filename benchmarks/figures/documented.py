@@ -35,14 +35,14 @@ NOT_MEASURED: dict[str | tuple[str, str], str] = {
     ("docs/layout.md", "| layout | experts on disk | families |"): "the names of formats",
     ("docs/layout.md", "| tensor | shape | |"): "sizes",
     ("docs/lora.md", "| fused | computed by PEFT, which materialises the merged weight at each call |"): "bits",
-    ("docs/lora.md", "| refused | take |"): "values of options",
+    ("docs/packed-experts.md", "| refused | take |"): "values of options",
     ("docs/lora.md", "| to adapt | say |"): "numbers of layers",
-    ("docs/lora.md", "| checkpoint | say |"): "sizes of blocks",
-    ("docs/lora.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
+    ("docs/packed-experts.md", "| checkpoint | say |"): "sizes of blocks",
+    ("docs/packed-experts.md", "| format | values | bits a weight | input features |"): "the formats' definitions",
     ("docs/plan.md", "| exit code | meaning |"): "numbers of the command line",
     (
         "docs/models.md",
-        "| model | fast experts | [packed experts](lora.md#experts-in-4-or-8-bits) | token rounding "
+        "| model | fast experts | [packed experts](packed-experts.md) | token rounding "
         "| [native checkpoints](layout.md) |",
     ): "names of models",
     ("docs/patching.md", "| argument | values | effect |"): "a threshold",

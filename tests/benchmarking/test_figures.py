@@ -53,8 +53,8 @@ CHANGED_FIGURES = (
     ("README.md", r"^\| LoRA on experts and attention .* \| (\d+) GiB \|$"),
     ("docs/performance.md", r"^\| 24576, 1536, 256, 128, 8 \| eager \| [\d.]+ \| ([\d.]+) \|"),
     ("docs/performance.md", r"^\| Qwen3-30B-A3B, 16 of 48, .*? \| [\d.]+k, (\d+) ms,"),
-    ("docs/lora.md", r"^\| tokens \| NF4 \| MXFP4 .*\n\|[-|]*\n\| 1 \| ([\d.]+) \|"),
-    ("docs/lora.md", r"On an H200 this runs at ([\d.]+) to "),
+    ("docs/packed-experts.md", r"^\| tokens \| NF4 \| MXFP4 .*\n\|[-|]*\n\| 1 \| ([\d.]+) \|"),
+    ("docs/packed-experts.md", r"On an H200 this runs at ([\d.]+) to "),
     ("docs/replay.md", r"^\| recording \| (.[\d.]+%) \|"),
     ("docs/token-rounding.md", r"^\| \| 2 \| \*\*\+0\.031 ± ([\d.]+)\*\*"),
 )
@@ -112,11 +112,11 @@ def test_a_table_with_figures_must_be_declared(copy):
 
 def test_a_declared_table_or_sentence_that_is_gone_is_named(copy):
     change(
-        copy / "docs" / "lora.md",
+        copy / "docs" / "packed-experts.md",
         "| tokens | NF4 | MXFP4 | NVFP4 | FP8 |",
         "| tokens | NF4 | of MXFP4 | NVFP4 | FP8 |",
     )
-    change(copy / "docs" / "lora.md", "On an H200 this runs", "On a GPU this runs")
+    change(copy / "docs" / "packed-experts.md", "On an H200 this runs", "On a GPU this runs")
     found = check.faults(copy)
     assert any("no table '| tokens | NF4 | MXFP4 | NVFP4 | FP8 |'" in fault for fault in found)
     assert any("'On an H200 this runs at # to # TB/s, read and written' is declared" in fault for fault in found)

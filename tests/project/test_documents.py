@@ -90,7 +90,7 @@ def test_the_python_of_the_document_on_token_rounding_runs():
     assert patch_state(model).policy.rounding == "nearest"
 
 
-def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
+def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, monkeypatch):
     tokenizer = corpus.train_tokenizer([TEXT], 300)
     config = Qwen3MoeConfig(
         vocab_size=300, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
@@ -98,7 +98,8 @@ def test_the_python_of_the_document_on_lora_runs(tmp_path, monkeypatch):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    text = (EXAMPLES.parent / "docs" / "lora.md").read_text(encoding="utf-8")
+    pages = ("lora.md", "packed-experts.md")
+    text = "\n".join((EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8") for page in pages)
     for name in ("Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"):
         text = text.replace(f'"{name}"', repr(str(tmp_path / "tiny")))
     text = text.replace("bf16=True", "max_steps=1")
