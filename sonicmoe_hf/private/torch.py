@@ -11,67 +11,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-USED = {
-    "torch._C._are_functorch_transforms_active": ("2.11 to 2.15", "the error under torch.func"),
-    "torch._C._functorch.is_legacy_batchedtensor": ("2.11 to 2.15", "the error for gradients in a batch"),
-    "torch._C._AutoDispatchBelowAutograd": ("2.11 to 2.15", "our ops' gradients under torch.compile"),
-    "torch._C._after_autograd_keyset": ("2.11 to 2.15", "our ops' gradients under torch.compile"),
-    "torch._ops.OpOverload.redispatch": ("2.11 to 2.15", "our ops' gradients under torch.compile"),
-    "torch._C._current_graph_task_id": (
-        "2.11 to 2.15",
-        "token rounding in layers recomputed by gradient checkpointing",
-    ),
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback": ("2.11 to 2.15", "errors in compiled models"),
-    "torch._C._will_engine_execute_node": ("2.11 to 2.15", "leaving out gradients that nobody needs"),
-    "torch._C._disabled_torch_function_impl": ("2.11 to 2.15", "packed weights"),
-    "torch.Tensor._make_wrapper_subclass": ("2.11 to 2.15", "packed weights"),
-    "torch.ops._c10d_functional": ("2.11 to 2.15", "gathering packed weights that FSDP2 has sharded"),
-    "torch.ops.aten._to_copy": ("2.11 to 2.15", "moving packed weights"),
-    "torch.ops.aten._flash_attention_forward": ("2.11 to 2.15", "attention with sinks on CUDA"),
-    "torch.ops.aten._flash_attention_backward": ("2.11 to 2.15", "attention with sinks on CUDA"),
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": ("2.11 to 2.15", "attention with sinks on a CPU"),
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": (
-        "2.11 to 2.15",
-        "attention with sinks on a CPU",
-    ),
-    "torch._dynamo.config.skip_nnmodule_hook_guards": ("2.11 to 2.15", "compiled code that knows patched routers"),
-    "torch._disable_dynamo": ("2.11 to 2.15", "our ops, whose bodies torch.compile must not trace"),
-    "torch.autograd.Variable._execution_engine.queue_callback": (
-        "2.11 to 2.15",
-        "forgetting a call after its backward",
-    ),
-    "torch.autograd.forward_ad._current_level": ("2.11 to 2.15", "the error for forward-mode derivatives"),
-    "torch.utils._python_dispatch.is_in_torch_dispatch_mode": ("2.11 to 2.15", "our ops under a dispatch mode"),
-    "torch.utils._pytree.tree_leaves": ("2.11 to 2.15", "noticing that a model's backward begins"),
-    "torch.distributed.tensor.placement_types._StridedShard": (
-        "2.11 to 2.15",
-        "adapters of experts that ranks share",
-    ),
-    "torch.nn.Module()._modules": ("2.11 to 2.15", "finding what PEFT, FSDP and checkpointing wrap"),
-    "torch.nn.Module()._parameters": ("2.11 to 2.15", "restoring experts from a Trainer's checkpoint in place"),
-    "torch.nn.Module()._state_dict_hooks": ("2.11 to 2.15", "saving FP8 experts under their checkpoint's names"),
-    "torch.nn.Module()._buffers": ("2.11 to 2.15", "restoring experts from a Trainer's checkpoint in place"),
-    "torch.nn.Module()._forward_hooks": ("2.11 to 2.15", "finding and removing what patching installed"),
-    "torch.nn.Module()._forward_hooks_always_called": ("2.11 to 2.15", "removing what patching installed"),
-    "torch.nn.Module()._forward_hooks_with_kwargs": ("2.11 to 2.15", "removing what patching installed"),
-    "torch.nn.Module()._forward_pre_hooks": ("2.11 to 2.15", "finding and removing what patching installed"),
-    "torch.nn.Module()._forward_pre_hooks_with_kwargs": ("2.11 to 2.15", "removing what patching installed"),
-    "torch.nn.Module._call_impl": ("2.11 to 2.15", "telling calls inside calls from interrupted ones"),
-    "torch.nn.Module()._compiled_call_impl": ("2.11 to 2.15", "finding what is compiled"),
-    "torch.nn.Module._get_name": ("2.11 to 2.15", "undoing what Liger bound to experts"),
-    "torch.nn.Module._load_from_state_dict": ("2.11 to 2.15", "the error for hub weights in native experts"),
-    # attributes that torch's wrappers set
-    "torch._dynamo.eval_frame: _orig_mod": ("2.11 to 2.15", "the model inside torch.compile"),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper: _checkpoint_wrapped_module": (
-        "2.11 to 2.15",
-        "the module inside activation checkpointing",
-    ),
-    "torch.distributed.fsdp._common_utils: _fsdp_wrapped_module": ("2.11 to 2.15", "the module inside FSDP1"),
-    "torch.distributed.fsdp._flat_param: _fsdp_flattened": ("2.11 to 2.15", "experts' weights sharded by FSDP1"),
-    "torch.nn.parallel.distributed: _ddp_params_and_buffers_to_ignore": ("2.11 to 2.15", "packed weights under DDP"),
-    "torch.nn.modules.module: _is_replica": ("2.11 to 2.15", "the error for token rounding under DataParallel"),
-}
-
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward

@@ -1,4 +1,5 @@
-"""Private parts of other packages: that they are where sonicmoe_hf looks for them, and that it names all it uses."""
+"""Private parts of other packages: that they are where sonicmoe_hf looks for them, and that
+helpers/private_names.py names all it uses."""
 
 import ast
 import importlib
@@ -8,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.private_names import SINCE, USED
 
 import sonicmoe_hf
 
@@ -26,16 +28,6 @@ OTHERS = {
     ),  # ends of tensors' names in quantized checkpoints
     *("_adapter", "_bias", "_format"),  # ends of names of what belongs to a projection
 }
-
-
-def used(module):
-    """USED of a module in sonicmoe_hf/private, read without importing it: that fails where a name is gone."""
-    tree = ast.parse((PACKAGE / "private" / f"{module}.py").read_text())
-    (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "USED"]
-    return ast.literal_eval(table)
-
-
-USED = {**used("torch"), **used("transformers"), **used("peft")}
 
 
 def look_up(name):
@@ -58,18 +50,14 @@ def look_up(name):
 
 @pytest.mark.parametrize("name", USED)
 def test_private_part_is_there(name):
-    versions, what = USED[name]
     package = name.partition(".")[0]
-    installed = importlib.metadata.version(package)
-    since = versions.partition(" to ")[0]
+    installed, since = importlib.metadata.version(package), SINCE.get(name, "0.0")
     if [int(n) for n in installed.split(".")[:2]] < [int(n) for n in since.split(".")]:
         pytest.skip(f"{package} {installed} is older than {since}, which brought it")
     try:
         look_up(name)
     except (AttributeError, ModuleNotFoundError) as error:
-        pytest.fail(
-            f"{package} {installed} has no {name} ({error}), which {what} rests on; it was there in {versions}"
-        )
+        pytest.fail(f"{package} {installed} has no {name} ({error}), which {USED[name]} rests on")
 
 
 def private_names(tree):
@@ -106,4 +94,4 @@ def test_every_private_name_in_our_code_is_in_a_table():
         for name in private_names(tree)[0] - own - known
         if not name.startswith("_sonicmoe_hf")
     }
-    assert not unknown, "a private part of another package that no table in sonicmoe_hf/private names"
+    assert not unknown, "a private part of another package that helpers/private_names.py does not name"
