@@ -1,5 +1,5 @@
 """What sonicmoe_hf uses of PyTorch, Transformers and PEFT that they keep private, one module each.
 
-tests/helpers/private_names.py lists every such name with what rests on it, and tests/project/test_private.py looks each up
+tests/helpers/private_names.py lists every such name with what rests on it; tests/project/test_private.py looks each up
 in the versions installed.
 """
