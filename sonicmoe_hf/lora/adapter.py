@@ -141,7 +141,7 @@ class _Reader:
         """The names of linear and experts modules in the model, by the hub's."""
         hub = HubNames(model)
         own = [name for name, module in self.modules.items() if module._parameters]
-        names = {hub.parameter(f"{name}.weight").removesuffix(".weight"): name for name in own}
+        names = {hub.module(name): name for name in own}
         for name, module in self.experts.items():
             for parameter in module._parameters:
                 for template in hub.per_expert(f"{name}.{parameter}"):

@@ -14,21 +14,33 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
-from ..layer.experts_module import is_experts, weight_names
+from ..layer.experts_module import has_gate, is_experts, weight_names
 from .adapter import EXPERT, Adapter, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
 from .peft_form import wrapped
 from .rules import PREFIX, endings
 
-ENGINES = ("vllm", "sglang")
+ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 VLLM_ABSORBED = "kv_b_proj"  # of latent attention (MLA): vLLM decodes with matrices that it makes of the base's alone
-PER_EXPERT = (
-    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "mixtral",
-    "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
+VLLM_PER_EXPERT = (  # Transformers' names of classes whose namesakes in vLLM take a pair for each expert and projection
+    "AXK1ForCausalLM", "AfmoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM", "Glm4vMoeForConditionalGeneration", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM", "HYV3ForCausalLM", "JambaForCausalLM", "LagunaForCausalLM", "Lfm2MoeForCausalLM",
+    "MiniMaxM2ForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
+    "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM",
 )  # fmt: skip
-THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe", "qwen3_5_moe")  # vLLM holds the experts of a layer as one weight
+VLLM_FUSED = ("GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+SGLANG = (
+    "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM", "ExaoneMoeForCausalLM",
+    "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Glm4vMoeForConditionalGeneration", "GptOssForCausalLM",
+    "GraniteMoeForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
+    "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+)  # fmt: skip
+CLASSES = {"vllm": (*VLLM_PER_EXPERT, *VLLM_FUSED), "sglang": SGLANG}
 # linear layers that SGLang fuses, and of which it needs factors for all where there are some for one
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
@@ -80,13 +92,13 @@ def served_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Served
     check_servable(adapter, model, engine)
     if not adapter.factors:
         raise CheckpointError("the adapter has no factors")
-    model_type = model.config.model_type
-    if model_type not in (*PER_EXPERT, *THREE_DIMENSIONAL):
+    name = type(model).__name__
+    if name not in CLASSES[engine]:
         raise CheckpointError(
-            f"how engines name the experts of {model_type} is not known here, only of "
-            f"{', '.join((*PER_EXPERT, *THREE_DIMENSIONAL))}; {MERGED}"
+            f"{ENGINES[engine]} is not known to take adapters on the experts of {name} (docs/serving.md has the models); "
+            f"{MERGED}"
         )
-    is_3d = model_type in THREE_DIMENSIONAL and engine == "vllm"
+    is_3d = engine == "vllm" and name in VLLM_FUSED
     hub, pairs = HubNames(model), dict[str, Factors]()
     for weight, factors in _completed(adapter, model, engine).items():
         templates = _matrices(model, hub, weight) if factors.a.dim() == 3 and not is_3d else []
@@ -150,8 +162,9 @@ def _matrices(model: PreTrainedModel, hub: HubNames, weight: str) -> list[str]:
     if templates:
         return [template.removesuffix(".weight") for template in templates]
     module, _, name = weight.rpartition(".")
-    names = PROJECTIONS[2:] if name == weight_names(model.get_submodule(module))[1] else PROJECTIONS[:2]
-    return [f"{hub.parameter(weight).rpartition('.')[0]}.{{expert}}.{each}" for each in names]
+    first, _ = weight_names(experts := model.get_submodule(module))
+    names = PROJECTIONS[0 if has_gate(experts) else 1 : 2] if name == first else PROJECTIONS[2:]
+    return [f"{hub.module(module)}.{{expert}}.{each}" for each in names]
 
 
 def _common_alpha(pairs: dict[str, Factors], rank: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -32,6 +31,10 @@ class HubNames:
         """Of a parameter that no conversion splits, merges or transposes: nothing but its name is changed."""
         return rename_source_key(name, self._renamings, [], reverse=True)[0]
 
+    def module(self, name: str) -> str:
+        """Of a module that has a weight."""
+        return self.parameter(f"{name}.weight").removesuffix(".weight")
+
     def per_expert(self, name: str) -> list[str]:
         """Of a weight that holds all experts, its matrices in the hub's names, each with "{expert}" for the number; none
         where the hub has no tensor for each expert. Gate comes before up."""
@@ -41,8 +44,3 @@ class HubNames:
             return []
         names = [renamed.replace(targets[0], target) for target in targets]
         return [self.parameter(each).replace(".*.", ".{expert}.") for each in names]
-
-
-def linear_modules(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
