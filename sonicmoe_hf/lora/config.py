@@ -11,7 +11,7 @@ from torch import nn
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, supported_layers
 from .convert import import_peft
-from .rules import is_target_parameter, without_wrappers
+from .rules import ROUTERS, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 MODULES_ALONE = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out", "velora_config", "kasa_config")
 INITS_OF_MODULES = ("pissa", "olora", "orthogonal", "corda", "loftq", "eva", "lora_ga")
+TAKEN_FOR_EXPERTS = (
+    "gate",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "w1",
+    "w2",
+    "w3",
+)  # by PEFT, where experts were layers
+READ_PAST = {  # linear layers whose weight their module reads past them, so that an adapter would have no effect
+    "GraniteMoeHybridMambaLayer": "out_proj",
+    "JambaMambaMixer": "dt_proj",
+    "NemotronHMamba2Mixer": "out_proj",
+}
 REMEDY = "drop it, or adapt no experts: target_parameters=[]"
 
 
@@ -35,7 +49,10 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
             use_rslora lora_alpha itself does.
         options: any other field of `LoraConfig`; what is given replaces the default. By default lora_alpha is 2 * r,
             task_type follows from the model's class, target_parameters are the experts' weights, target_modules the
-            linear layers of the attention beside them. layers_to_transform chooses experts too.
+            linear layers of the attention beside them. target_modules="all-linear" means every linear layer of the
+            decoder that has the experts: linear attention, Mamba and shared experts too, but no router, head or vision
+            tower. Both leave out names that PEFT takes for experts' of older checkpoints (AFMoE's attention gate_proj),
+            and what Mamba's kernels read past an adapter. layers_to_transform chooses experts too.
     Returns:
         The configuration, for `peft.get_peft_model`, TRL's `peft_config=` or `model.add_adapter`.
     Raises:
@@ -55,9 +72,11 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
         "lora_alpha": 2 * r,
         "task_type": next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None),
         "target_parameters": _expert_weights(model, experts, chosen),
-        "target_modules": _attention_projections(model, experts),
     }
     settings = {**defaults, **options, "r": r}
+    modules = options.get("target_modules", "attention")
+    if modules == "attention" or (isinstance(modules, str) and modules.lower() == "all-linear"):
+        settings["target_modules"] = _linear_targets(model, experts, modules == "attention")
     if settings["target_parameters"]:
         refuse_what_parameters_cannot(settings)
     if experts_r is not None:
@@ -141,17 +160,29 @@ def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int
     return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 
 
-def _attention_projections(model: nn.Module, experts: dict[str, nn.Module]) -> list[str]:
-    """The linear layers of the attention in the stacks that have the experts (not in a vision tower, say)."""
-    stacks = {re.split(r"\.\d+\.", name)[0] for name in experts}
-    projections = [
+def _linear_targets(model: nn.Module, experts: dict[str, nn.Module], attention_alone: bool) -> list[str]:
+    """The linear layers in the stacks that have the experts (not in a vision tower, say), or those of attention alone."""
+    stacks = tuple({re.split(r"(?<=\.)\d+\.", name)[0] for name in experts})
+    taken = _taken_for_experts(model)
+    targets = [
         f"{name}.{child}"
         for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ and name.startswith(tuple(f"{stack}." for stack in stacks))
+        if f"{name}.".startswith(stacks) and ("Attention" in type(module).__name__ or not attention_alone)
         for child, layer in module.named_children()
         if isinstance(getattr(layer, "base_layer", layer), nn.Linear)
+        and child not in taken.union(ROUTERS)
+        and READ_PAST.get(type(module).__name__) != child
     ]
-    return _shortest_endings(projections, [name for name, _ in model.named_modules()], parts=1)
+    return _shortest_endings(targets, [name for name, _ in model.named_modules()], parts=1)
+
+
+def _taken_for_experts(model: nn.Module) -> set[str]:
+    """The names of linear layers that PEFT takes for this model's experts or router, as older checkpoints have them."""
+    from peft.utils import transformers_weight_conversion
+
+    config: Any = import_peft().LoraConfig(target_modules=list(TAKEN_FOR_EXPERTS))
+    transformers_weight_conversion.convert_peft_config_for_transformers(config, model, None)
+    return set(TAKEN_FOR_EXPERTS) - set(config.target_modules)
 
 
 def _shortest_endings(names: list[str], everything: list[str], parts: int) -> list[str]:

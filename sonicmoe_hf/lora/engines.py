@@ -19,7 +19,7 @@ from .adapter import EXPERT, Adapter, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
 from .peft_form import wrapped
-from .rules import PREFIX, endings
+from .rules import PREFIX, ROUTERS, endings
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -44,7 +44,6 @@ CLASSES = {"vllm": (*VLLM_PER_EXPERT, *VLLM_FUSED), "sglang": SGLANG}
 # linear layers that SGLang fuses, and of which it needs factors for all where there are some for one
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
-ROUTERS = ("gate", "router")
 EMBEDDINGS = ("embed_tokens", "lm_head")
 NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")  # target_modules says all
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"

@@ -25,6 +25,7 @@ PARAMETERS = {  # hub name -> native name, in the order in which the families' e
 }
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 PREFIX = "base_model.model."
+ROUTERS = ("gate", "router")
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset

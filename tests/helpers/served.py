@@ -1,6 +1,7 @@
 """Models and adapters that are converted for inference engines."""
 
 import json
+import re
 
 import torch
 from helpers.adapters import save_with_factors
@@ -74,3 +75,20 @@ def config_of(folder):
 def merged_by_peft(adapted, folder):
     adapted.merge_and_unload().save_pretrained(folder)
     return tensors_in(folder)
+
+
+def split_experts(tensors):
+    """A checkpoint's tensors with its experts' weights one by one, [out, in], under the names that engines give them."""
+    split = {}
+    for name, tensor in tensors.items():
+        stem = re.sub(r"\.(?:experts\.(?:gate_up|up|down)_proj|(?:input|output)_linear\.weight)$", ".experts", name)
+        if stem == name or tensor.dim() != 3:
+            split[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            if "gate_up_proj" in name or "input_linear" in name:
+                gate, up = weight.chunk(2)
+                split |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
+            else:
+                split[f"{stem}.{expert}.down_proj.weight"] = weight
+    return split

@@ -8,6 +8,7 @@ import torch
 from helpers.checkpoints import FAMILIES
 from helpers.models import batch, build
 from helpers.native import native_twin
+from helpers.small_families import small_model
 from peft import PeftModel, get_peft_model
 from peft.tuners import tuners_utils
 from torch import nn
@@ -107,6 +108,41 @@ def test_what_is_given_wins():
     assert config.modules_to_save == ["lm_head"]
     with pytest.raises(TypeError, match="no_such_field"):
         sonicmoe_hf.lora_config(build("olmoe"), no_such_field=1)
+
+
+@pytest.mark.parametrize("family", ["afmoe", "beam"])
+def test_attention_layers_that_peft_takes_for_experts_are_left_out(family):
+    """PEFT takes AFMoE's self_attn.gate_proj for the experts' of older checkpoints, and raises."""
+    model = small_model(family)
+    modules, parameters = adapted_names(model, sonicmoe_hf.lora_config(model))
+    assert {name.rpartition(".")[2] for name in modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {weight for _, weight in parameters} == {"gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    "family, adapted, not_adapted",
+    [
+        (
+            "qwen3_5_moe",
+            {"in_proj_qkv", "in_proj_z", "out_proj", "shared_expert.gate_proj"},
+            {"gate", "qkv", "lm_head"},
+        ),
+        ("qwen3_next", {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"}, {"gate", "shared_expert.gate_proj"}),
+        ("granitemoehybrid", {"in_proj", "input_linear", "q_proj"}, {"out_proj", "router"}),
+        ("jamba", {"in_proj", "x_proj", "out_proj", "q_proj"}, {"dt_proj", "router"}),
+        ("nemotron_h", {"in_proj", "shared_experts.up_proj", "q_proj"}, {"out_proj", "gate"}),
+        ("lfm2_moe", {"conv.in_proj", "conv.out_proj", "q_proj"}, {"gate", "lm_head"}),
+        ("phimoe", {"q_proj", "o_proj"}, {"router", "lm_head"}),
+    ],
+)
+def test_all_linear_means_the_layers_of_the_decoder_that_an_adapter_reaches(family, adapted, not_adapted):
+    model = small_model(family)
+    config = sonicmoe_hf.lora_config(model, target_modules="all-linear")
+    modules, parameters = adapted_names(model, config)
+    assert config.r == 16 and not config.rank_pattern and len({weight for _, weight in parameters}) == 2
+    ends = {".".join(name.split(".")[-parts:]) for name in modules for parts in (1, 2)}
+    assert adapted <= ends and not not_adapted & ends
+    assert not [name for name in modules if "visual" in name]
 
 
 def test_layers_to_transform_choose_experts_too():

@@ -111,6 +111,7 @@ OPTIONS = {
     "r = 1": {"r": 1},
     "r = 256": {"r": 256, "lora_alpha": 16},
     "rank and alpha patterns": {"rank_pattern": {"gate_up_proj": 5}, "alpha_pattern": {"mlp.experts.down_proj": 7}},
+    "ranks below r": {"rank_pattern": {"gate_up_proj": 1, "mlp.experts.down_proj": 2}},
     "rslora": {"use_rslora": True},
     "gate_up alone": {"targets": [GATE_UP]},
     "down alone": {"targets": [DOWN]},
@@ -127,7 +128,9 @@ def test_every_option_that_peft_has_for_parameters_gives_pefts_gradients(options
     compute = loss_and_gradients if options is OPTIONS["router"] else fused_gradients  # PEFT computes the router's
     actual = compute(model, batch())
     scales = {m.parameter_name: m.scaling["default"] for m in model.modules() if isinstance(m, ParamWrapper)}
-    assert "rank_pattern" not in options or scales == {"gate_up_proj": 6 / 5, "down_proj": 7 / 3}
+    if "rank_pattern" in options:
+        of_patterns = {"gate_up_proj": 6 / 5, "down_proj": 7 / 3} if "alpha_pattern" in options else None
+        assert scales == (of_patterns or {"gate_up_proj": 6 / 1, "down_proj": 6 / 2})
     assert_all_close(actual, expected, 1e-5, ORDER_OF_SUMS)
 
 
@@ -219,6 +222,12 @@ def test_what_is_remembered_of_a_wrapper_is_looked_at_again_when_its_experts_cha
         fused_gradients(model)
     del experts._is_expert_parallel
     assert_all_close(fused_gradients(model), expected, 0.0, "the same model")
+    wrapper = next(m for m in model.modules() if getattr(m, "parameter_name", None) == "gate_up_proj")
+    assert isinstance(wrapper._activate_lora(["default"]), adapters.ActiveAdapters)
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
+    assert not isinstance(wrapper._activate_lora(["default"]), adapters.ActiveAdapters), (
+        "a dtype that we do not compute in"
+    )
 
 
 # what surrounds the experts

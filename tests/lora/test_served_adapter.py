@@ -4,17 +4,21 @@ import re
 
 import pytest
 import torch
+from helpers.adapters import save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build
 from helpers.native import save_both
-from helpers.served import HUB, OTHERS, UNEVEN, adapt, base, config_of, merged_by_peft
+from helpers.served import HUB, OTHERS, UNEVEN, adapt, base, config_of, merged_by_peft, split_experts
+from helpers.small_families import small_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.lora.engines import ENGINES
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
@@ -59,6 +63,78 @@ def test_what_vllm_loads_is_pefts_merge_in_memory(name, options, tmp_path):
     expected = merged_by_peft(adapted, tmp_path / "by peft")
     assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
     assert any(not torch.equal(weights[key], expected[key]) for key in weights if ".experts." in key)
+
+
+def factors_by_expert(adapter):
+    """By name of a matrix in the hub's checkpoint, alpha / r * B A; also of the form in which vLLM holds fused experts."""
+    config, factors = config_of(adapter), tensors_in(adapter)
+    scale, products = config["lora_alpha"] / config["r"], {}
+    for key, a in factors.items():
+        if ".lora_A." in key:
+            module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            products[f"{module}.weight"] = (a, factors[key.replace("lora_A", "lora_B")])
+    split = {}
+    for name, (a, b) in products.items():
+        if not re.search(r"\.experts(\.base_layer)?\.weight$", name):
+            split[name] = scale * b @ a
+            continue
+        num_experts = a.shape[0] // config["r"]
+        a, b = a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
+        parameter = name.replace(".base_layer.weight", ".gate_up_proj").replace(
+            ".experts.weight", ".experts.down_proj"
+        )
+        split |= split_experts({parameter: scale * (b @ a)})
+    return split
+
+
+FAMILIES_IN_VLLM = [
+    "afmoe", "axk1", "gemma4", "granitemoe", "granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna",
+    "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe", "qwen3_5_moe",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, engine",
+    [
+        (f, e)
+        for f in FAMILIES_IN_VLLM
+        for e in ENGINES
+        if e == "vllm" or f in ("granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe")
+    ],
+)
+def test_every_family_that_was_read_in_an_engine_is_served_as_pefts_merge(family, engine, tmp_path):
+    """Names and products are those of the hub's checkpoint, which the engines' classes follow."""
+    model = small_model(family)
+    model.save_pretrained(tmp_path / "base")
+    modules = [name for name in sonicmoe_hf.lora_config(model).target_modules if name != "kv_b_proj"]
+    config = sonicmoe_hf.lora_config(model, r=2, target_modules=modules)
+    adapted = save_with_factors(get_peft_model(model, config), tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "served", engine, trained_on=tmp_path / "base")
+    weights, products = split_experts(tensors_in(tmp_path / "base")), factors_by_expert(tmp_path / "served")
+    assert products.keys() <= weights.keys() and any(".experts." in name for name in products)
+    merged = {name: weight + products[name] if name in products else weight for name, weight in weights.items()}
+    expected = split_experts(merged_by_peft(adapted, tmp_path / "by peft"))
+    assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
+    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
+    there, back = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "back")
+    assert engine == "sglang" or same_bits(back, there)
+
+
+def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_names(tmp_path):
+    """AutoModelForCausalLM trains Qwen3.5-MoE's text model, whose names lack "language_model"."""
+    whole = small_model("qwen3_5_moe")
+    whole.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert type(model).__name__ == "Qwen3_5MoeForCausalLM"
+    save_with_factors(get_peft_model(model, sonicmoe_hf.lora_config(model, r=2)), tmp_path / "text")
+    save_with_factors(get_peft_model(whole, sonicmoe_hf.lora_config(whole, r=2)), tmp_path / "whole")
+    for name in ("text", "whole"):
+        convert_adapter(tmp_path / name, tmp_path / f"{name} served", "vllm", trained_on=tmp_path / "base")
+    text, of_whole = (tensors_in(tmp_path / f"{name} served") for name in ("text", "whole"))
+    assert text.keys() == of_whole.keys() and all(".language_model." in name for name in text)
+    trained = tensors_in(tmp_path / "text")
+    names = {name.replace("model.language_model.", "model."): name for name in text}
+    assert same_bits({short: text[name] for short, name in names.items()}, trained)
 
 
 @every_model

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sonicmoe_hf import CheckpointError, convert_adapter
 from sonicmoe_hf.cli.main import main
+from sonicmoe_hf.lora.rules import is_target_parameter
 
 
 @pytest.fixture
@@ -126,7 +127,27 @@ def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
             {**config, "model_type": "flex_olmo", "intermediate_size": 16, "architectures": ["FlexOlmoForCausalLM"]}
         )
     )
-    assert_refused(adapter, "experts of flex_olmo is not known here, only of deepseek_v2")
+    for engine, title in (("vllm", "vLLM 0.33"), ("sglang", "SGLang 0.5.23")):
+        match = (
+            rf"{title} is not known to take adapters on the experts of FlexOlmoForCausalLM .*docs/serving.md.*merge"
+        )
+        assert_refused(adapter, match, engine)
+
+
+@pytest.mark.parametrize(
+    "target, is_named",
+    [
+        ("experts.up_proj", True),
+        ("up_proj", True),
+        ("xperts.up_proj", False),
+        ("p_proj", False),
+        ("gate_up_proj", False),
+    ],
+)
+def test_a_target_names_whole_words_of_a_parameters_name(target, is_named):
+    """As in PEFT: nothing inside a word is a match."""
+    assert is_target_parameter("backbone.layers.1.mixer.experts.up_proj", {"target_parameters": [target]}) == is_named
+    assert not is_target_parameter("model.layers.1.mlp.experts.gate_up_proj", {"target_parameters": ["up_proj"]})
 
 
 def test_the_command_says_how_to_serve_the_adapter(adapter, tmp_path, capsys):
