@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..private.torch import mark_as_static
 from .balance import tokens_per_expert
 
 TOTALS = ("calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows_avoided")
@@ -18,6 +19,8 @@ class ExpertLoad:
     def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
         """Count from zero; the counter. (torch.compile takes a checkpointed layer only where there was one before.)"""
         self.counted = torch.zeros(num_experts + len(TOTALS), dtype=torch.int64, device=device)
+        if not torch.compiler.is_compiling():
+            mark_as_static(self.counted)
         return self.counted
 
     def record(self, top_k_index_TK, num_experts: int, *, rows_E=None, fell_back=False, tile: int = 1, valid_T=None):

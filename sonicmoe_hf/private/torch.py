@@ -47,6 +47,7 @@ __all__ = [
     "is_compiled",
     "is_in_torch_dispatch_mode",
     "is_legacy_batchedtensor",
+    "mark_as_static",
     "remove_hooks",
     "running_modules",
     "strided_shard",
@@ -123,6 +124,13 @@ def guard_module_hooks() -> None:
     if dynamo.config.skip_nnmodule_hook_guards:
         dynamo.config.skip_nnmodule_hook_guards = False
         dynamo.reset()
+
+
+def mark_as_static(tensor: torch.Tensor) -> None:
+    """Promise that the tensor stays where it is: compiled code that writes into it can be a CUDA graph."""
+    import torch._dynamo as dynamo
+
+    dynamo.mark_static_address(tensor)
 
 
 def forward_hooks(module: nn.Module) -> list:

@@ -3,6 +3,7 @@
 USED = {  # the name, or "place: what its source sets"
     "torch._C._are_functorch_transforms_active": "the error under torch.func",
     "torch._C._functorch.is_legacy_batchedtensor": "the error for gradients in a batch",
+    "torch._dynamo.mark_static_address": "counting the load of experts in CUDA graphs",
     "torch._C._AutoDispatchBelowAutograd": "our ops' gradients under torch.compile",
     "torch._C._after_autograd_keyset": "our ops' gradients under torch.compile",
     "torch._ops.OpOverload.redispatch": "our ops' gradients under torch.compile",
