@@ -136,7 +136,7 @@ class _TakeDense(ConversionOps):
             )
         try:
             if is_packed and hasattr(parameter, "device_mesh") and isinstance(self.format, HubFP8):
-                dense = _dense_rows(self.format, weight, tensors[1], parameter)
+                dense = dense_rows(self.format, weight, tensors[1], parameter)
             else:
                 dense = self.format.dense(*tensors) if is_packed else weight
         except CheckpointError as error:
@@ -146,7 +146,7 @@ class _TakeDense(ConversionOps):
         return {full_layer_name: dense.to(parameter.dtype)}
 
 
-def _dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter) -> torch.Tensor:
+def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, parameter) -> torch.Tensor:
     """A rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but blocks need
     not end where parts do."""
     rows = parameter.shape[0]

@@ -164,4 +164,11 @@ MUTATIONS = [
         "FP8 blocks of other sizes are taken",
         "tests/quantization/test_fp8_experts.py::test_what_no_packed_weight_is_stays_refused_with_the_remedy",
     ),
+    Mutation(
+        "sonicmoe_hf/formats/shares.py",
+        "rank * -(-parameter.shape[0] // count)",
+        "rank * (parameter.shape[0] // count)",
+        "a rank's FP8 rows take their neighbours' scales where ranks have unequal numbers of rows",
+        "tests/quantization/test_packed_ranks.py::test_fp8_rows_that_ranks_share_unevenly_have_the_scales_of_their_own_blocks",
+    ),
 ]

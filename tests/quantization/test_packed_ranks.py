@@ -5,16 +5,21 @@ import copy
 import pytest
 import torch
 from helpers.adapters import with_lora
+from helpers.checkpoints import fp8_of
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.parallel import OWN_BATCH, PARALLELISM, SUMMATION, gradients, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sonicmoe_hf
+from sonicmoe_hf.formats.fp8 import HubFP8
+from sonicmoe_hf.formats.hub_conversions import dense_rows
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +102,29 @@ def test_fsdp2_shards_packed_experts_and_gives_the_unsharded_models_gradients(
     _, expected = mean_of_ranks(packed_with_adapters(format, family))
     for actual in ranks.run(packed_under_fsdp2, format, family, precision, format == "nf4", str(tmp_path)):
         assert_all_close(actual, expected, tolerance, f"{SUMMATION}; bf16 routes some tokens otherwise")
+
+
+def fp8_rows(rank, sizes):
+    """Of matrices [N, K] in FP8, sharded by rows: this rank's values, and those of the whole that should be here."""
+    mesh, found = init_device_mesh("cpu", (WORLD,)), []
+    for rows, columns in sizes:
+        values, scales, dense = fp8_of(torch.randn(rows, columns), "fp32")
+        values, scales, wanted, parameter = (
+            distribute_tensor(
+                tensor, mesh, [Shard(0)], src_data_rank=None
+            )  # gloo sends no FP8; all ranks have the whole
+            for tensor in (values, scales, dense, torch.empty_like(dense))
+        )
+        found.append((dense_rows(HubFP8(), values.to_local(), scales.to_local(), parameter), wanted.to_local()))
+    return found
+
+
+def test_fp8_rows_that_ranks_share_unevenly_have_the_scales_of_their_own_blocks(ranks):
+    """145 rows are 73 and 72, 257 are 129 and 128; their blocks are 1 and 1, and 2 and 1. One row is 1 and 0."""
+    sizes = ((145, 144), (257, 64), (384, 130), (1, 16))
+    for rank, results in enumerate(ranks.run(fp8_rows, sizes)):
+        for (rows, _), (found, wanted) in zip(sizes, results, strict=True):
+            assert len(found) == (rows + 1) // 2 - rank * (rows % 2) and torch.equal(found, wanted)
 
 
 def packed_logits(rank, folder, format):
