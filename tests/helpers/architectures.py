@@ -13,6 +13,7 @@ from helpers.small_families import SMALL_FAMILIES
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from sonicmoe_hf.lora.engines import CLASSES
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching.support import supports
 
@@ -135,19 +136,24 @@ def layers_of(architecture: Architecture) -> OneLayer:
 
 
 def table() -> str:
-    """The table of docs/models.md: what `supports` says of one layer of every architecture."""
+    """The table of docs/models.md: what `supports` says of one layer of every architecture, which families are merged in
+    test_merge_families, and which have a class whose adapters are written for engines."""
     lines = [
-        "| model (folder of transformers.models), experts | accelerated | token rounding | merge |",
-        "|---|---|---|---|",
+        "| model (folder of transformers.models), experts | accelerated | token rounding | merge | vLLM | SGLang |",
+        "|---|---|---|---|---|---|",
     ]
     for architecture in architectures():
         (layer,) = supports(layers_of(architecture))
         reason = layer.reason.partition("; ")[0].partition(": ")[2]
-        accelerated = "yes" if layer.accelerated else f"no: {reason}"
-        lines.append(
-            f"| {architecture.folder}, `{architecture.experts}` | {accelerated} | "
-            f"{'yes' if layer.token_rounding else 'no'} | {'yes' if architecture.folder in SMALL_FAMILIES else 'untested'} |"
-        )
+        served = [any(hasattr(architecture.module, name) for name in CLASSES[engine]) for engine in ("vllm", "sglang")]
+        cells = [
+            f"{architecture.folder}, `{architecture.experts}`",
+            "yes" if layer.accelerated else f"no: {reason}",
+            "yes" if layer.token_rounding else "no",
+            "yes" if architecture.folder in SMALL_FAMILIES else "untested",
+            *("yes" if each else "no" for each in served),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -87,4 +87,11 @@ MUTATIONS = [
         "experts are added to an adapter that is loaded for inference",
         "tests/autopatch/test_session.py::test_a_saved_adapter_and_a_dense_model_are_left_alone",
     ),
+    Mutation(
+        "sonicmoe_hf/lora/merge.py",
+        "    total = torch.addmm(matrix, factors.b, factors.a, alpha=factors.scale)",
+        "    total = (matrix.bfloat16() + (factors.scale * factors.b @ factors.a).bfloat16()).float()",
+        "the product is added in the dtype of the base",
+        "tests/lora/test_merge.py::test_a_bf16_base_is_rounded_once",
+    ),
 ]
