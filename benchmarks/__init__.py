@@ -6,5 +6,5 @@ layer/    one MoE layer: time, memory, error, its kernels, its first call
 step/     whole models: training steps, and converting a checkpoint
 quality/  small models trained to compare losses
 sweep/    tile shapes, for the tables in kernels/
-figures/  what the documents say, tied to the CSVs, and the charts; check_figures.py compares them
+figures.py  writes the tables of the documents from the CSVs; charts.py draws their charts
 """

@@ -144,7 +144,7 @@ def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
     import matplotlib
 
     matplotlib.use("Agg")
-    from benchmarks.figures import charts
+    from benchmarks import charts
 
     common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
     rows = [

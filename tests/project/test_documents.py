@@ -139,8 +139,6 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
 def test_the_readme_is_short_enough_to_be_read_aloud():
     lines = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
-    assert len(re.findall(r"(?<![\w.,])\d+(?:[.,]\d+)*", "\n".join(lines))) <= 60
-    assert sum(line.startswith("![") for line in lines) == 1, "one chart"
 
 
 def test_the_reference_has_every_public_name():

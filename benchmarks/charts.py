@@ -1,7 +1,7 @@
 """The charts of README.md and docs/performance.md: one MoE layer beside other implementations, from moe_layer.csv, and
 whole training steps, from train_step.csv.
 
-    python -m benchmarks.figures.charts [--results FOLDER] [--out FOLDER]
+    python -m benchmarks.charts [--results FOLDER] [--out FOLDER]
 
 Writes docs/images/moe_layer.png and docs/images/train_step.png. Needs matplotlib and no GPU.
 """
