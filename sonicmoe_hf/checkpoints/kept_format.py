@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from ..errors import CheckpointError
+from ..formats.format import has_nan_e4m3, has_nan_power
 from ..formats.grid import Grid
-from ..kernels.minifloat import has_e4m3_nan
 from .layouts import Named
 from .packed import TRANSPOSED, part_views
 from .plan import Planned, is_finite
@@ -82,9 +82,9 @@ def _copied(stored: StoredWeights, name: str) -> Planned:
 def is_sound(stored: torch.Tensor) -> bool:
     """Whether what is stored has no NaN or infinity; bytes show none."""
     if stored.dtype == torch.float8_e4m3fn:
-        return not has_e4m3_nan(stored.view(torch.uint8))
+        return not has_nan_e4m3(stored)
     if stored.dtype == torch.float8_e8m0fnu:
-        return not bool((stored.view(torch.uint8) == 255).any())
+        return not has_nan_power(stored)
     return is_finite(stored) if stored.is_floating_point() else True
 
 
