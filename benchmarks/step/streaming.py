@@ -144,8 +144,6 @@ class Run:
         """Rows of training steps."""
         shape = f"{tokens.numel()} tokens a step"
         self.forget_peak()
-        if self.on_gpu:
-            self.add(config, shape, contender, "weights_GiB", torch.cuda.memory_allocated() / GIB)
         times, losses = self.timed(lambda: one_step(model, optimizer, tokens), count)
         losses = torch.stack(losses).tolist()
         if not losses[-1] < losses[0]:
@@ -153,6 +151,8 @@ class Run:
         self.add(config, shape, contender, "ms", times)
         self.add(config, shape, contender, "tokens_per_s", [1e3 * tokens.numel() / each for each in times])
         if self.on_gpu:
+            # weights, buffers, adapters and Adam's state
+            self.add(config, shape, contender, "between_steps_GiB", torch.cuda.memory_allocated() / GIB)
             self.add(config, shape, contender, "peak_GiB", torch.cuda.max_memory_allocated() / GIB)
             self.add(config, shape, contender, "reserved_GiB", torch.cuda.max_memory_reserved() / GIB)
 

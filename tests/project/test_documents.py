@@ -98,14 +98,14 @@ def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, m
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    pages = ("lora.md", "packed-experts.md")
+    pages = ("lora.md", "packed-experts.md", "host-memory.md")
     text = "\n".join((EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8") for page in pages)
     for name in ("Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"):
         text = text.replace(f'"{name}"', repr(str(tmp_path / "tiny")))
     text = text.replace("bf16=True", "max_steps=1")
-    in_bf16, in_4_bits, in_fp8 = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    in_bf16, in_4_bits, in_fp8, from_host = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(in_bf16, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
-    for packed in (in_4_bits, f"import sonicmoe_hf\n{in_fp8}"):
+    for packed in (in_4_bits, *(f"import peft, sonicmoe_hf\n{block}" for block in (in_fp8, from_host))):
         exec(packed, names := {})
         assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
     assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0

@@ -398,13 +398,23 @@ def test_layers_move_between_the_gpu_and_the_host(late_copies):
     assert all(not engine.pinned for engine in late_copies.every)
 
 
+def test_a_layer_that_comes_back_to_the_host_is_a_new_one(late_copies):
+    model = made(0)
+    expected, before = model(**BATCH).logits, host_weights(model)  # which keep their layers
+    for experts_memory in ("1GiB", 0):
+        patch_model(model, experts_memory=experts_memory)
+    after = host_weights(model)
+    assert [weight.layer.nbytes for weight in after] == [weight.layer.nbytes for weight in before]
+    assert torch.equal(model(**BATCH).logits, expected)
+
+
 def test_loading_a_state_dict_replaces_what_the_buffers_hold(late_copies):
-    model, other = made(0), made(None, seed=1)
+    model, other = made(0, layers=2), made(None, layers=2, seed=1)  # both layers stay in the buffers
     expected = other(**BATCH).logits
     model(**BATCH)
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(**BATCH).logits, expected)
-    assert len(host_weights(model)) == 2 * LAYERS
+    assert len(host_weights(model)) == 4
 
 
 def test_the_detector_sees_a_read_without_a_wait(late_copies, monkeypatch):
