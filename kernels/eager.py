@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from .factors import a_by_expert, b_by_expert
-from .interface import Activation, LoraTerm, Rounded, Rows, accumulation_dtype
+from .interface import Activation, LoraTerm, PackedOperand, Rounded, Rows, accumulation_dtype
 from .quantized import Quantized
 from .quantized import dequantize as _dequantize
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
+from .scaled import ScaledRows, scaled_product
+from .scaled import scale_rows as scale_rows
 
 
 def tile_table_length(num_pairs, num_experts):
@@ -206,6 +208,33 @@ def down(a_RI, down_EHI, bias_EH, rows, extra=None):
         y = _add_extra(a_RI[span] @ down_EHI[e].T, extra, e, span)
         y_RH[span] = y if bias_EH is None else y + bias_EH[e]
     return y_RH
+
+
+def scaled_up(x: ScaledRows, gate_up: PackedOperand, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
+    num_rows, width = rows.token.numel(), gate_up.codes.shape[1]
+    h_R2I = x.scales.new_empty(num_rows, width, dtype=dtype)
+    a_RI = h_R2I.new_empty(num_rows, activation.inner(width), dtype=torch.float32)
+    for e, span in _spans(rows):
+        token = rows.token[span]
+        own = ScaledRows(x.codes[token], x.scales[token])
+        h = _add_extra(scaled_product(own, gate_up.codes[e], gate_up.scales[e]), _in_fp32(extra), e, span)
+        h_R2I[span] = h.to(h_R2I.dtype)
+        a_RI[span] = _activate_h(h_R2I[span].float(), False, activation)[0]
+    a = a_RI.to(h_R2I.dtype) if want_a else None
+    return h_R2I if want_h else None, a, scale_rows(a_RI) if want_scaled else None
+
+
+def scaled_down(a: ScaledRows, down: PackedOperand, rows, dtype, extra=None):
+    y_RH = a.scales.new_empty(len(a.codes), down.codes.shape[1], dtype=dtype)
+    for e, span in _spans(rows):
+        own = ScaledRows(*(part[span] for part in a))
+        y = _add_extra(scaled_product(own, down.codes[e], down.scales[e]), _in_fp32(extra), e, span)
+        y_RH[span] = y.to(y_RH.dtype)
+    return y_RH
+
+
+def _in_fp32(extra: LoraTerm | None):
+    return None if extra is None else LoraTerm(*(tensor.float() for tensor in extra))
 
 
 def combine(y_RH, weight_P, rows, num_tokens):

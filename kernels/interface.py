@@ -25,6 +25,7 @@ from .activation import GATED as GATED
 from .activation import UNGATED as UNGATED
 from .activation import Activation as Activation
 from .activation import is_gated as is_gated
+from .scaled import ScaledRows
 
 
 class Rows(NamedTuple):
@@ -146,6 +147,21 @@ class Backend(Protocol):
 
     def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: LoraTerm | None = None) -> torch.Tensor:
         """y_RH. down_EHI: as gate_up. extra: (v, B2)."""
+
+    def scale_rows(self, x_TH) -> ScaledRows:
+        """x in FP8, for `scaled_up`. The Triton backend has none of these three."""
+
+    def scaled_up(
+        self, x: ScaledRows, gate_up: PackedOperand, rows: Rows, activation: Activation, dtype: torch.dtype,
+        want_h: bool, want_a: bool, want_scaled: bool, extra: LoraTerm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
+        """`up` with FP8 products (scaled.py) of a packed FP8 weight, gates before ups, without bias: h_R2I and a_RI in
+        `dtype`, and a in FP8 for `scaled_down`. a is computed from the rounded h. want_a: only beside want_scaled."""
+
+    def scaled_down(
+        self, a: ScaledRows, down: PackedOperand, rows: Rows, dtype: torch.dtype, extra: LoraTerm | None = None
+    ) -> torch.Tensor:
+        """`down` with FP8 products: y_RH in `dtype`."""
 
     def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
         """out_TH: every token's rows, times their weights unless those are None, summed."""

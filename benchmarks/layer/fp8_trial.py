@@ -11,14 +11,10 @@ errors against the unrounded product in fp32.
 from __future__ import annotations
 
 import argparse
-import itertools
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from benchmarks.common.measuring import graph_of
 from benchmarks.common.paths import RESULTS
@@ -26,13 +22,12 @@ from benchmarks.common.shapes import LARGE, SHAPES, shape_of
 from benchmarks.common.table import Table
 from benchmarks.layer.moe_layer import interleaved_times
 from sonicmoe_hf.checkpoints.comparing import relative_error
-from sonicmoe_hf.kernels import hopper
-from sonicmoe_hf.kernels.interface import Activation
-from sonicmoe_hf.kernels.minifloat import E4M3_MAX, from_e4m3, to_e4m3
-from sonicmoe_hf.kernels.quantized import FP8_BLOCK, quantize
+from sonicmoe_hf.kernels import eager, hopper
+from sonicmoe_hf.kernels.interface import Activation, PackedOperand
+from sonicmoe_hf.kernels.quantized import quantize
+from sonicmoe_hf.kernels.scaled import ScaledRows
 
-GROUP = FP8_BLOCK
-SMALLEST = 1e-10  # of what the largest value of a group is taken to be, as in gemm_fp8.py
+BF16 = torch.bfloat16
 SWIGLU = Activation()
 CHECKED = (
     "67,336,144,7,2",
@@ -45,79 +40,9 @@ NEEDED = 1.35  # times as fast as bf16
 HOT_SECONDS = 0.1
 
 
-class Scaled(NamedTuple):
-    """codes uint8 [..., K], the bytes of e4m3 values; scales fp32: of rows [M, K / 128], of a weight [E, blocks of 128
-    rows, K / 128]."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    @property
-    def pairs(self):
-        """As the kernels take the codes."""
-        return self.codes.view(torch.bfloat16)
-
-    def values(self):
-        """Of rows, in fp32."""
-        return from_e4m3(self.codes) * self.scales.repeat_interleave(GROUP, -1)[..., : self.codes.shape[-1]]
-
-
-@triton.jit
-def quantize_rows_kernel(x, codes, scales, columns, groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    row, first = tl.program_id(0), tl.program_id(1) * GROUPS
-    group = first + tl.arange(0, GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    place = row.to(tl.int64) * columns + column
-    values = tl.load(x + place, mask=column < columns, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-10)
-    scaled = values * (448.0 / largest)[:, None]
-    tl.store(codes + place, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=column < columns)
-    tl.store(scales + row * groups + group, largest / 448.0, mask=group < groups)
-
-
-def quantize_rows(x) -> Scaled:
-    """Rows [M, K] on a GPU, by groups of 128 columns."""
-    rows, columns = x.shape
-    groups = triton.cdiv(columns, GROUP)
-    codes, scales = x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(rows, groups, dtype=torch.float32)
-    grid = rows, triton.cdiv(groups, 16)
-    quantize_rows_kernel[grid](x, codes, scales, columns, groups, GROUPS=16, GROUP=GROUP, num_warps=4)
-    return Scaled(codes, scales)
-
-
-def rows_in_groups(x) -> Scaled:
-    """`quantize_rows` in PyTorch."""
-    columns = x.shape[1]
-    groups = F.pad(x.float(), (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
-    largest = groups.abs().amax(2).clamp(min=SMALLEST)
-    codes = to_e4m3(groups * (E4M3_MAX / largest)[:, :, None]).flatten(1)[:, :columns].contiguous()
-    return Scaled(codes, largest / E4M3_MAX)
-
-
-def weight_in_blocks(weight_ENK, order: str) -> Scaled:
-    codes, scales, _ = quantize(weight_ENK, "fp8", order)
-    return Scaled(codes, scales.flatten(1, 3))
-
-
-def expert_scales(weight: Scaled, expert: int, halves: int):
-    """[N, K / 128]: the scales of every row of an expert's weight."""
-    rows = weight.codes.shape[1] // halves
-    by_row = weight.scales[expert].unflatten(0, (halves, -1)).repeat_interleave(GROUP, 1)[:, :rows]
-    return by_row.flatten(0, 1)
-
-
-def product(source: Scaled, weight: Scaled, rows, halves: int, gather: bool):
-    """[R, N] in fp32: groups of 128 columns summed apart, then added up times both scales."""
-    ends, num_rows = rows.offsets.tolist(), int(rows.offsets[-1])
-    token = rows.token[:num_rows].long() if gather else torch.arange(num_rows, device=source.codes.device)
-    out = torch.zeros(num_rows, weight.codes.shape[1], device=source.codes.device)
-    for e, (first, end) in enumerate(itertools.pairwise(ends)):
-        a, w = from_e4m3(source.codes[token[first:end]]), from_e4m3(weight.codes[e])
-        a_scales, w_scales = source.scales[token[first:end]], expert_scales(weight, e, halves)
-        for g in range(a_scales.shape[1]):
-            columns = slice(g * GROUP, (g + 1) * GROUP)
-            out[first:end] += a[:, columns] @ w[:, columns].T * a_scales[:, g, None] * w_scales[:, g]
-    return out
+def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
+    """A dense weight as `from_pretrained(experts_quantization="fp8")` packs it."""
+    return PackedOperand(*quantize(weight_ENK, "fp8", order), "fp8")
 
 
 def activated(h):
@@ -125,53 +50,26 @@ def activated(h):
     return F.silu(gate) * up
 
 
-def up(kernels, x: Scaled, gate_up: Scaled, rows, blocks: int, **options):
-    """h [P, 2I] in bf16, and a [P, I]; options: of compile_up."""
-    num_pairs, (_, width, hidden) = rows.token.numel(), gate_up.codes.shape
-    inner = width // 2
-    h = x.codes.new_empty(num_pairs, width, dtype=torch.bfloat16)
-    a = Scaled(x.codes.new_empty(num_pairs, inner), x.scales.new_empty(num_pairs, -(-inner // GROUP)))
-    kernel = kernels.compile_up(hidden, inner, True, SWIGLU, **options)
-    kernel(x.pairs, gate_up.pairs, x.scales, gate_up.scales, h, a.pairs, a.scales, rows.token, *schedule(rows, blocks))
-    return h, a
-
-
-def down(kernels, a: Scaled, weight: Scaled, rows, blocks: int, **options):
-    """y [P, H] in bf16; options: of compile_down."""
-    _, hidden, inner = weight.codes.shape
-    y = a.codes.new_empty(len(a.codes), hidden, dtype=torch.bfloat16)
-    kernel = kernels.compile_down(hidden, inner, **options)
-    kernel(a.pairs, weight.pairs, a.scales, weight.scales, y, rows.token, *schedule(rows, blocks))
-    return y
-
-
-def schedule(rows, blocks: int):
-    return rows.tiles, len(rows.tiles) - 1, blocks
-
-
-def check(kernels, x: Scaled, gate_up: Scaled, weight: Scaled, rows, blocks: int) -> dict[str, float]:
+def check(x: ScaledRows, gate_up: PackedOperand, down: PackedOperand, rows, adapters=(None, None)) -> dict[str, float]:
     """The errors of up and down beside the same arithmetic in PyTorch; raises where they are more than roundings are.
 
     h and y are rounded to bf16, and the tensor cores add the values of a group with fewer bits than fp32: half as much
     again. a: what e4m3 loses, and h's rounding, which e4m3 hides.
     """
-    h, a = up(kernels, x, gate_up, rows, blocks)
-    y = down(kernels, a, weight, rows, blocks)
+    h, whole_a, a = hopper.scaled_up(x, gate_up, rows, SWIGLU, BF16, True, True, True, adapters[0])
+    y = hopper.scaled_down(a, down, rows, BF16, adapters[1])
+    alone, *nothing = hopper.scaled_up(x, gate_up, rows, SWIGLU, BF16, True, False, False, adapters[0])
     num_rows = int(rows.offsets[-1])
-    h, y, a = h[:num_rows], y[:num_rows], Scaled(*(part[:num_rows] for part in a))
-    h_exact, y_exact = product(x, gate_up, rows, 2, True), product(a, weight, rows, 1, False)
-    a_exact = activated(h)
-    errors = {
-        "h": relative_error(h, h_exact),
-        "a": relative_error(a.values(), a_exact),
-        "y": relative_error(y, y_exact),
-    }
-    bounds = {
-        "h": 1.5 * relative_error(h_exact.bfloat16(), h_exact),
-        "a": 1.02 * relative_error(rows_in_groups(a_exact).values(), a_exact),
-        "y": 1.5 * relative_error(y_exact.bfloat16(), y_exact),
-    }
-    for name, bound in bounds.items():
+    h_exact, *_ = eager.scaled_up(x, gate_up, rows, SWIGLU, torch.float32, True, False, False, adapters[0])
+    y_exact = eager.scaled_down(a, down, rows, torch.float32, adapters[1])[:num_rows]
+    h, whole_a, y, alone, h_exact = (tensor[:num_rows] for tensor in (h, whole_a, y, alone, h_exact))
+    a, a_exact = ScaledRows(*(part[:num_rows] for part in a)), activated(h)
+    assert torch.equal(alone, h) and nothing == [None, None]
+    found = {"h": (h, h_exact), "whole a": (whole_a, a_exact), "a": (a.values(), a_exact), "y": (y, y_exact)}
+    errors = {name: relative_error(*pair) for name, pair in found.items()}
+    for name, (_, exact) in found.items():
+        rounded = eager.scale_rows(exact).values() if name == "a" else exact.bfloat16()
+        bound = (1.02 if name == "a" else 1.5) * relative_error(rounded, exact)
         if not errors[name] <= bound:
             raise SystemExit(f"{name} is off by {errors[name]:.3g}, more than {bound:.3g}")
     return errors
@@ -197,20 +95,19 @@ def problem(shape, seed=0):
 
 
 def quantized(x, gate_up, weight):
-    return quantize_rows(x), weight_in_blocks(gate_up, "concatenated"), weight_in_blocks(weight, "whole")
+    return hopper.scale_rows(x), weight_in_blocks(gate_up, "concatenated"), weight_in_blocks(weight, "whole")
 
 
-def check_small(kernels, blocks):
+def check_small():
     for text in CHECKED:
         x, gate_up, weight, rows = problem(shape_of(text))
         scaled = quantized(x, gate_up, weight)
-        expected = rows_in_groups(x)
-        difference = relative_error(scaled[0].values(), expected.values())
+        difference = relative_error(scaled[0].values(), eager.scale_rows(x).values())
         if difference > 2e-3:  # a division may round otherwise
-            raise SystemExit(f"quantize_rows is off by {difference:.3g}")
-        errors = check(kernels, *scaled, rows, blocks)
+            raise SystemExit(f"scale_rows is off by {difference:.3g}")
+        errors = check(*scaled, rows)
         for _ in range(3):
-            assert errors == check(kernels, *scaled, rows, blocks), "another result the second time"
+            assert errors == check(*scaled, rows), "another result the second time"
         print(f"{text}: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
 
 
@@ -251,20 +148,24 @@ def hot_times(calls, rounds):
     return times
 
 
-def measure(table, config, shape, kernels, blocks, rounds):
+def measure(table, config, shape, rounds):
     x, gate_up, weight, rows = problem(shape)
     x8, gate_up8, weight8 = quantized(x, gate_up, weight)
-    _, a = hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True)
-    _, a8 = up(kernels, x8, gate_up8, rows, blocks)
+
+    def up8(x8):
+        h, _, a8 = hopper.scaled_up(x8, gate_up8, rows, SWIGLU, BF16, True, False, True)
+        return h, a8
 
     def bf16():
         h, a = hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True)
         return h, hopper.down(a, weight, None, rows)
 
     def fp8():
-        h, a = up(kernels, quantize_rows(x), gate_up8, rows, blocks)
-        return h, down(kernels, a, weight8, rows, blocks)
+        h, a8 = up8(hopper.scale_rows(x))
+        return h, hopper.scaled_down(a8, weight8, rows, BF16)
 
+    _, a = hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True)
+    _, a8 = up8(x8)
     whole = {"bf16": bf16, "fp8": fp8}
     for name, errors in errors_of(
         shape, x, gate_up, weight, rows, {name: call() for name, call in whole.items()}
@@ -274,16 +175,10 @@ def measure(table, config, shape, kernels, blocks, rounds):
     parts = {
         "bf16 up": lambda: hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True),
         "bf16 down": lambda: hopper.down(a, weight, None, rows),
-        "fp8 quantise x": lambda: quantize_rows(x),
-        "fp8 up": lambda: up(kernels, x8, gate_up8, rows, blocks),
-        "fp8 down": lambda: down(kernels, a8, weight8, rows, blocks),
+        "fp8 quantise x": lambda: hopper.scale_rows(x),
+        "fp8 up": lambda: up8(x8),
+        "fp8 down": lambda: hopper.scaled_down(a8, weight8, rows, BF16),
     }
-    for group in (2, 8):
-        for in_turns in (False, True):
-            options = {"in_turns": in_turns, "group": group}
-            name = f"{'in turns' if in_turns else 'free'}, {group}"
-            parts[f"fp8 up, {name}"] = lambda options=options: up(kernels, x8, gate_up8, rows, blocks, **options)
-            parts[f"fp8 down, {name}"] = lambda options=options: down(kernels, a8, weight8, rows, blocks, **options)
     flop = {"up": 4 * shape.T * shape.K * shape.H * shape.I, "down": 2 * shape.T * shape.K * shape.H * shape.I}
     flop["whole"] = sum(flop.values())
     calls = {name: graph_of(call) for name, call in (whole | parts).items()}
@@ -294,9 +189,8 @@ def measure(table, config, shape, kernels, blocks, rounds):
         for name, values in times.items():
             contender, _, part = name.partition(" ")
             table.add(config, shape, contender, "forward", launch, f"ms {part or 'whole'}", values)
-            of = part.partition(",")[0] or "whole"
-            if of in flop:
-                rates = [flop[of] / 1e9 / ms for ms in values]
+            if (part or "whole") in flop:
+                rates = [flop[part or "whole"] / 1e9 / ms for ms in values]
                 table.add(config, shape, contender, "forward", launch, f"TFLOP/s {part or 'whole'}", rates)
 
 
@@ -312,9 +206,6 @@ def show(table, config, shape):
                 f"fp8 {fp8:8.3f} ms {rates[1]:6.0f} TFLOP/s   {bf16 / fp8:.3f} times",
                 flush=True,
             )
-    for row in table.rows:
-        if row["config"] == config and "," in row["metric"] and row["metric"].startswith("ms"):
-            print(f"    {row['launch']:6s} {row['metric']:24s} {row['median']}")
     ratios = [get("bf16", launch, "ms whole") / get("fp8", launch, "ms whole") for launch in ("graph", "hot")]
     errors = {c: [get(c, "eager", f"error_{tensor}") for tensor in "hy"] for c in ("bf16", "fp8")}
     print("  errors of h and y against fp32: " + ", ".join(f"{c} {h:.2e} {y:.2e}" for c, (h, y) in errors.items()))
@@ -329,14 +220,11 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
-    from sonicmoe_hf.kernels.hopper import gemm_fp8
-
-    blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    check_small(gemm_fp8, blocks)
+    check_small()
     names = {str(shape): name for name, shape in (SHAPES | LARGE).items()}
     table, timed = Table(), [shape_of(text) for text in options.shape or ()] or TIMED
     for shape in timed:
-        measure(table, names.get(str(shape), str(shape)), shape, gemm_fp8, blocks, options.rounds)
+        measure(table, names.get(str(shape), str(shape)), shape, options.rounds)
         table.write(options.out / "fp8_trial.csv")
         torch.cuda.empty_cache()
     for shape in timed:

@@ -9,8 +9,10 @@ import functools
 
 import torch
 
-from .. import triton
+from .. import eager, triton
 from ..interface import PackedOperand
+from ..quantized import FP8_BLOCK, scales_in_fp32
+from ..scaled import ScaledRows
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -26,6 +28,7 @@ from ..triton import round_rows_backward as round_rows_backward
 from ..triton import tile_table_length as tile_table_length
 from ..triton.config import TILE, num_sms, tile_rows
 from ..triton.launch import SIZES
+from ..triton.scale_rows import scale_rows as _scale_rows
 from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, supports_sizes, tile
 from .variants import training_step_kernels
 
@@ -181,6 +184,61 @@ def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
         rows,
         extra,
     )
+
+
+def scale_rows(x_TH):
+    with torch.cuda.device_of(x_TH):
+        return _scale_rows(x_TH)
+
+
+def _scaled_fits(source, packed, rows, sizes, dtype) -> bool:
+    """Whether the FP8 kernels take these operands; H and I of a packed weight are multiples of 16."""
+    if not rows.token.shape[0] or not supports_sizes(*sizes) or dtype != torch.bfloat16:
+        return False
+    return source.codes.numel() < 2 * MAX_ELEMENTS and (source.codes.data_ptr() | packed.codes.data_ptr()) % 16 == 0
+
+
+def _pairs(codes):
+    """e4m3 values as the kernels load them, two at a time."""
+    return codes.view(torch.bfloat16)
+
+
+def _block_scales(packed):
+    """A packed FP8 weight's as [E, blocks of rows, groups of K]."""
+    return scales_in_fp32(packed.scales).flatten(1, 3)
+
+
+def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
+    _, width, hidden = gate_up.codes.shape
+    inner = activation.inner(width)
+    if not _scaled_fits(x, gate_up, rows, (hidden, inner), dtype):
+        return eager.scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra)
+    num_pairs, groups = rows.token.numel(), -(-inner // FP8_BLOCK)
+    h_R2I = x.scales.new_empty(num_pairs, width, dtype=dtype) if want_h else None
+    a_RI = x.scales.new_empty(num_pairs, inner, dtype=dtype) if want_a else None
+    scaled_a, outputs = None, (None, None)
+    if want_scaled:
+        scaled_a = ScaledRows(x.codes.new_empty(num_pairs, inner), x.scales.new_empty(num_pairs, groups))
+        outputs = _pairs(scaled_a.codes), scaled_a.scales
+    kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(extra))
+    _run_on_its_device(
+        kernel, _pairs(x.codes), _pairs(gate_up.codes), x.scales, _block_scales(gate_up), *_operands(extra), h_R2I, a_RI,
+        *outputs, rows.token, *_schedule(rows, x.codes),
+    )  # fmt: skip
+    return h_R2I, a_RI, scaled_a
+
+
+def scaled_down(a, down, rows, dtype, extra=None):
+    _, hidden, inner = down.codes.shape
+    if not _scaled_fits(a, down, rows, (hidden, inner), dtype):
+        return eager.scaled_down(a, down, rows, dtype, extra)
+    y_RH = a.scales.new_empty(len(a.codes), hidden, dtype=dtype)
+    kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(extra))
+    _run_on_its_device(
+        kernel, _pairs(a.codes), _pairs(down.codes), a.scales, _block_scales(down), *_operands(extra), y_RH, rows.token,
+        *_schedule(rows, a.codes),
+    )  # fmt: skip
+    return y_RH
 
 
 def down_backward(

@@ -15,6 +15,7 @@ from .cache import cached
 from .config import MAX_PINGPONG_COLUMNS, Tile
 from .gemm_down import CooperativeGemmDownKernel, PingpongGemmDownKernel
 from .gemm_down_backward import GemmDownBackwardKernel
+from .gemm_fp8 import GROUP, STORED, GemmFp8DownKernel, GemmFp8UpKernel
 from .gemm_up import GemmUpKernel
 from .gemm_wgrad import GemmWgradKernel
 
@@ -125,6 +126,51 @@ def gemm_wgrad(dtype, height: int, width: int, width_contiguous: bool, tile: Til
         _weight(kind, height, width, width_contiguous),
         _indices(pairs),
         _indices(cute.sym_int()),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+def _scales(*shape):
+    return _tensor(cutlass.Float32, shape, align=4)
+
+
+@cached
+def gemm_fp8_up(hidden: int, inner: int, want_h: bool, want_a: bool, want_scaled: bool, activation, rank: int):
+    """GemmFp8UpKernel: x [T, hidden], gate_up [E, 2 inner, hidden], pairs of e4m3 values. want_a: beside want_scaled."""
+    pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
+    return cute.compile(
+        GemmFp8UpKernel(activation),
+        _tensor(STORED, (cute.sym_int(), hidden // 2)),
+        _tensor(STORED, (cute.sym_int(), 2 * inner, hidden // 2)),
+        _scales(cute.sym_int(), groups),
+        _scales(cute.sym_int(), 2 * inner_groups, groups),
+        *_extra(STORED, pairs, 2 * inner, rank, True),
+        _tensor(STORED, (pairs, 2 * inner)) if want_h else None,
+        _tensor(STORED, (pairs, inner)) if want_a else None,
+        _tensor(STORED, (pairs, inner // 2)) if want_scaled else None,
+        _scales(pairs, inner_groups) if want_scaled else None,
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+@cached
+def gemm_fp8_down(hidden: int, inner: int, rank: int):
+    """GemmFp8DownKernel: a [R, inner], down [E, hidden, inner], pairs of e4m3 values."""
+    pairs, groups = cute.sym_int(), -(-inner // GROUP)
+    return cute.compile(
+        GemmFp8DownKernel(),
+        _tensor(STORED, (pairs, inner // 2)),
+        _tensor(STORED, (cute.sym_int(), hidden, inner // 2)),
+        _scales(pairs, groups),
+        _scales(cute.sym_int(), -(-hidden // GROUP), groups),
+        *_extra(STORED, pairs, hidden, rank, True),
+        _tensor(STORED, (pairs, hidden)),
+        _indices(pairs),
         *_tiles(),
         _stream(),
         options=OPTIONS,

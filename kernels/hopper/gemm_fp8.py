@@ -1,4 +1,4 @@
-"""up and down with e4m3 operands on Hopper, scaled by groups: a trial, which no backend calls.
+"""up and down with e4m3 operands, scaled by groups.
 
     h[r] = x[token[r]] @ gate_up[e]^T, a[r] = act(h[r])        out[r] = a[r] @ down[e]^T
 
@@ -13,7 +13,6 @@ are gate and up, each of which lies in one block of the weight. While it adds a 
 multiplies.
 """
 
-import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -26,8 +25,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .activations import activate
 from .arrivals import Arrivals
-from .compiled import OPTIONS, _indices, _stream, _tensor, _tiles
-from .config import CONSUMER_WARPS, EPI_TILE_N, THREADS, VECTOR, WARPGROUP_M, Tile
+from .config import CONSUMER_WARPS, EPI_TILE_N, K_BLOCK, THREADS, TILE_K, VECTOR, WARPGROUP_M, Tile
 from .epilogue import EpilogueWarpsKernel
 from .gemm_common import (
     Layouts,
@@ -41,6 +39,7 @@ from .gemm_common import (
     output,
     storage,
 )
+from .mainloop import MainloopParams, consumer_mma, issue
 from .ptx import pack_e4m3
 from .varlen import varlen_halves, varlen_rows
 
@@ -55,10 +54,11 @@ TILE = Tile(2 * WAVE, 3)
 
 @dataclass(frozen=True)
 class GroupMma:
-    """The MMA of a wave: of the first k block of a group, and of the others, which add to it."""
+    """The MMAs of a wave: of a group's first k block, of the others, which add to it, and of an adapter, in 16 bits."""
 
     first: cute.TiledMma
     rest: cute.TiledMma
+    extra: cute.TiledMma
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,28 @@ class GroupScales:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Where a is stored: values [R, I / 2], each of them two e4m3, and scales [R, I / 128]."""
+    """Where a is stored: values [R, I / 2], each of them two e4m3, scales [R, I / 128]; and a [R, I] itself, or None."""
 
     values: cute.Tensor
     scales: cute.Tensor
+    whole: cute.Tensor | None
 
 
 def group_layout(extent: int, stages: int):
     """Swizzled shared memory of an operand as fp8: (extent, GROUP, stages)."""
     atom = warpgroup.make_smem_layout_atom(sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, FP8, GROUP), FP8)
     return cute.tile_to_shape(atom, (extent, GROUP, stages), order=(0, 1, 2))
+
+
+def wave_fragments(mma, a, b, half):
+    """A consumer's operands: A, and B of every wave."""
+    thread_mma, depth = mma.get_slice(0), cute.size(a, mode=[1])
+    fragment_a = mma.make_fragment_A(thread_mma.partition_A(cute.local_tile(a, (WARPGROUP_M, depth), (half, 0, None))))
+    fragments_b = [
+        mma.make_fragment_B(thread_mma.partition_B(cute.local_tile(b, (WAVE, depth), (wave, 0, None))))
+        for wave in range(cute.size(b, mode=[0]) // WAVE)
+    ]
+    return fragment_a, fragments_b
 
 
 def as_fp8(tensor, layout):
@@ -110,14 +122,14 @@ class Turns:
 class GroupScaledKernel(EpilogueWarpsKernel):
     """What the GEMMs with scaled groups share: the consumers' part. Operands come as pairs of values of 16 bits.
 
-    Two more extra barriers, `turn[c]`, make the consumers issue their waves in turn, so that one adds to its sums while
-    the other multiplies:
+    Where `in_turns`, two more extra barriers, `turn[c]`, make the consumers issue their waves in turn, so that one adds
+    to its sums while the other multiplies:
 
         barrier    arrivals   signalled by                                 waited for by
         turn[c]    4          consumer 1 - c's warps, a wave issued        consumer c, before it issues one
     """
 
-    in_turns = True
+    in_turns = False  # measured: faster for up, slower for down
 
     def set_up_epilogue(self, computed_with: bool = False):
         super().set_up_epilogue(computed_with)
@@ -130,16 +142,27 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         self.narrow_mma, self.last_columns = None, 0
         return operands
 
+    def half_tile_params(self, pipeline, stage, phase, has_rows) -> MainloopParams:
+        """The groups that are multiplied, and those that are released unread."""
+        k_tiles = has_rows * self.k_tiles
+        return MainloopParams(pipeline, stage, phase, k_tiles=k_tiles, unused=self.k_tiles - k_tiles)
+
+    @property
+    def extra_k_blocks(self):
+        """How many k blocks of each of an adapter's stages there are."""
+        return [TILE_K // K_BLOCK] * (self.whole_k_tiles - self.k_tiles) + [self.tail_k_blocks] * bool(
+            self.tail_k_blocks
+        )
+
     @property
     def mma(self) -> GroupMma:
-        return GroupMma(
-            *(
-                sm90.make_trivial_tiled_mma(
-                    FP8, FP8, major_mode(True), major_mode(True), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, WAVE)
-                )
-                for _ in range(2)
+        first, rest = (
+            sm90.make_trivial_tiled_mma(
+                FP8, FP8, major_mode(True), major_mode(True), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, WAVE)
             )
+            for _ in range(2)
         )
+        return GroupMma(first, rest, consumer_mma(STORED, True, True, WAVE))
 
     def scale_rows(self, scales, row, end):
         """The scales of a thread's two rows of the tile, `row` and eight below; past the end those of the last row."""
@@ -162,17 +185,11 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
         mma.first.set(warpgroup.Field.ACCUMULATE, False)
         mma.rest.set(warpgroup.Field.ACCUMULATE, True)
-        thread_mma = mma.rest.get_slice(0)
+        mma.extra.set(warpgroup.Field.ACCUMULATE, True)
         a = as_fp8(shared.a, group_layout(self.rows, self.stages))
         b = as_fp8(shared.b, group_layout(self.columns, self.stages))
-        depth = cute.size(a, mode=[1])
-        fragment_a = mma.rest.make_fragment_A(
-            thread_mma.partition_A(cute.local_tile(a, (WARPGROUP_M, depth), (half, 0, None)))
-        )
-        fragments_b = [
-            mma.rest.make_fragment_B(thread_mma.partition_B(cute.local_tile(b, (WAVE, depth), (wave, 0, None))))
-            for wave in range(self.columns // WAVE)
-        ]
+        fragment_a, fragments_b = wave_fragments(mma.rest, a, b, half)
+        extra_fragments = wave_fragments(mma.extra, shared.a, shared.b, half)
         shape = mma.rest.partition_shape_C((WARPGROUP_M, WAVE))
         partial = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in fragments_b]
@@ -187,6 +204,7 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         while expert >= 0:
             has_rows = Int32(first + WARPGROUP_M * half < end)
             block = self.weight_block(thread % 2, column_tile, scales.weight.shape[1])
+            params = self.half_tile_params(shared.pipeline, stage, phase, has_rows)
             stage, phase = multiply_groups(
                 mma,
                 sums,
@@ -194,9 +212,14 @@ class GroupScaledKernel(EpilogueWarpsKernel):
                 fragment_a,
                 fragments_b,
                 (scales.rows[top_row, None], scales.rows[bottom_row, None], scales.weight[expert, block, None]),
-                self.half_tile_params(shared.pipeline, stage, phase, has_rows),
+                params,
                 turns,
             )
+            stage, phase = release_unread(shared.pipeline, stage, phase, params.unused, len(sums), turns)
+            for k_blocks in self.extra_k_blocks:  # without rows too: in a branch ptxas spills
+                stage, phase = add_extra(
+                    mma.extra, sums, extra_fragments, k_blocks, shared.pipeline, stage, phase, turns
+                )
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
             top_row, bottom_row = self.scale_rows(scales, first + own_row, end)
@@ -260,10 +283,51 @@ def multiply_groups(
             for v in cutlass.range_constexpr(cute.size(partial)):
                 sums[wave][v] += products[wave][v // 2 % 2] * partial[v]
         stage, phase = advance(stage, phase, pipeline.stages)
-    for _ in cutlass.range(params.unused, unroll=1):
+    return stage, phase
+
+
+@cute.jit
+def add_extra(
+    mma: cutlass.Constexpr,
+    sums,
+    fragments: cutlass.Constexpr,
+    k_blocks: cutlass.Constexpr,
+    pipeline: cutlass.Constexpr,
+    stage: Int32,
+    phase: Int32,
+    turns: cutlass.Constexpr,
+):
+    """sums += so many k blocks of an adapter's stage, whose operands have 16 bits. Returns the next stage and phase."""
+    fragment_a, fragments_b = fragments
+    pipeline.wait_full(stage, phase)
+    for wave in cutlass.range_constexpr(len(sums)):
+        if const_expr(turns is not None):
+            turns.wait(wave)
+        warpgroup.fence()
+        for k_block in cutlass.range_constexpr(k_blocks):
+            issue(mma, (sums[wave],), (fragment_a,), fragments_b[wave], k_block, stage)
+        warpgroup.commit_group()
+        if const_expr(turns is not None):
+            turns.pass_on()
+        warpgroup.wait_group(0)
+    pipeline.release(stage)
+    return advance(stage, phase, pipeline.stages)
+
+
+@cute.jit
+def release_unread(
+    pipeline: cutlass.Constexpr,
+    stage: Int32,
+    phase: Int32,
+    stages: Int32,
+    waves: cutlass.Constexpr,
+    turns: cutlass.Constexpr,
+):
+    """Of a half tile without rows: its stages, and its turns. Returns the pipeline's next stage and phase."""
+    for _ in cutlass.range(stages, unroll=1):
         cute.arch.mbarrier_wait(pipeline.full + stage, phase)
         pipeline.release(stage)
-        for wave in cutlass.range_constexpr(len(sums)):
+        for wave in cutlass.range_constexpr(waves):
             if const_expr(turns is not None):
                 turns.wait(wave)
                 turns.pass_on()
@@ -276,26 +340,35 @@ class GemmFp8UpKernel(GroupScaledKernel):
     scale for every group of 128 columns, which are those of one tile."""
 
     gather_warps = 2
+    in_turns = True
     registers = 88, 208
 
-    def __init__(self, tile: Tile, activation, in_turns: bool, group: int):
-        super().__init__(STORED, tile, gated=True)
-        self.in_turns, self.group = in_turns, group
+    def __init__(self, activation):
+        super().__init__(STORED, TILE, gated=True)
         self.activation = activation
+
+    def set_up_extra(self, rows, factor):
+        if rows is not None:
+            self.registers = 56, 224  # with 208 ptxas does not add to both waves' sums where they are
+        return super().set_up_extra(rows, factor)
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, gate_up: cute.Tensor, x_scales: cute.Tensor, weight_scales: cute.Tensor, h, a: cute.Tensor,
-        a_scales: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+        self, x: cute.Tensor, gate_up: cute.Tensor, x_scales: cute.Tensor, weight_scales: cute.Tensor, rank_rows, factor,
+        h, a, scaled_a, a_scales, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         operands = self.set_up_operands(x, gate_up)
+        extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
         out = None
         if const_expr(h is not None):
             out = output(varlen_halves(h), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         scales = GroupScales(x_scales, weight_scales, token)
-        to = QuantizedRows(a, a_scales)
-        self.kernel(operands, out, scales, to, token, table, last, self.mma, self.layouts).launch(
+        to = None
+        if const_expr(scaled_a is not None):
+            to = QuantizedRows(scaled_a, a_scales, a)
+        self.kernel(operands, extra, out, scales, to, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -303,16 +376,17 @@ class GemmFp8UpKernel(GroupScaledKernel):
     def kernel(
         self,
         operands: Operands,
+        extra,
         out,
         scales: GroupScales,
-        to: QuantizedRows,
+        to,
         token: cute.Tensor,
         table: cute.Tensor,
         last: Int32,
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, None, token, table, last, mma, scales, layouts, (out, to))
+        self.run_warps(operands, extra, token, table, last, mma, scales, layouts, (out, to))
 
     @cute.jit
     def epilogue_half_tile(
@@ -355,6 +429,12 @@ class GemmFp8UpKernel(GroupScaledKernel):
             if row < rows:
                 if column < width:
                     cute.copy(copy, packed, global_vector(to.values, Int64(first + row) * width + column))
+                    if const_expr(to.whole is not None):
+                        for i in cutlass.range_constexpr(2):
+                            for v in cutlass.range_constexpr(VECTOR):
+                                packed[v] = values[i * VECTOR + v].to(self.dtype)
+                            place = Int64(first + row) * (2 * width) + 2 * column + i * VECTOR
+                            cute.copy(copy, packed, global_vector(to.whole, place))
                 if part == 0:
                     to.scales[first + row, column_tile] = largest * (1 / E4M3_MAX)
 
@@ -364,20 +444,20 @@ class GemmFp8DownKernel(GroupScaledKernel):
 
     registers = 40, 232
 
-    def __init__(self, tile: Tile, in_turns: bool, group: int):
-        super().__init__(STORED, tile, gather=False)
-        self.in_turns, self.group = in_turns, group
+    def __init__(self):
+        super().__init__(STORED, TILE, gather=False)
 
     @cute.jit
     def __call__(
-        self, a: cute.Tensor, down: cute.Tensor, a_scales: cute.Tensor, weight_scales: cute.Tensor, out: cute.Tensor,
-        token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
+        self, a: cute.Tensor, down: cute.Tensor, a_scales: cute.Tensor, weight_scales: cute.Tensor, rank_rows, factor,
+        out: cute.Tensor, token: cute.Tensor, table: cute.Tensor, last: Int32, blocks: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         operands = self.set_up_operands(a, down)
+        extra = self.set_up_extra(rank_rows, factor)
         self.set_up_epilogue()
         stored = output(varlen_rows(out), one_stage(self.layouts.epilogue), (WARPGROUP_M, EPI_TILE_N))
         scales = GroupScales(a_scales, weight_scales, token)
-        self.kernel(operands, stored, scales, token, table, last, self.mma, self.layouts).launch(
+        self.kernel(operands, extra, stored, scales, token, table, last, self.mma, self.layouts).launch(
             grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -385,6 +465,7 @@ class GemmFp8DownKernel(GroupScaledKernel):
     def kernel(
         self,
         operands: Operands,
+        extra,
         out: Output,
         scales: GroupScales,
         token: cute.Tensor,
@@ -393,44 +474,4 @@ class GemmFp8DownKernel(GroupScaledKernel):
         mma: GroupMma,
         layouts: Layouts,
     ):
-        self.run_warps(operands, None, token, table, last, mma, scales, layouts, (out, None))
-
-
-@functools.cache
-def compile_up(
-    hidden: int, inner: int, want_h: bool, activation, in_turns: bool = True, group: int = 8, tile: Tile = TILE
-):
-    """GemmFp8UpKernel for x [T, hidden], gate_up [E, 2 inner, hidden]."""
-    pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
-    return cute.compile(
-        GemmFp8UpKernel(tile, activation, in_turns, group),
-        _tensor(STORED, (cute.sym_int(), hidden // 2)),
-        _tensor(STORED, (cute.sym_int(), 2 * inner, hidden // 2)),
-        _tensor(Float32, (cute.sym_int(), groups), align=4),
-        _tensor(Float32, (cute.sym_int(), 2 * inner_groups, groups), align=4),
-        _tensor(STORED, (pairs, 2 * inner)) if want_h else None,
-        _tensor(STORED, (pairs, inner // 2)),
-        _tensor(Float32, (pairs, inner_groups), align=4),
-        _indices(pairs),
-        *_tiles(),
-        _stream(),
-        options=OPTIONS,
-    )
-
-
-@functools.cache
-def compile_down(hidden: int, inner: int, in_turns: bool = True, group: int = 2, tile: Tile = TILE):
-    """GemmFp8DownKernel for a [R, inner], down [E, hidden, inner]."""
-    pairs, groups = cute.sym_int(), -(-inner // GROUP)
-    return cute.compile(
-        GemmFp8DownKernel(tile, in_turns, group),
-        _tensor(STORED, (pairs, inner // 2)),
-        _tensor(STORED, (cute.sym_int(), hidden, inner // 2)),
-        _tensor(Float32, (pairs, groups), align=4),
-        _tensor(Float32, (cute.sym_int(), -(-hidden // GROUP), groups), align=4),
-        _tensor(STORED, (pairs, hidden)),
-        _indices(pairs),
-        *_tiles(),
-        _stream(),
-        options=OPTIONS,
-    )
+        self.run_warps(operands, extra, token, table, last, mma, scales, layouts, (out, None))

@@ -24,7 +24,7 @@ from ..layer.experts_module import IMPLEMENTATION, Sizes
 from ..layer.moe_experts import Activation, moe_experts
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.active_adapters import adapters_of
-from ..patching.experts import ExpertsFacts, as_routing, experts_facts, note_reached, save_policy, sizes_of
+from ..patching.experts import ExpertsFacts, as_routing, compute_of, experts_facts, note_reached, save_policy, sizes_of
 from ..patching.support import load_family_class
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
@@ -100,6 +100,7 @@ class SonicMoEExperts(nn.Module):
             activation=self.activation,
             layout="interleaved",
             save=save_policy(self),
+            compute=compute_of(self),
         )
 
     @torch.no_grad()

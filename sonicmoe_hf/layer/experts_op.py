@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.interface import Activation, PackedOperand, Rows
+from ..kernels.scaled import ScaledRows
 from . import backends, torch_op
 from .fetching import fetched
 from .lora_operands import pack_all, padded_rank
@@ -81,6 +82,7 @@ class Options(NamedTuple):
     backend: str
     gate_up_format: str = ""
     down_format: str = ""
+    fp8: bool = False
 
 
 def _fields_of(projection: str):
@@ -114,7 +116,8 @@ class _Layer:
 
     def __init__(self, inputs: Inputs, rows: Rows, options: Options, dtype: torch.dtype):
         self.kernels = backends.load(options.backend)
-        self.inputs, self.rows, self.dtype = inputs, rows, dtype
+        self.inputs, self.rows, self.dtype, self.fp8 = inputs, rows, dtype, options.fp8
+        self.scaled_a: ScaledRows | None = None
         self.transposed, self.interleaved = options.transposed, options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
         self.gate_up = gate_up = Projection(*_GATE_UP[0](inputs), *_GATE_UP[1](options))
@@ -144,9 +147,12 @@ class _Layer:
     def operand(self, projection: Projection) -> torch.Tensor | PackedOperand:
         """What `up` and `down` of the kernels take: `weight`, or the packed one itself where they read that."""
         if projection.format and self.kernels.reads_packed(projection.format, self.dtype, self.rows):
-            assert projection.scales is not None  # a dense weight alone is without
-            return PackedOperand(projection.weight, projection.scales, projection.state, projection.format)
+            return self.packed(projection)
         return self.weight(projection)
+
+    def packed(self, projection: Projection) -> PackedOperand:
+        assert projection.scales is not None  # a dense weight alone is without
+        return PackedOperand(projection.weight, projection.scales, projection.state, projection.format)
 
     def up(self, u_PJ, want_h: bool, want_a: bool):
         """u, computed unless it is given (None without an adapter), h and a."""
@@ -155,11 +161,23 @@ class _Layer:
             if u_PJ is None:
                 u_PJ = self.kernels.lora_shrink(x, adapter.a_EKJ, self.rows, adapter.scale, gathered=True)
             extra = adapter.forward_term(u_PJ)
+        if self.fp8:
+            h_R2I, a_RI, self.scaled_a = self.kernels.scaled_up(
+                self.kernels.scale_rows(x), self.packed(self.gate_up), self.rows, self.activation, self.dtype,
+                want_h=want_h, want_a=want_a and self.down_adapter is not None, want_scaled=want_a, extra=extra,
+            )  # fmt: skip
+            return u_PJ, h_R2I, a_RI
         h_R2I, a_RI = self.kernels.up(
             x, self.operand(self.gate_up), self.gate_up.bias, self.rows, self.activation, self.interleaved,
             want_h=want_h, want_a=want_a, extra=extra,
         )  # fmt: skip
         return u_PJ, h_R2I, a_RI
+
+    def y(self, a_RI, extra):
+        """The second product of what `up` gave."""
+        if self.fp8:
+            return self.kernels.scaled_down(self.scaled_a, self.packed(self.down), self.rows, self.dtype, extra=extra)
+        return self.kernels.down(a_RI, self.operand(self.down), self.down.bias, self.rows, extra=extra)
 
 
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, plan: SavePlan) -> list[torch.Tensor]:
@@ -173,8 +191,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, plan: SavePla
         if adapter is not None:
             v_PJ = kernels.lora_shrink(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
             extra = adapter.forward_term(v_PJ)
-        y_RH = kernels.down(a_RI, layer.operand(layer.down), layer.down.bias, rows, extra=extra)
-        out_TH = kernels.combine(y_RH, inputs.weight.reshape(-1), rows, x_TH.shape[0])
+        out_TH = kernels.combine(layer.y(a_RI, extra), inputs.weight.reshape(-1), rows, x_TH.shape[0])
     return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), plan) if wanted)]
 
 

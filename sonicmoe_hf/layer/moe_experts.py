@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
+from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
 from . import backends, experts_op
-from .config import LAYOUTS, SAVE_POLICIES, check_choice, check_order
+from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
 from .experts_op import Inputs, Options, Projection, SavePlan
 from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
@@ -80,6 +81,35 @@ def _projection(name, weight, bias, adapter, transposed) -> Projection:
     return Projection(weight.codes, weight.scales, weight.state, bias, a, b, weight.format, scale)
 
 
+def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation, backend) -> None:
+    """Raise a ValueError where FP8 products do not support the layer."""
+    formats = [weight.format if isinstance(weight, PackedWeight) else str(weight.dtype) for weight in (gate_up, down)]
+    if formats != ["fp8", "fp8"]:
+        raise ValueError(
+            f"compute='fp8' takes experts packed as fp8 (experts_quantization='fp8'), not {' and '.join(formats)}; leave "
+            "compute out"
+        )
+    packed = (weight for weight in (gate_up, down) if isinstance(weight, PackedWeight))  # both, as we know by now
+    orders = [parts_and_kinds(Quantized(weight.codes, weight.scales), "fp8") for weight in packed]
+    if orders != [ORDERS["concatenated"], ORDERS["whole"]]:
+        raise ValueError(
+            "compute='fp8' takes gate_up packed in the order 'concatenated' and down in 'whole' "
+            f"(PackedWeight.quantize(..., order=...)), not {orders} parts and kinds of rows; pack them so"
+        )
+    if layout != "concatenated" or not is_gated(activation):
+        raise ValueError(
+            f"compute='fp8' takes layout 'concatenated' and an activation with a gate, not {layout!r} and "
+            f"{activation!r}; leave compute out"
+        )
+    if gate_up_bias is not None or down_bias is not None:
+        raise ValueError("compute='fp8' takes experts without biases; leave compute out")
+    if backend == "triton":
+        raise ValueError(
+            "compute='fp8' needs a Hopper GPU and its packages (pip install 'sonicmoe-hf[hopper]'), or backend='eager'; "
+            "the Triton backend has no FP8 products: leave compute out"
+        )
+
+
 def moe_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -93,6 +123,7 @@ def moe_experts(
     activation: str | Activation = "swiglu",
     layout: str = "concatenated",
     save: str = "preactivation",
+    compute: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """out_t = sum over t's experts e of w[t,e] * (act(x_t W1_e^T + b1_e) W2_e^T + b2_e)  (paper, section 2).
@@ -116,6 +147,9 @@ def moe_experts(
         layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
             native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).
         save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
+        compute: None, or "fp8" for frozen experts packed as fp8: forward's products multiply in FP8, x and a quantized by
+            128 columns of a row (kernels/scaled.py), adapters' in x's dtype; backward's take the weights expanded to x's
+            dtype, as if nothing were rounded. For Hopper GPUs in bf16, and the eager backend.
         backend: overrides the automatic choice (see `sonicmoe-hf doctor`).
     Returns:
         [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype, else with packed weights in
@@ -127,6 +161,7 @@ def moe_experts(
     """
     check_choice("layout", layout, LAYOUTS)
     check_choice("save", save, SAVE_POLICIES)
+    check_choice("compute", compute, COMPUTE)
     act = activation if isinstance(activation, Activation) else Activation(activation)
     check_choice("activation", act.name, ACTIVATIONS)
     check_order(layout, act.name)
@@ -144,6 +179,8 @@ def moe_experts(
     second = _projection("down", down, down_bias, down_adapter, transposed)
 
     backend = backends.choose(x.device, x.dtype, backend).name
+    if compute == "fp8":
+        _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, act.name, backend)
     rows = routing.rows_for(backend, x.shape[0], num_experts)
     if rows is None:
         rows = dispatch(
@@ -161,7 +198,7 @@ def moe_experts(
         first.a, first.b, second.a, second.b, first.scales, first.state, second.scales, second.state,
     )  # fmt: skip
     scales, formats = (first.scale, second.scale), (first.format, second.format)
-    options = Options(*act, transposed, interleaved, *scales, backend, *formats)
+    options = Options(*act, transposed, interleaved, *scales, backend, *formats, compute == "fp8")
     needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
     differentiable = needs_gradients and torch.is_grad_enabled()
     keep_h = differentiable and save == "preactivation"

@@ -36,6 +36,7 @@ from .active_adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
 SAVE = "_sonicmoe_hf_save"  # attribute of patched experts: what they keep for backward, see `moe_experts`
+COMPUTE = "_sonicmoe_hf_compute"  # attribute of patched experts: see `moe_experts`
 DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
@@ -235,6 +236,11 @@ def save_policy(experts: nn.Module) -> str:
     return vars(experts).get(SAVE, "preactivation")
 
 
+def compute_of(experts: nn.Module) -> str | None:
+    """What the experts' forward multiplies in, by `patch_model`."""
+    return vars(experts).get(COMPUTE)
+
+
 def note_reached(experts: nn.Module) -> None:
     """Note that a call of this module reached us."""
     if not torch.compiler.is_compiling():
@@ -269,4 +275,5 @@ def sonicmoe_hf_experts_forward(
         activation=facts.activation,
         layout=facts.layout,
         save=save_policy(self),
+        compute=compute_of(self),
     )

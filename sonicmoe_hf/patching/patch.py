@@ -26,6 +26,7 @@ from ..errors import UnsupportedModelError
 from ..formats.loading_errors import named_errors
 from ..formats.quantizer import ignore_packed_in_ddp
 from ..formats.refusals import guard_deepspeed
+from ..layer.config import COMPUTE as COMPUTE_CHOICES
 from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import FAMILIES, Family
@@ -38,7 +39,7 @@ from ..private.transformers import (
 )
 from ..streaming.placement import LoadingPlacement, check_memory, place_experts
 from .calls import PatchState
-from .experts import SAVE, is_fp8_experts
+from .experts import COMPUTE, SAVE, is_fp8_experts
 from .forwards import restore
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
@@ -113,7 +114,7 @@ def _parameters(model: nn.Module) -> list[str]:
     return list(inspect.signature(type(model).forward).parameters)[1:]
 
 
-def _use_our_experts(root: PreTrainedModel, save: str) -> None:
+def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:
     """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
     every: list[Any] = every_experts(root)
     before = {id(experts.config): vars(experts)[PREVIOUS] for experts in every if PREVIOUS in vars(experts)}
@@ -121,6 +122,7 @@ def _use_our_experts(root: PreTrainedModel, save: str) -> None:
         implementation = experts_implementation(experts.config)
         setattr(experts, PREVIOUS, before.setdefault(id(experts.config), implementation))
         setattr(experts, SAVE, save)
+        setattr(experts, COMPUTE, compute)
         _remove_hooks(experts, (FirstUseHook,))
         experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
     root.get_correct_experts_implementation(IMPLEMENTATION)  # tells registration.py of the model
@@ -167,7 +169,12 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
 
 
 def patch_model(
-    model: nn.Module, routing=None, *, save: str = "preactivation", experts_memory: str | int | None = None
+    model: nn.Module,
+    routing=None,
+    *,
+    save: str = "preactivation",
+    experts_memory: str | int | None = None,
+    experts_compute: str | None = None,
 ) -> PatchReport:
     """Make this model compute its experts with SonicMoE.
 
@@ -180,6 +187,7 @@ def patch_model(
         experts_memory: the experts are frozen, so many bytes of them stay on the GPU ("8GiB", a number, or "auto": what
             the card holds), and the others move to pinned host memory, from where they are copied one layer ahead of
             their use. None: they stay where they are.
+        experts_compute: None, or "fp8": experts that are packed as fp8 multiply in FP8 in forward (see `moe_experts`).
     Returns:
         What was patched.
     Raises:
@@ -191,6 +199,7 @@ def patch_model(
     """
     policy = as_routing_policy(routing)
     check_choice("save", save, SAVE_POLICIES)
+    check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
     root = _root(model)
     layers = undo_liger_and_check(root, policy)
     fp8_experts = _fp8_experts(root)
@@ -202,7 +211,7 @@ def patch_model(
         guard_streamed(root)
     state = _state(root) or PatchState()
     use_own_configs(model, state.configs)
-    _use_our_experts(root, save)
+    _use_our_experts(root, save, experts_compute)
     _install(root, state)
     state.policy = policy
     return PatchReport(layers, policy)
@@ -222,6 +231,7 @@ def unpatch_model(model: nn.Module) -> None:
     for experts in every_experts(root):
         give_back_weights(experts)
         vars(experts).pop(SAVE, None)
+        vars(experts).pop(COMPUTE, None)
         if PREVIOUS in vars(experts):
             set_experts_implementation(experts.config, vars(experts).pop(PREVIOUS))
 
@@ -318,6 +328,7 @@ def from_pretrained(
     save: str = "preactivation",
     experts_quantization: str | None = None,
     experts_memory: str | int | None = None,
+    experts_compute: str | None = None,
     auto_class=AutoModelForCausalLM,
     **kwargs,
 ) -> PreTrainedModel:
@@ -337,17 +348,24 @@ def from_pretrained(
         experts_memory: the experts are frozen, so many bytes of them stay on the GPU, and the others live in host memory
             (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
             the current GPU, where there is one.
+        experts_compute: "fp8" beside experts_quantization="fp8": see `patch_model`.
         auto_class: the Auto class that loads the model.
     Returns:
         The patched model; with output_loading_info=True, (model, what Transformers says of the names).
     Raises:
-        ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise.
+        ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise; or
+            experts_compute without experts in FP8.
         UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None; or
             distributed_config has experts shared by ranks whose number does not divide them.
         UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
         MemoryError: host memory does not hold the experts.
     """
     policy = as_routing_policy(routing)
+    check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
+    if experts_compute == "fp8" and experts_quantization != "fp8":
+        raise ValueError(
+            f"experts_compute='fp8' takes experts_quantization='fp8', not {experts_quantization!r}; leave it out"
+        )
     asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
     if asked != IMPLEMENTATION:
         raise ValueError(
@@ -375,7 +393,7 @@ def from_pretrained(
     if loading is not None:
         loading.finish(model)
         guard_streamed(model)
-    patch_model(model, policy, save=save)
+    patch_model(model, policy, save=save, experts_compute=experts_compute)
     return loaded
 
 

@@ -65,7 +65,22 @@ def wgrad(M=768, N=2048, *, contiguous=True, dtype=BF16):
     return "gemm_wgrad", (dtype, M, N, contiguous, tile("gemm_wgrad", N))
 
 
+def fp8_up(H=2048, I=768, *, want=(True, True, True), act=SWIGLU, rank=0):
+    return "gemm_fp8_up", (H, I, *want, act, rank)
+
+
+def fp8_down(H=2048, I=768, *, rank=0):
+    return "gemm_fp8_down", (H, I, rank)
+
+
 CASES = {
+    "fp8 up, odd sizes": fp8_up(336, 144),
+    "fp8 up, without a": fp8_up(want=(True, False, False)),
+    "fp8 up, without h, clamped": fp8_up(want=(False, False, True), act=Activation("clamped_swiglu")),
+    "fp8 up, rank 16": fp8_up(rank=16),  # with H no multiple of 128 besides, 30 values are spilled
+    "fp8 up, rank 104": fp8_up(rank=104),
+    "fp8 down, odd sizes": fp8_down(336, 144),
+    "fp8 down, rank 104": fp8_down(rank=104),
     "down, bias": down(bias=True),
     "down, transposed weight": down(K=1536, contiguous=False),
     "down, whole tiles": down(1536, 256),
@@ -128,7 +143,7 @@ for function in (up, down, down_backward, wgrad):
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 REPRESENTATIVE = (
     "down, fp16, odd sizes", "wide down, fp16, bias", "tall down, transposed weight, rank 104", "up, fp16, odd sizes",
-    "up, interleaved, bias, transposed", "up, rank 16", "down_backward, fp16, odd sizes", "down_backward, interleaved",
+    "up, interleaved, bias, transposed", "up, rank 16", "fp8 up, odd sizes", "fp8 up, rank 104", "fp8 down, rank 104", "down_backward, fp16, odd sizes", "down_backward, interleaved",
     "down_backward, transposed, rank 104", "up, relu2, bias, rank 64", "down_backward, relu2, odd sizes", "wgrad, stored across, many rows of tiles", "gemm_wgrad, 128x4",
 )  # fmt: skip
 
@@ -143,7 +158,7 @@ def main(names):
         stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
         sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
         local, wgmma, waits = (
-            len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "HGMMA", r"WARPGROUP\.DEPBAR")
+            len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "[HQ]GMMA", r"WARPGROUP\.DEPBAR")
         )
         cubin.unlink()
         print(f"{name}|stack {stack}|local {local}|wgmma {wgmma}|waits {waits}", flush=True)

@@ -1,0 +1,82 @@
+"""FP8 products on a Hopper GPU: kernels beside the same arithmetic in PyTorch, and layers beside the eager backend's."""
+
+import pytest
+import torch
+from kernel_helpers import relative_error
+
+from benchmarks.layer import fp8_trial
+from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.kernels import hopper
+from sonicmoe_hf.kernels.interface import LoraTerm
+from sonicmoe_hf.layer import backends
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+
+pytestmark = pytest.mark.gpu
+SIZES = ((67, 336, 144, 7, 2), (300, 1024, 768, 4, 3), (3000, 784, 1040, 33, 3))  # T, H, I, E, K
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    if backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
+        pytest.skip("the FP8 kernels are for Hopper GPUs")
+
+
+@pytest.mark.parametrize("rank", [0, 16, 104])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_are_as_near_as_roundings_are(sizes, rank):
+    """fp8_trial.check compares, and says why its bounds are what they are; every third expert may have no rows."""
+    x, gate_up, down, rows = fp8_trial.problem(fp8_trial.shape_of(",".join(map(str, sizes))))
+    P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
+    if rank:
+        adapters = [
+            LoraTerm(torch.randn(P, rank, device="cuda").bfloat16(), torch.randn(E, n, rank, device="cuda").bfloat16())
+            for n in (gate_up.shape[1], down.shape[1])
+        ]
+    scaled = fp8_trial.quantized(x, gate_up, down)
+    errors = fp8_trial.check(*scaled, rows, adapters)
+    assert errors == fp8_trial.check(*scaled, rows, adapters), "another result the second time"
+
+
+def test_rows_are_scaled_as_in_pytorch():
+    x = torch.randn(1000, 2064, device="cuda").bfloat16() * torch.logspace(-3, 3, 2064, device="cuda").bfloat16()
+    x[5] = 0
+    found, expected = hopper.scale_rows(x), hopper.eager.scale_rows(x)
+    assert relative_error(found.scales, expected.scales) < 1e-6
+    # a division that rounds otherwise moves a code on an edge
+    assert (found.codes != expected.codes).float().mean() < 1e-3
+    assert relative_error(found.values(), expected.values()) < 2e-3
+
+
+@pytest.mark.parametrize("rank", [0, 8, 72])
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_layer_gives_what_the_eager_backend_gives(sizes, save, rank):
+    """out, and the gradients of x, of the routing weights and of adapters.
+
+    h and y are rounded to bf16 (0.17%), and where h's last bit differs, a's code may: 1.5% is a quarter of e4m3's error.
+    """
+    T, H, I, E, K = sizes
+    torch.manual_seed(0)
+    weights = [
+        PackedWeight.quantize((torch.randn(E, n, k, device="cuda") * k**-0.5).bfloat16(), "fp8", order=order)
+        for n, k, order in ((2 * I, H, "concatenated"), (H, I, "whole"))
+    ]
+    x = torch.randn(T, H, device="cuda").bfloat16().requires_grad_()
+    expert = torch.rand(T, E, device="cuda").topk(K).indices
+    routed = torch.rand(T, K, device="cuda", requires_grad=True)
+    leaves, adapters = [x, routed], {}
+    for name, size_in, size_out in (("gate_up_adapter", H, 2 * I), ("down_adapter", I, H)) if rank else ():
+        a = (torch.randn(E, rank, size_in, device="cuda") * size_in**-0.5).requires_grad_()
+        b = (torch.randn(E, size_out, rank, device="cuda") * 0.1).requires_grad_()
+        adapters[name] = LowRank(a, b, 2.0)
+        leaves += [a, b]
+    dout = torch.randn(T, H, device="cuda").bfloat16()
+
+    def step(backend, compute="fp8"):
+        out = moe_experts(x, *weights, (expert, routed), save=save, compute=compute, backend=backend, **adapters)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    found, expected, bf16 = step("hopper"), step("eager"), step("hopper", None)
+    errors = [relative_error(*pair) for pair in zip(found, expected)]
+    assert max(errors) < 0.015, errors
+    assert 0.01 < relative_error(found[0], bf16[0]) < 0.1, "FP8 has an error of its own"
