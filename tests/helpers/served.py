@@ -16,6 +16,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+import sonicmoe_hf
+
 ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
 HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 UNEVEN = {
@@ -47,6 +49,11 @@ def qwen3_vl_moe():
     return Qwen3VLMoeConfig(text_config=text, vision_config=vision)
 
 
+FAMILIES_IN_VLLM = [  # besides, built by small_model
+    "afmoe", "axk1", "gemma4", "granitemoe", "granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna",
+    "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe", "qwen3_5_moe",
+]  # fmt: skip
+FAMILIES_IN_SGLANG = ["granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe"]
 OTHERS = {"mixtral": mixtral, "glm4_moe": glm4_moe, "qwen3_vl_moe": qwen3_vl_moe}
 
 
@@ -92,3 +99,9 @@ def split_experts(tensors):
             else:
                 split[f"{stem}.{expert}.down_proj.weight"] = weight
     return split
+
+
+def config_for_vllm(model):
+    """The default configuration at rank 2, without what vLLM takes no adapters of."""
+    modules = [name for name in sonicmoe_hf.lora_config(model).target_modules if name != "kv_b_proj"]
+    return sonicmoe_hf.lora_config(model, r=2, target_modules=modules)

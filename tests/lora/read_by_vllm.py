@@ -6,6 +6,7 @@ makes an environment in a temporary folder, with vLLM's wheel and what its LoRA 
 Python, and runs there on the CPU. Not a test of the suite: the wheel is 340 MB.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,14 +14,16 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 VLLM = "vllm==0.33.0"
 IMPORTED = (  # by vllm.lora, besides what Transformers, PEFT and the tests need
     "aiohttp", "aiosignal", "aiohappyeyeballs", "frozenlist", "multidict", "propcache", "yarl", "cachetools", "cbor2",
-    "cloudpickle", "fastapi", "starlette", "llguidance", "msgspec", "openai", "openai-harmony", "opentelemetry-api",
-    "opentelemetry-sdk", "opentelemetry-semantic-conventions", "partial-json-parser", "prometheus-client", "pybase64",
+    "cloudpickle", "compressed-tensors", "fastapi", "loguru", "starlette", "llguidance", "msgspec", "openai",
+    "openai-harmony", "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-semantic-conventions", "partial-json-parser", "prometheus-client", "pybase64",
     "sniffio", "uvloop", "xgrammar",
 )  # fmt: skip
+IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -37,26 +40,74 @@ def run_in_an_environment_of_its_own() -> int:
 
 
 def read_every_model() -> None:
-    from helpers.checkpoints import FAMILIES, tensors_in
-    from helpers.models import ORDER_OF_SUMS, assert_all_close
-    from helpers.served import OTHERS, UNEVEN, adapt, base, merged_by_peft
-
-    from sonicmoe_hf import convert_adapter
+    from helpers.checkpoints import FAMILIES
+    from helpers.served import FAMILIES_IN_VLLM, OTHERS, UNEVEN, adapt, base, config_for_vllm
+    from helpers.small_families import small_model
+    from peft import get_peft_model
 
     for name in (*FAMILIES, *OTHERS):
         for title, options in (("one rank", {}), ("patterns and rsLoRA", UNEVEN)):
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary)
-                adapted = adapt(base(name, folder / "base"), name, folder / "adapter", **options)
-                convert_adapter(folder / "adapter", folder / "served", "vllm")
-                weights = tensors_in(folder / "base")
-                loras = loaded(folder / "served")
-                merged = merged_by_vllm(weights, loras, name)
-                assert_all_close(merged, merged_by_peft(adapted, folder / "by peft"), 1e-5, ORDER_OF_SUMS)
-                print(f"{name}, {title}: {len(loras)} modules read by vLLM, equal to PEFT's merge", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                adapted = adapt(base(name, Path(folder) / "base"), name, Path(folder) / "adapter", **options)
+                read(f"{name}, {title}", adapted, Path(folder))
+    for name in FAMILIES_IN_VLLM:
+        with tempfile.TemporaryDirectory() as folder:
+            model = small_model(name)
+            model.save_pretrained(Path(folder) / "base")
+            read(name, get_peft_model(model, config_for_vllm(model)), Path(folder))
 
 
-def loaded(folder: Path) -> dict:
+def read(title: str, adapted, folder: Path) -> None:
+    """Convert the adapter and have vLLM read it; compare with PEFT's merge, both under the names that vLLM's class has."""
+    from helpers.adapters import save_with_factors
+    from helpers.checkpoints import tensors_in
+    from helpers.models import ORDER_OF_SUMS, assert_all_close
+    from helpers.served import merged_by_peft, split_experts
+
+    from sonicmoe_hf import convert_adapter
+
+    mapper = mapper_of(type(adapted.get_base_model()).__name__)
+    if not (folder / "adapter").exists():
+        save_with_factors(adapted, folder / "adapter")
+    convert_adapter(folder / "adapter", folder / "served", "vllm", trained_on=folder / "base")
+    weights, expected = tensors_in(folder / "base"), merged_by_peft(adapted, folder / "by peft")
+    for tensors in (weights, expected):
+        for name in tensors if "GptOss" in type(adapted.get_base_model()).__name__ else ():
+            if tensors[name].dim() == 3:  # [E, in, out]
+                tensors[name] = tensors[name].transpose(1, 2)
+    loras = loaded(folder / "served", mapper)
+    fused = any(isinstance(lora.lora_a, list) for lora in loras.values())
+    weights, expected = (
+        {renamed(name, mapper, fused): tensor for name, tensor in split_experts(tensors).items()}
+        for tensors in (weights, expected)
+    )
+    assert_all_close(merged_by_vllm(weights, loras), expected, 1e-5, ORDER_OF_SUMS)
+    print(f"{title}: {len(loras)} modules read by vLLM, equal to PEFT's merge", flush=True)
+
+
+def mapper_of(class_name: str):
+    """How vLLM's class of this name renames the modules of adapters; None where it does not."""
+    from vllm.model_executor.models import registry
+
+    names = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
+    module, name = registry._VLLM_MODELS[names.get(class_name, class_name)]
+    module = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
+    for missing in IMAGES:  # of image processors, which are imported beside the classes and not used
+        sys.modules.setdefault(missing, mock.MagicMock())
+    mapper = getattr(getattr(importlib.import_module(module), name), "hf_to_vllm_mapper", None)
+    return mapper and mapper.get_rename_mapper()
+
+
+def renamed(name: str, mapper, fused: bool) -> str:
+    """What vLLM calls the weight `name`, as it renames the modules of adapters; of fused experts, the module of all."""
+    module = (
+        name.partition(".experts.")[0] + ".experts" if fused and ".experts." in name else name.removesuffix(".weight")
+    )
+    there = module if mapper is None else mapper.map_name(f"{module}.lora_A.weight").removesuffix(".lora_A.weight")
+    return name.replace(module, there, 1)
+
+
+def loaded(folder: Path, mapper) -> dict:
     """By module, what vLLM holds of an adapter, scales multiplied into B, and stacked for models that it holds as 3D."""
     from safetensors import safe_open
     from vllm.config.lora import LoRAConfig
@@ -69,12 +120,14 @@ def loaded(folder: Path) -> dict:
     helper = PEFTHelper.from_local_dir(str(folder), 4096)
     helper.validate_legal(LoRAConfig(max_lora_rank=8, max_loras=1))
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        modules = {parse_fine_tuned_lora_name(name)[0] for name in file.keys()}  # noqa: SIM118
+        modules = {parse_fine_tuned_lora_name(name, mapper)[0] for name in file.keys()}  # noqa: SIM118
     expected = {
         module[module.find(".experts") + 1 :] if ".experts" in module else module.rpartition(".")[2]
         for module in modules
     }
-    model = lora_model.LoRAModel.from_local_checkpoint(str(folder), expected, helper, lora_model_id=1, device="cpu")
+    model = lora_model.LoRAModel.from_local_checkpoint(
+        str(folder), expected, helper, lora_model_id=1, device="cpu", weights_mapper=mapper
+    )
     assert set(model.loras) == modules
     for lora in model.loras.values():
         lora.optimize()
@@ -92,18 +145,19 @@ def _stack(manager_class, model, module: str, num_experts: int) -> None:
     manager_class._stack_moe_lora_weights(manager, model, layer, module)
 
 
-def merged_by_vllm(weights: dict, loras: dict, name: str) -> dict:
-    """The hub's tensors with B A added, each where the module's name in vLLM says."""
-    merged = dict(weights)
+def merged_by_vllm(weights: dict, loras: dict) -> dict:
+    """The hub's matrices with B A added, each where the module's name in vLLM says."""
+    from helpers.served import split_experts
+
+    products = {}
     for module, lora in loras.items():
-        if not isinstance(lora.lora_a, list):
-            merged[f"{module}.weight"] = merged[f"{module}.weight"] + lora.lora_b @ lora.lora_a
-            continue
-        for parameter, a, b in zip(("gate_up_proj", "down_proj"), lora.lora_a, lora.lora_b):
-            product = b @ a
-            product = product.transpose(1, 2) if name == "gpt_oss" else product
-            merged[f"{module}.{parameter}"] = merged[f"{module}.{parameter}"] + product
-    return merged
+        if isinstance(lora.lora_a, list):
+            for parameter, a, b in zip(("gate_up_proj", "down_proj"), lora.lora_a, lora.lora_b):
+                products |= split_experts({f"{module}.{parameter}": b @ a})
+        else:
+            products[f"{module}.weight"] = lora.lora_b @ lora.lora_a
+    assert products.keys() <= weights.keys(), sorted(products.keys() - weights.keys())[:3]
+    return {name: weight + products[name] if name in products else weight for name, weight in weights.items()}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,19 @@ from helpers.adapters import save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build
 from helpers.native import save_both
-from helpers.served import HUB, OTHERS, UNEVEN, adapt, base, config_of, merged_by_peft, split_experts
+from helpers.served import (
+    FAMILIES_IN_SGLANG,
+    FAMILIES_IN_VLLM,
+    HUB,
+    OTHERS,
+    UNEVEN,
+    adapt,
+    base,
+    config_for_vllm,
+    config_of,
+    merged_by_peft,
+    split_experts,
+)
 from helpers.small_families import small_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -18,7 +30,6 @@ from transformers import AutoModelForCausalLM
 import sonicmoe_hf
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.lora.engines import ENGINES
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
@@ -87,28 +98,14 @@ def factors_by_expert(adapter):
     return split
 
 
-FAMILIES_IN_VLLM = [
-    "afmoe", "axk1", "gemma4", "granitemoe", "granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna",
-    "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe", "qwen3_5_moe",
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "family, engine",
-    [
-        (f, e)
-        for f in FAMILIES_IN_VLLM
-        for e in ENGINES
-        if e == "vllm" or f in ("granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe")
-    ],
+    "family, engine", [*((f, "vllm") for f in FAMILIES_IN_VLLM), *((f, "sglang") for f in FAMILIES_IN_SGLANG)]
 )
 def test_every_family_that_was_read_in_an_engine_is_served_as_pefts_merge(family, engine, tmp_path):
     """Names and products are those of the hub's checkpoint, which the engines' classes follow."""
     model = small_model(family)
     model.save_pretrained(tmp_path / "base")
-    modules = [name for name in sonicmoe_hf.lora_config(model).target_modules if name != "kv_b_proj"]
-    config = sonicmoe_hf.lora_config(model, r=2, target_modules=modules)
-    adapted = save_with_factors(get_peft_model(model, config), tmp_path / "adapter")
+    adapted = save_with_factors(get_peft_model(model, config_for_vllm(model)), tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "served", engine, trained_on=tmp_path / "base")
     weights, products = split_experts(tensors_in(tmp_path / "base")), factors_by_expert(tmp_path / "served")
     assert products.keys() <= weights.keys() and any(".experts." in name for name in products)
