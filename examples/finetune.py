@@ -47,6 +47,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import sonicmoe_hf
 from sonicmoe_hf.kernels.quantized import FORMATS
@@ -56,6 +57,7 @@ from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.lora.convert import import_peft
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
+FEW_TOKENS = 2048  # of a GPU's step, which waits for Python up to there (docs/performance.md)
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles
 DEAD_EXPERTS = "moe/dead_experts"  # as ExpertLoadCallback logs them
 DEQUANTIZERS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
@@ -97,7 +99,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     model.add_argument("--freeze-experts", action="store_true", help="no gradients for the experts' weights")
     model.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
-    model.add_argument("--compile", metavar="BACKEND", nargs="?", const="inductor", help="torch.compile the model")
+    model.add_argument(
+        "--compile",
+        metavar="BACKEND",
+        nargs="?",
+        const="inductor",
+        help="torch.compile: inductor, the default, as CUDA graphs or layer by layer, whichever pays at this batch",
+    )
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
@@ -253,6 +261,19 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
     return model
 
 
+def captures_graphs(arguments: argparse.Namespace) -> bool:
+    """Whether a compiled model runs as CUDA graphs: a step of few tokens waits for Python otherwise. Gradients summed
+    over several batches have not been measured so."""
+    few = arguments.batch_size * arguments.sequence_length <= FEW_TOKENS
+    return arguments.compile == "inductor" and few and arguments.gradient_accumulation_steps == 1
+
+
+def compiles_layers(arguments: argparse.Namespace) -> bool:
+    """Whether each layer is compiled on its own: once for all of them, and without the mask that Transformers makes
+    inside a compiled model, with which attention is slower."""
+    return arguments.compile == "inductor" and not captures_graphs(arguments)
+
+
 def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
     """The Trainer's arguments. ZeRO-3 wants them before the model, which is then sharded as it loads."""
     learning_rate = arguments.learning_rate
@@ -263,8 +284,12 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         options["gradient_checkpointing"] = True
     if arguments.liger:
         options |= {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}  # the experts are ours
-    if arguments.compile is not None:
+    if arguments.compile is not None and not compiles_layers(arguments):
         options |= {"torch_compile": True, "torch_compile_backend": arguments.compile}
+    if captures_graphs(arguments):
+        # a graph is of one length: only the last batch of an evaluation has another, and runs without
+        options |= {"torch_compile_mode": "reduce-overhead", "dataloader_drop_last": True}
+        torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = True
     return TrainingArguments(
         output_dir=arguments.output,
         max_steps=arguments.steps,
@@ -330,9 +355,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model = choose_trained_weights(model, arguments)
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)
+    if compiles_layers(arguments):
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile()
     if arguments.compile is not None and trainer.is_world_process_zero():
+        what = "each layer" if compiles_layers(arguments) else "the model"
+        graphs = ", to run as CUDA graphs" if captures_graphs(arguments) else ""
         print(
-            "torch.compile compiles the model in the first step, which usually takes a minute, more with many layers"
+            f"torch.compile compiles {what}{graphs}, in the first step, which usually takes a minute, more with many "
+            "layers"
         )
     trained = trainer.train(resume_from_checkpoint=arguments.resume)
     if arguments.train_only:

@@ -37,6 +37,7 @@ DISTRIBUTIONS = (
 )
 
 MAX_PROCESSES = 8
+SILENT_SECONDS = 3.0  # of a wait before it is said what is waited for
 MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
 # sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
 WORKER = """
@@ -159,10 +160,16 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
 
 def _wait_for(path: Path) -> None:
     """Until the file is there, if another process is to write it, or that process has ended; one that hangs is ended."""
-    process = _coming.get(path)
-    deadline = time.monotonic() + MAX_WAIT_SECONDS
+    process, began, is_said = _coming.get(path), time.monotonic(), False
     while process is not None and process.poll() is None and not path.with_suffix(".sha256").exists():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > SILENT_SECONDS and not is_said:
+            is_said = True
+            made = sum(other.with_suffix(".sha256").exists() for other in _coming)
+            announce(
+                f"waiting for {path.name.rpartition('-')[0]}: {made} of {len(_coming)} Hopper kernels are compiled"
+            )
+        if waited > MAX_WAIT_SECONDS:
             process.kill()
             process.wait()
         time.sleep(0.01)

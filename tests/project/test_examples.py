@@ -251,6 +251,26 @@ def test_finetune_measures_a_compiled_model_with_random_weights_and_writes_nothi
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "options", "mode", "layers"),
+    [
+        (1024, ("--compile",), "reduce-overhead", False),
+        (1024, ("--compile", "--gradient-accumulation-steps", "2"), None, True),
+        (4096, ("--compile",), None, True),
+        (1024, ("--compile", "eager"), None, False),
+        (1024, (), None, False),
+    ],
+)
+@torch._inductor.config.patch("triton.cudagraph_skip_dynamic_graphs", False)
+def test_finetune_compiles_what_pays_at_the_tokens_of_a_step(tokens, options, mode, layers):
+    finetune = load("finetune")
+    parsed = finetune.parse_arguments(["--batch-size", "2", "--sequence-length", str(tokens // 2), *options])
+    args = finetune.training_arguments(parsed)
+    assert (args.torch_compile_mode, finetune.compiles_layers(parsed)) == (mode, layers)
+    assert args.torch_compile == ("--compile" in options and not layers)
+    assert torch._inductor.config.triton.cudagraph_skip_dynamic_graphs == (mode is not None)
+
+
 def test_finetune_asks_for_ligers_kernels_without_its_experts(tmp_path):
     finetune = load("finetune")  # tests/patching/test_liger.py trains with the two arguments
     args = finetune.training_arguments(finetune.parse_arguments(["--liger", "--output", str(tmp_path)]))
