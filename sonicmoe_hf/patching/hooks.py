@@ -300,7 +300,8 @@ def _check_not_recomputed(model: nn.Module, state: PatchState) -> None:
         raise RuntimeError(
             "reentrant checkpointing around a whole model runs it without gradients first, so that token rounding, "
             "balancing, counting, recording and replaying take it for evaluation; use "
-            "model.gradient_checkpointing_enable(), or checkpoint(model, ..., use_reentrant=False)"
+            "model.activation_checkpointing_enable() (gradient_checkpointing_enable() before Transformers 5.23), or "
+            "checkpoint(model, ..., use_reentrant=False)"
         )
 
 
