@@ -160,3 +160,19 @@ def test_a_file_that_is_not_what_was_written_is_compiled_again(ask, tmp_path, su
     assert not ask() and ask()
     file.unlink()
     assert not ask() and ask()
+
+
+def test_a_long_wait_for_another_process_says_once_what_for(tmp_path, monkeypatch, capsys):
+    class Process:
+        polls = iter([None, None, None, 0])
+
+        def poll(self):
+            return next(self.polls)
+
+    path, made = tmp_path / "gemm_up-0123.o", tmp_path / "gemm_down-4567.o"
+    made.with_suffix(".sha256").touch()
+    monkeypatch.setattr(cache, "_coming", {path: Process(), made: Process()})
+    monkeypatch.setattr(cache, "SILENT_SECONDS", -1.0)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    cache._wait_for(path)
+    assert capsys.readouterr().err == "sonicmoe_hf: waiting for gemm_up: 1 of 2 Hopper kernels are compiled\n"
