@@ -15,6 +15,7 @@ from ..kernels.quantized import FP8_BLOCK, Quantized, stored_shapes
 from ..layer.experts_module import IMPLEMENTATION, has_gate
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private.transformers import fp8_experts_functions
+from ..streaming.weight import HostWeight
 from .experts import sonicmoe_hf_experts_forward
 
 WEIGHTS = {"gate_up_proj": "concatenated", "down_proj": "whole"}  # name: order of ORDERS
@@ -116,7 +117,9 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
 def give_back_weights(experts: nn.Module) -> None:
     """Undo `take_weights`; nothing where it was not called."""
     for name, (dtype, shape, requires_grad, of_scales) in vars(experts).pop(TAKEN, {}).items():
-        values = getattr(experts, name).codes.view(shape).view(dtype)
+        weight = getattr(experts, name)
+        weight = weight.resident() if isinstance(weight, HostWeight) else weight
+        values = weight.codes.view(shape).view(dtype)
         setattr(experts, name, nn.Parameter(values, requires_grad))
         getattr(experts, name + SCALES).requires_grad_(of_scales)
 

@@ -88,6 +88,21 @@ def test_a_model_that_transformers_loaded_computes_with_its_own_bytes(load, fami
     )
 
 
+def test_their_bytes_go_to_host_memory_and_come_back(load):
+    model, _ = load("qwen3_moe")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sonicmoe_hf.patch_model(model)
+    expected = model(**BATCH).logits
+    sonicmoe_hf.patch_model(model, experts_memory=0)
+    weights = [experts.gate_up_proj for experts in fp8_experts(model)]
+    on_host = [weight.codes.data_ptr() for weight in weights]
+    assert {type(weight).__name__ for weight in weights} == {"HostWeight"}
+    assert torch.equal(model(**BATCH).logits, expected) and same_bits(model.state_dict(), before)
+    sonicmoe_hf.unpatch_model(model)
+    assert same_bits(model.state_dict(), before)
+    assert all(experts.gate_up_proj.data_ptr() not in on_host for experts in fp8_experts(model))
+
+
 def test_their_pairs_of_fp4_values_are_mxfp4(load):
     """As DeepSeek-V4's are stored: int8 [E, N, K / 2], and a power of two for 32 values, in E8M0."""
     model, dense = load("qwen3_moe", hidden_size=160)

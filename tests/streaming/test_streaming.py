@@ -401,11 +401,12 @@ def test_layers_move_between_the_gpu_and_the_host(late_copies):
 def test_a_layer_that_comes_back_to_the_host_is_a_new_one(late_copies):
     model = made(0)
     expected, before = model(**BATCH).logits, host_weights(model)  # which keep their layers
+    nbytes = [weight.layer.nbytes for weight in before]
     half = sum(bytes_of(experts, None) for _, experts in expert_layers(model)) // 2
     for experts_memory in (half, 0):
         patch_model(model, experts_memory=experts_memory)
     after = host_weights(model)
-    assert [weight.layer.nbytes for weight in after] == [weight.layer.nbytes for weight in before]
+    assert [weight.layer.nbytes for weight in after] == nbytes
     assert torch.equal(model(**BATCH).logits, expected)
 
 
