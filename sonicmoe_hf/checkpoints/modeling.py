@@ -21,10 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import CheckpointError
 from ..formats.state import stored_names
 from ..layer.experts_module import IMPLEMENTATION, Sizes
-from ..layer.moe_experts import Activation, moe_experts
+from ..layer.moe_experts import Activation
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
-from ..patching.active_adapters import adapters_of
-from ..patching.experts import ExpertsFacts, as_routing, compute_of, experts_facts, note_reached, save_policy, sizes_of
+from ..patching.experts import ExpertsFacts, experts_facts, sizes_of, sonicmoe_hf_experts_forward
 from ..patching.support import load_family_class
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
@@ -87,21 +86,7 @@ class SonicMoEExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """The experts' output [T, H] for `hidden_states` [T, H]; see `sonicmoe_hf_experts_forward`."""
-        note_reached(self)
-        return moe_experts(
-            hidden_states,
-            self.c_fc,
-            self.c_proj,
-            as_routing(self, top_k_index, top_k_weights),
-            gate_up_bias=self.c_fc_bias,
-            down_bias=self.c_proj_bias,
-            gate_up_adapter=adapters_of(self, "c_fc"),
-            down_adapter=adapters_of(self, "c_proj"),
-            activation=self.activation,
-            layout="interleaved",
-            save=save_policy(self),
-            compute=compute_of(self),
-        )
+        return sonicmoe_hf_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

@@ -71,17 +71,17 @@ def _agreed(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> lis
     Asked once for each call of a patched model, whose layers all have the same tokens.
     """
     own = [num_tokens, num_pairs, int(is_list)]
-    call, _ = calls.current()
-    if call is None:
+    forward = calls.in_progress()
+    if forward is None:
         return largest(own, ranks.group)
-    if call.agreed is None:
-        call.agreed = own, largest(own, ranks.group)
-    if call.agreed[0] != own:
+    if forward.agreed is None:
+        forward.agreed = own, largest(own, ranks.group)
+    if forward.agreed[0] != own:
         raise RuntimeError(
             f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
-            f'{call.agreed[0][0]} and {call.agreed[0][1]}: use ep_implementation="all_to_all" for such a model'
+            f'{forward.agreed[0][0]} and {forward.agreed[0][1]}: use ep_implementation="all_to_all" for such a model'
         )
-    return call.agreed[1]
+    return forward.agreed[1]
 
 
 def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:

@@ -25,9 +25,10 @@ class ActiveAdapters:
         _thread.given = self.outer
 
 
-def adapters_of(experts: nn.Module, parameter_name: str) -> list[LowRank] | None:
-    """What `ActiveAdapters` says in this thread."""
-    for module, name, adapters in getattr(_thread, "given", ()):
-        if module is experts and name == parameter_name:
-            return adapters
-    return None
+def adapters_of(experts: nn.Module, parameter_names: tuple[str, str]) -> list[list[LowRank] | None]:
+    """What `ActiveAdapters` says in this thread of each of the experts' weights."""
+    adapters: list[list[LowRank] | None] = [None, None]
+    for module, name, given in reversed(getattr(_thread, "given", ())):  # the outermost counts
+        if module is experts and name in parameter_names:
+            adapters[parameter_names.index(name)] = given
+    return adapters

@@ -63,7 +63,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        call = ctx.call.outermost
+        call = ctx.call
         if call.loss_scale is None:
             raise RuntimeError(NO_SCALE)
         return gradient, call.loss_scale.to(ctx.device) / call.num_layer_losses, None

@@ -23,9 +23,9 @@ from ..errors import UnsupportedExpertsError
 from ..layer.experts_module import (
     Sizes,
     has_gate,
-    is_expert_parallel,
     is_experts,
     is_native,
+    num_experts_in,
     weight_names,
     whole_shape,
 )
@@ -37,6 +37,7 @@ from .forwards import LIGERS, why_not_reached
 
 SAVE = "_sonicmoe_hf_save"  # attribute of patched experts: what they keep for backward, see `moe_experts`
 COMPUTE = "_sonicmoe_hf_compute"  # attribute of patched experts: see `moe_experts`
+KNOWN = "_sonicmoe_hf_known"  # attribute of experts: (their act_fn, what `_known` says)
 DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
@@ -56,6 +57,7 @@ ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our 
 }
 # the activation of a gate alone: our name of it with an up
 GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+WITHOUT_NUMBERS = {*ACTIVATIONS.values(), *GATED_BY.values()}  # activations that are their name alone
 # the default gate in fp32, as we compute it anyway
 FP32_GATES = ("transformers.models.beam.modeling_beam.BeamExperts",)
 CLAMPED_SILU_GATES = {  # _apply_gate of these classes is clamped_silu: where the limit is
@@ -207,13 +209,13 @@ def check_weights(experts: nn.Module) -> None:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantized", "load the model unquantized")
 
 
-def as_routing(experts: nn.Module, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
-    """The routing that an experts module was handed, as a Routing.
+def as_routing(expert_parallel: bool, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
+    """The routing that an experts module was handed, as a Routing. expert_parallel: whether other ranks hold some of the
+    layer's experts.
 
     Raises:
         ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
     """
-    expert_parallel = is_expert_parallel(experts)
     if not isinstance(top_k_index, Routing):
         return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
     if expert_parallel and not top_k_index.is_local:
@@ -231,26 +233,24 @@ def sizes_of(experts: nn.Module) -> Sizes:
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)
 
 
-def save_policy(experts: nn.Module) -> str:
-    """What the experts keep for backward, by `patch_model`."""
-    return vars(experts).get(SAVE, "preactivation")
-
-
-def compute_of(experts: nn.Module) -> str | None:
-    """What the experts' forward multiplies in, by `patch_model`."""
-    return vars(experts).get(COMPUTE)
-
-
-def note_reached(experts: nn.Module) -> None:
-    """Note that a call of this module reached us."""
-    if not torch.compiler.is_compiling():
-        _thread.reached = weakref.ref(experts)
-
-
 def was_reached(experts: nn.Module) -> bool:
     """Whether this thread's last call that reached us was of this module: patching asks so after a module's first one."""
     reached = getattr(_thread, "reached", None)
     return reached is not None and reached() is experts
+
+
+def _known(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
+    """(facts, names of the weights, E of the config) of experts. They are kept with a module whose activation has no
+    numbers of its own, which somebody might change, as long as it has the same act_fn."""
+    act_fn = getattr(experts, "act_fn", None)
+    kept = vars(experts).get(KNOWN)
+    if kept is not None and kept[0] is act_fn and not torch.compiler.is_compiling():
+        return kept[1]
+    facts = experts_facts(experts)
+    known = facts, weight_names(experts), num_experts_in(experts.config)
+    if facts.activation.name in WITHOUT_NUMBERS and not torch.compiler.is_compiling():
+        vars(experts)[KNOWN] = act_fn, known
+    return known
 
 
 def sonicmoe_hf_experts_forward(
@@ -261,19 +261,23 @@ def sonicmoe_hf_experts_forward(
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
     rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
     """
-    note_reached(self)
-    facts, (first, second) = experts_facts(self), weight_names(self)
+    if not torch.compiler.is_compiling():
+        _thread.reached = weakref.ref(self)
+    facts, names, total = _known(self)
+    first, second = names
+    gate_up_adapter, down_adapter = adapters_of(self, names)
+    is_parallel = vars(self).get("_is_expert_parallel") or (total is not None and self.num_experts < total)
     return moe_experts(
         hidden_states,
         getattr(self, first),
         getattr(self, second),
-        as_routing(self, top_k_index, top_k_weights),
+        as_routing(is_parallel, top_k_index, top_k_weights),
         gate_up_bias=getattr(self, f"{first}_bias") if facts.has_bias else None,
         down_bias=getattr(self, f"{second}_bias") if facts.has_bias else None,
-        gate_up_adapter=adapters_of(self, first),
-        down_adapter=adapters_of(self, second),
+        gate_up_adapter=gate_up_adapter,
+        down_adapter=down_adapter,
         activation=facts.activation,
         layout=facts.layout,
-        save=save_policy(self),
-        compute=compute_of(self),
+        save=vars(self).get(SAVE, "preactivation"),
+        compute=vars(self).get(COMPUTE),
     )

@@ -9,7 +9,6 @@ that state: a hook added or removed has compiled code compiled again.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,26 +17,17 @@ from torch import nn
 
 from ..layer.config import TokenRounding
 from ..layer.experts_module import IMPLEMENTATION, expert_parallelism
-from ..layer.routing import MISPLACED, rounded_routing
-from ..model_patches import FAMILIES
-from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks, tree_leaves
+from ..layer.routing import MISPLACED
+from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks
 from ..private.transformers import experts_implementation, parallel_mesh
-from . import calls
-from .balance import TokenCounts, hook_loss, layer_loss, share_of_batch, with_layer_loss
+from . import calls, handlers, routing_contexts
+from .balance import TokenCounts, hook_loss, share_of_batch
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .experts import was_reached
 from .forwards import why_not_reached
-from .padding import given_mask, given_token_types, valid_tokens
-from .recorded import replayed
-from .routing_contexts import recording_of, replay_of
+from .padding import given_mask, given_token_types
 from .support import Layer, experts_and_wrappers, find_layers, undo_liger_and_check
-
-logger = logging.getLogger(__name__)
-NOT_RECORDED = (
-    "record_routing and replay_routing work neither in a compiled model nor with token rounding; use "
-    'set_routing(model, "top_k")'
-)
 
 
 def find_hook(hooks: list, kind: type):
@@ -46,11 +36,9 @@ def find_hook(hooks: list, kind: type):
 
 
 class RouterHook:
-    """Forward hook of a router: replays and records its experts, where a context asks for it. In training it returns a
-    Routing in place of the indices while token rounding is active, counts its tokens, and has the balancing loss follow
-    its weights.
+    """Forward hook of a router: has it do what the call in progress asks of it (handlers.py).
 
-    Training is: the router is in training mode, and the outermost model call had gradients enabled.
+    load, balance: what it counted, for reports and for the next update of its bias.
     """
 
     def __init__(self, family_name: str, layer_name: str):
@@ -72,86 +60,25 @@ class RouterHook:
         return copied
 
     def __call__(self, router: nn.Module, args, output):
-        call, recomputing = calls.current(self.state)
-        if call is None:
+        state = self.state
+        forward = calls.in_progress(state)
+        if forward is None:
+            if state.has_trained:
+                calls.check_known(state, self.layer_name, None)
             return None
-        changed = None
-        if (call.outermost.replayed is not None or call.outermost.recorded is not None) and is_compiled():
-            raise RuntimeError(NOT_RECORDED)
-        if call.outermost.replayed is not None:
-            given_TK = call.outermost.replayed.next_run(self.layer_name, recomputing)
-            output = changed = replayed(FAMILIES[self.family_name], router, output, given_TK)
-        if call.outermost.recorded is not None and not recomputing:
-            call.outermost.recorded.setdefault(self.layer_name, []).append(output[2].to(torch.int32))
-        if not router.training or not call.gradients:
-            return changed
-        if call.policy is None and call.state.balancing is None and not call.state.counting:
-            return changed
-        if call.state.reports:
-            call.state.reported = True
-        trained = self._in_training(router, output, call, recomputing)
-        return changed if trained is None else trained
-
-    def _in_training(self, router: nn.Module, output, call: ModelCall, recomputing: bool):
-        """What the router's output becomes by rounding and balancing, None where it stays as it is."""
-        balancing = call.state.balancing
-        logits_TE, weights_TK, index_TK = output
-        num_tokens, num_experts = logits_TE.shape
-        valid_T = valid_tokens(call, FAMILIES[self.family_name], self.layer_name, num_tokens, logits_TE.device)
-        policy, rounded, fell_back = call.policy, None, False
-        if policy is not None:
-            fell_back = not policy.applies(num_tokens, index_TK.shape[1], num_experts)
-            if fell_back:
-                _say_top_k(call.state, policy, num_tokens, index_TK.shape[1], num_experts)
-            else:
-                rounded, fell_back = rounded_routing(
-                    FAMILIES[self.family_name],
-                    router,
-                    logits_TE,
-                    index_TK,
-                    policy,
-                    valid_T,
-                    dtype=weights_TK.dtype,
-                    batch_group=call.outermost.batch_group,
-                )
-        if call.state.counting and not recomputing:
-            tile = 1 if policy is None else policy.tile_rows
-            rows_E = None if rounded is None else rounded.rows.offsets.diff()
-            with torch.no_grad():
-                self.load.record(index_TK, num_experts, rows_E=rows_E, fell_back=fell_back, tile=tile, valid_T=valid_T)
-        if balancing is not None:
-            if balancing.counting and not recomputing:
-                self.balance.record(index_TK, num_experts, valid_T)
-            if balancing.loss_weight and not recomputing:
-                call.outermost.num_layer_losses += 1
-            if balancing.loss_weight and torch.is_grad_enabled():
-                weights = weights_TK if rounded is None else rounded.weights
-                weights = self._with_layer_loss(router, output, weights, valid_T, call, balancing.loss_weight)
-                if rounded is None:
-                    return logits_TE, weights, index_TK
-                rounded = rounded.weighted_by(weights)
-        # the weights beside it too: DeepSpeed gathers the router's own for backward where a tensor of a tuple asks for it
-        return None if rounded is None else (logits_TE, rounded.weights, rounded)
-
-    def _with_layer_loss(
-        self, router: nn.Module, output, weights: torch.Tensor, valid_T, call: ModelCall, loss_weight: float
-    ):
-        """The weights, whose backward adds this layer's balancing loss; it counts top-k, before rounding."""
-        if is_compiled():
-            raise RuntimeError("LoadBalancing(per_layer_loss=...) does not work in a compiled model")
-        logits_TE, _, index_TK = output
-        scores_TE, _ = FAMILIES[self.family_name].scores(router, logits_TE)
-        return with_layer_loss(weights, loss_weight * layer_loss(scores_TE, index_TK, valid_T), call)
-
-
-def _say_top_k(state: PatchState, policy: TokenRounding, num_tokens: int, top_k: int, num_experts: int):
-    if not state.said_top_k and not torch.compiler.is_compiling():
-        state.said_top_k = True
-        logger.warning(
-            f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
-            f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "
-            f"tiles of {policy.tile_rows}: such calls use top-k, not token rounding"
-        )
+        call = forward.call
+        work = call.in_training if router.training else call.handlers
+        if not work:
+            return None
+        run = handlers.RouterRun(self, router, output, forward)
+        if router.training and call.gradients:
+            calls.check_known(state, self.layer_name, call)
+            run.find_valid_tokens()
+            if state.reports:
+                state.reported = True
+        for handle in work:
+            handle(run)
+        return run.output()
 
 
 class FirstUseHook:
@@ -210,47 +137,57 @@ class ModelEntryHook:
     def __setstate__(self, attributes):
         vars(self).update(attributes)
         guard_module_hooks()  # for a model that comes from another process
+        calls.capture()
 
     def __call__(self, model: nn.Module, args, kwargs):
-        outer = calls.in_progress()
-        if not torch.compiler.is_compiling() and (outer is None or outer.state is not self.state):
-            self._check(model)
         state = self.state
-        asked = state.policy is not None or state.balancing is not None or state.counting
-        if asked and getattr(model, "_is_replica", False):
-            raise RuntimeError(
-                "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
-                "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "
-                "(CUDA_VISIBLE_DEVICES=0)"
-            )
-        arguments = {**dict(zip(self.parameters, args)), **kwargs}
-        mask = given_mask(arguments)
-        call = calls.begin(self.state, self.name, mask, model)
-        call.token_types = given_token_types(arguments, call.token_types)
-        if call is call.outermost:
+        forward, is_new = calls.begin(state, self.name)
+        call = forward.call
+        if is_new:
+            if not torch.compiler.is_compiling():
+                self._check(model)
             self._prepare(model, call, kwargs)
+        if call.in_training:
+            arguments = {**dict(zip(self.parameters, args)), **kwargs}
+            mask = given_mask(arguments)
+            forward.attention_mask = forward.attention_mask if mask is None else mask
+            forward.token_types = given_token_types(arguments, forward.token_types)
 
     def _prepare(self, model: nn.Module, call: ModelCall, kwargs: dict) -> None:
-        """Note in an outermost call what its routers and its end need for balancing, recording and replaying."""
+        """Say what a new call's routers have to do, and note what they and its end need for that."""
         state = self.state
-        if call.graph_task != -1 and call.gradients:
-            _check_not_recomputed(model, state)
-        if state.policy is not None and state.policy.rounding == "stochastic":
-            call.batch_group = self._batch_group(model)
-        if state.balancing is not None:
-            call.share = share_of_batch(model, kwargs)
-        recording, replay = recording_of(state), replay_of(state)
-        if model.training and not call.gradients:
-            state.replayed_unseen = replay is not None
-        if recording is None and replay is None:
+        policy, balancing = state.policy, state.balancing
+        recording, replay = routing_contexts.active(state)
+        if policy is None and balancing is None and recording is None and replay is None and not state.counting:
             return
-        if is_compiled() or state.policy is not None:
-            raise RuntimeError(NOT_RECORDED)
-        if replay is not None:
-            call.replayed = replay.next_call()
-        if recording is not None:
-            call.recorded = {}
-            recording.calls.append(call.recorded)
+        _check_seen(model, policy is not None or balancing is not None or state.counting)
+        work: list[Callable] = []
+        if recording is not None or replay is not None:
+            if is_compiled() or policy is not None:
+                raise RuntimeError(handlers.NOT_RECORDED)
+            if replay is not None:
+                call.replayed = replay.next_call()
+                work.append(handlers.replay)
+            if recording is not None:
+                call.recorded = {}
+                recording.calls.append(call.recorded)
+                work.append(handlers.record)
+        call.handlers = call.in_training = tuple(work)
+        if not call.gradients:
+            return
+        if policy is not None:
+            work.append(handlers.round_tokens)
+            if policy.rounding == "stochastic":
+                call.batch_group = self._batch_group(model)
+        if state.counting:
+            work.append(handlers.count_load)
+        if balancing is not None:
+            call.share, call.loss_weight = share_of_batch(model, kwargs), balancing.loss_weight
+            work += [handlers.count_tokens] * balancing.counting + [handlers.add_layer_loss] * bool(
+                balancing.loss_weight
+            )
+        call.in_training = tuple(work)
+        state.has_trained = True
 
     def _batch_group(self, model: nn.Module) -> torch.distributed.ProcessGroup | None:
         """The ranks that have this model's batch too, as it or, where a part of it is called, its experts know."""
@@ -262,7 +199,10 @@ class ModelEntryHook:
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
-        if self.checked is None or policy not in (None, self.checked_policy) or self._replaced():
+        is_checked = self.checked is not None and (policy is None or policy == self.checked_policy)
+        for module, forward in self.checked or ():
+            is_checked = is_checked and vars(module).get("forward") is forward
+        if not is_checked:
             undo_liger_and_check(model, policy)
             self.layers = list(find_layers(model))
             if policy is not None:
@@ -272,9 +212,6 @@ class ModelEntryHook:
         if policy is not None and model.training and torch.is_grad_enabled():
             for layer in self.layers:
                 _check_implementation(layer)
-
-    def _replaced(self) -> bool:
-        return any(vars(module).get("forward") is not forward for module, forward in self.checked or ())
 
 
 def check_live(layers: list[Layer]) -> None:
@@ -293,10 +230,17 @@ def _check_implementation(layer: Layer) -> None:
         raise RuntimeError(f'{layer.name}: experts_implementation is "{implementation}". {MISPLACED}')
 
 
-def _check_not_recomputed(model: nn.Module, state: PatchState) -> None:
-    """Raise RuntimeError where a call that begins in backward has work to do that its first forward left out."""
-    asked = state.policy is not None or state.balancing is not None or state.counting or state.replayed_unseen
-    if model.training and (asked or state.num_routing_contexts):  # backward runs in a thread of its own
+def _check_seen(model: nn.Module, asked: bool) -> None:
+    """Raise RuntimeError where a call with something to do is not one that is seen in training: of a replica, or one that
+    reentrant checkpointing runs without gradients at first."""
+    if asked and getattr(model, "_is_replica", False):
+        raise RuntimeError(
+            "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
+            "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "
+            "(CUDA_VISIBLE_DEVICES=0)"
+        )
+    checkpoint = None if torch.compiler.is_compiling() else calls.checkpoint_in_progress()
+    if checkpoint is not None and checkpoint.is_reentrant and model.training:
         raise RuntimeError(
             "reentrant checkpointing around a whole model runs it without gradients first, so that token rounding, "
             "balancing, counting, recording and replaying take it for evaluation; use "
@@ -306,47 +250,26 @@ def _check_not_recomputed(model: nn.Module, state: PatchState) -> None:
 
 
 class ModelExitHook:
-    """Forward hook (with kwargs) of a model, called after errors too: its call is over. Its outputs' gradients announce
-    its backward.
-
-    Gradient checkpointing recomputes layers during backward, outside any model call; autograd runs a later call's whole
-    backward before an earlier one's, so the last output whose gradient arrived tells whose layers are recomputed.
-    torch.compile cannot hold hooks of tensors: there the last call made is the one whose layers are recomputed.
-    """
+    """Forward hook of a model, called after errors too: its forward is over."""
 
     def join(self, state: PatchState, name: str) -> None:
         """As ModelEntryHook."""
         self.state, self.name = state, name
 
-    def __call__(self, model: nn.Module, args, kwargs, output):
-        call = calls.end(self.state, self.name)
-        if call is not None and output is not None:  # None: after an error
-            if call.replayed is not None:
-                call.replayed.check_used()
-            if call.recorded is not None and not call.recorded:
-                raise RuntimeError("record_routing: the model was called, and no router of it reported its experts")
-        if call is None or not call.gradients:
+    def __call__(self, model: nn.Module, args, output):
+        state = self.state
+        forward = calls.end(state, self.name)
+        if forward is None or output is None or forward.recomputing:  # None: after an error
             return
-        if torch.compiler.is_compiling():
-            calls.expect_backward(call)
+        call, outer = forward.call, forward.outer
+        if not call.in_training or (outer is not None and outer.call is call):
             return
-        if self.state.balancing is not None and call is call.outermost:
+        if call.replayed is not None:
+            call.replayed.check_used()
+        if call.recorded is not None and not call.recorded:
+            raise RuntimeError("record_routing: the model was called, and no router of it reported its experts")
+        if state.balancing is not None and call.gradients and not torch.compiler.is_compiling():
             hook_loss(call, output)
-            self.state.last = call
-            if self.state.of_loss is not None:
-                self.state.of_loss.append(call)
-        # what was given to the model may be among its outputs: its gradient comes late, and it may outlive the call
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor) not in given:
-                tensor.register_hook(_Announcement(call))
-
-
-class _Announcement:
-    """Hook of an output: its gradient is there, so the call's backward has begun."""
-
-    def __init__(self, call: ModelCall):
-        self.call = call
-
-    def __call__(self, gradient):
-        calls.begin_backward(self.call)
+            state.last = call
+            if state.of_loss is not None:
+                state.of_loss.append(call)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..model_patches import FAMILIES, Family
-from .calls import ModelCall
+from .calls import Forward
 
 logger = logging.getLogger(__name__)
 TOKEN_TYPES = tuple(family.token_types.argument for family in FAMILIES.values() if family.token_types is not None)
@@ -40,7 +40,7 @@ def given_token_types(arguments: Mapping[str, Any], default: torch.Tensor | None
 
 
 def valid_tokens(
-    call: ModelCall, family: Family, layer_name: str, num_tokens: int, device: torch.device
+    forward: Forward, family: Family, layer_name: str, num_tokens: int, device: torch.device
 ) -> torch.Tensor | None:
     """False for each of a router's tokens that is padding, [T]; None without a 2-D mask. Where the mask does not fit, a
     warning says once that all tokens count.
@@ -48,11 +48,11 @@ def valid_tokens(
     Raises:
         RuntimeError: it does not fit, in compiled code, which cannot warn.
     """
-    mask = call.attention_mask
+    mask = forward.attention_mask
     if mask is None:
         return None
     valid_T = mask.reshape(-1) != 0
-    types = call.token_types
+    types = forward.token_types
     if family.token_types is not None and types is not None and types.numel() == valid_T.numel():
         is_vision_block = layer_name.rpartition(".")[2] == family.token_types.vision_block
         valid_T = valid_T[(types.reshape(-1) != 0).to(valid_T.device) == is_vision_block]
@@ -65,7 +65,7 @@ def valid_tokens(
     )
     if torch.compiler.is_compiling():
         raise RuntimeError(message)
-    if not call.state.said_mask:
-        call.state.said_mask = True
+    if not forward.call.state.said_mask:
+        forward.call.state.said_mask = True
         logger.warning(f"sonicmoe_hf: {message}; all tokens count")
     return None

@@ -38,6 +38,7 @@ from ..private.transformers import (
     set_experts_implementation,
 )
 from ..streaming.placement import LoadingPlacement, check_memory, place_experts
+from . import calls
 from .calls import PatchState
 from .experts import COMPUTE, SAVE, is_fp8_experts
 from .forwards import restore
@@ -151,6 +152,7 @@ def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
 
 def _install(root: PreTrainedModel, state: PatchState) -> None:
     guard_module_hooks()
+    calls.capture()
     for family, layer_name, router in routers(root):
         hook = find_hook(forward_hooks(router), RouterHook)
         if hook is None:
@@ -163,7 +165,7 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
             if find_hook(forward_pre_hooks(module), ModelEntryHook) is None:
                 module.register_forward_pre_hook(ModelEntryHook(_parameters(module)), with_kwargs=True)
-                module.register_forward_hook(ModelExitHook(), with_kwargs=True, always_call=True)
+                module.register_forward_hook(ModelExitHook(), always_call=True)
             find_hook(forward_pre_hooks(module), ModelEntryHook).join(state, name)
             find_hook(forward_hooks(module), ModelExitHook).join(state, name)
 
@@ -214,6 +216,7 @@ def patch_model(
     _use_our_experts(root, save, experts_compute)
     _install(root, state)
     state.policy = policy
+    state.before_step.pop("policy", None)
     return PatchReport(layers, policy)
 
 
@@ -319,6 +322,7 @@ def set_routing(model: nn.Module, routing) -> None:
     state, policy = patch_state(model), as_routing_policy(routing)
     undo_liger_and_check(_root(model), policy)
     state.policy = policy
+    state.before_step.pop("policy", None)
 
 
 def from_pretrained(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +30,8 @@ wrapper_of = torch.Tensor._make_wrapper_subclass
 
 __all__ = [
     "are_functorch_transforms_active",
-    "at_end_of_backward",
     "below_autograd",
+    "capture_checkpoints",
     "collectives",
     "cpu_flash_backward",
     "cpu_flash_forward",
@@ -49,7 +50,6 @@ __all__ = [
     "is_legacy_batchedtensor",
     "mark_as_static",
     "remove_hooks",
-    "running_modules",
     "strided_shard",
     "to_copy",
     "tree_leaves",
@@ -81,19 +81,16 @@ def below_autograd(overload, keyset):
     return run
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Inside backward: call `function` when the graph task that runs here has ended, unless an error ends it."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
+    """Have torch.utils.checkpoint call these from now on, each with what it called before as its first argument: in place
+    of the generator around a function that is checkpointed without reentry, and of the forward of one with it."""
+    from torch.utils import checkpoint
 
-
-def running_modules() -> list[int]:
-    """The ids of the modules that this thread's Python frames call, the innermost first; compiled frames show none."""
-    code, ids, frame = nn.Module._call_impl.__code__, [], inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is code:
-            ids.append(id(frame.f_locals["self"]))
-        frame = frame.f_back
-    return ids
+    generator = checkpoint._checkpoint_without_reentrant_generator
+    function: Any = checkpoint.CheckpointFunction
+    if getattr(generator, "func", None) is not non_reentrant:
+        checkpoint._checkpoint_without_reentrant_generator = functools.partial(non_reentrant, generator)
+        function.forward = staticmethod(functools.partial(reentrant, function.forward))
 
 
 def is_compiled() -> bool:

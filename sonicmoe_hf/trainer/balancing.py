@@ -14,8 +14,7 @@ from ..patching.hooks import RouterHook, find_hook
 from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
 from ..patching.support import Layer, find_layers
 from ..private.torch import forward_hooks
-from .callbacks import _ExpertsInCheckpoints
-from .steps import ask, stop_asking
+from .callbacks import StepCallback
 
 DEFAULTS = {"per_layer_loss": 0.05, "bias_update": 1e-3}
 
@@ -26,7 +25,7 @@ def _check_rate(name: str, value: float | None) -> None:
         raise ValueError(f"{name} is {value!r}; give a number above 0, such as {DEFAULTS[name]}, or None")
 
 
-class LoadBalancing(_ExpertsInCheckpoints):
+class LoadBalancing(StepCallback):
     """Balances the experts of every layer: by a loss, by the routers' correction biases, or both.
 
     Tokens are counted as top-k sends them, before token rounding, without padding. Layers that gradient checkpointing
@@ -63,10 +62,6 @@ class LoadBalancing(_ExpertsInCheckpoints):
         _check_rate("bias_update", bias_update)
         self.per_layer_loss = per_layer_loss
         self.bias_update = bias_update
-
-    def _arguments(self) -> dict:
-        """See `_ExpertsInCheckpoints`."""
-        return {"per_layer_loss": self.per_layer_loss, "bias_update": self.bias_update}
 
     def start(self, model: nn.Module) -> None:
         """Balance this patched model's experts from now on, whenever it trains.
@@ -146,18 +141,17 @@ class LoadBalancing(_ExpertsInCheckpoints):
             )
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Patch the model if nobody has; start."""
+        """Patch the model if nobody has; check it."""
         super().on_train_begin(args, state, control, model, **kwargs)
-        ask(model, balancing=self._prepare(model))
+        self._balancing = self._prepare(model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Balance in this step."""
+        self.begin_step(model, balancing=self._balancing)
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Update the biases."""
         self.step(model)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        """Stop."""
-        stop_asking(model, balancing=None)
-        super().on_train_end(args, state, control, model, **kwargs)
 
 
 def _check_saved(model: nn.Module, layers: list[Layer]) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from ..layer.config import TokenRounding
@@ -30,9 +28,8 @@ from .load_reports import check_drawable, draw_history, send_histograms
 from .loss_scale import LossWithScale
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
-from .resume import restore_experts_on_resume
-from .steps import ask, stop_asking
-from .weights_digest import DIGEST, check_resumed, experts_digest, restore_best
+from .resume import check_experts_restored, restore_experts_on_resume
+from .steps import begin_step, drop_step, end_step, routers_report
 
 logger = logging.get_logger(__name__)
 
@@ -47,53 +44,41 @@ def _check_moment(name: str, value) -> None:
         )
 
 
-class _ExpertsInCheckpoints(TrainerCallback, ExportableState):
-    """Keeps a digest of the experts in every checkpoint's trainer_state.json, and checks what was resumed by it."""
+class StepCallback(TrainerCallback):
+    """Has the routers do something in every training step. A run that is interrupted inside a step leaves that on until
+    the next one, or, after `attach`, until `trainer.train` ends.
 
-    _model: Any = None  # while training, as is the state
-    _state: Any = None
-    _digest_of_epoch: dict | None = None
+    attached: whether `attach` was called on the Trainer.
+    """
 
-    def _arguments(self) -> dict:
-        """What this callback was made with: restore_callback_states_from_checkpoint makes it again."""
-        return {}
-
-    def state(self) -> dict:
-        """For trainer_state.json; the Trainer asks for it whenever it saves a checkpoint."""
-        weights = None if self._model is None else experts_digest(self._model)
-        digest: dict[str, Any] = (
-            {} if weights is None else {DIGEST: {"step": self._state.global_step, "weights": weights}}
-        )
-        return {"args": self._arguments(), "attributes": digest}
+    attached = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Raise RuntimeError if training resumes without the checkpoint's experts; patch the model if nobody has."""
-        self._announce(state)  # the checkpoint may have been written without this callback
-        check_resumed(model, state)
-        self._model, self._state = model, state
+        """Patch the model if nobody has.
+
+        Raises:
+            RuntimeError: without `attach` the Trainer would resume, or end, without its checkpoint's experts.
+        """
+        check_experts_restored(model, args, state, self.attached)
         if not is_patched(model):
             patch_model(model)
+        drop_step(model)
+        self._routers_report = routers_report(model, args)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        """A callback added while training is on must be known before the Trainer saves."""
-        self._announce(state)
+    def begin_step(self, model, **settings) -> None:
+        """Have these attributes of the model's PatchState be so in this step."""
+        begin_step(model, self._routers_report, **settings)
 
-    def _announce(self, state):
-        state.stateful_callbacks.setdefault(type(self).__name__, {})
-
-    def on_epoch_end(self, args, state, control, model=None, **kwargs):
-        """Note the experts: after the last epoch the Trainer may load the best model."""
-        if args.load_best_model_at_end:
-            self._digest_of_epoch = experts_digest(model)
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Raise RuntimeError where no router did what it was to do."""
+        end_step(model)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        """Load the best model's experts if the Trainer, asked to load the best model, left them out."""
-        self._model = self._state = None
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            restore_best(model, state.best_model_checkpoint, self._digest_of_epoch)
+        """The model is as it was before."""
+        drop_step(model)
 
 
-class TokenRoundingCallback(_ExpertsInCheckpoints):
+class TokenRoundingCallback(StepCallback):
     """Switches token rounding on for a stretch of training. Evaluation, prediction and generation use top-k always.
 
     The stretch is looked up from `state.global_step` before every optimiser step, so a resumed run continues it. A model
@@ -106,7 +91,7 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
             of which only one is rounded.
     Raises, from the Trainer:
         ValueError: it is a trainer of reinforcement learning or preference optimization.
-        RuntimeError: training resumes from a checkpoint, and the model does not have its experts (see `attach`).
+        RuntimeError: training resumes from a checkpoint, and needs `attach` to restore its experts.
     Example:
         Trainer(..., callbacks=[sonicmoe_hf.TokenRoundingCallback(rounding="nearest", end=0.9)])
     """
@@ -128,12 +113,6 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
         self.start = start
         self.end = end
         self.allow_policy_optimization = allow_policy_optimization
-
-    def _arguments(self) -> dict:
-        """See `_ExpertsInCheckpoints`."""
-        policy = {name: getattr(self.policy, name) for name in ("rounding", "tile", "min_tiles_per_expert")}
-        own = {name: getattr(self, name) for name in ("start", "end", "allow_policy_optimization")}
-        return {**policy, **own}
 
     def _check_trainer(self, *objects) -> None:
         """Raise ValueError if a Trainer, or its arguments, compares log-probabilities of a policy."""
@@ -162,15 +141,10 @@ class TokenRoundingCallback(_ExpertsInCheckpoints):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         """Set the policy for this optimiser step."""
-        ask(model, policy=self.policy if self.is_active(state.global_step, state.max_steps) else None)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        """Back to the model's own routing."""
-        stop_asking(model, policy=None)
-        super().on_train_end(args, state, control, model, **kwargs)
+        self.begin_step(model, policy=self.policy if self.is_active(state.global_step, state.max_steps) else None)
 
 
-class ExpertLoadCallback(_ExpertsInCheckpoints):
+class ExpertLoadCallback(StepCallback):
     """Counts what the routers do in training, and sums it up at every log.
 
     With `sonicmoe_hf.attach(trainer)` the metrics go through `trainer.log`, so that reporters and trainer_state.json
@@ -203,16 +177,13 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             check_drawable(self.plot)
         self.histograms = histograms
         self.history: list[dict] = []
-        self.attached = False
+        self._counts = False
         self._begin = 0  # of this training, in history
-
-    def _arguments(self) -> dict:
-        """See `_ExpertsInCheckpoints`."""
-        return {"plot": None if self.plot is None else str(self.plot), "histograms": self.histograms}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Start counting, from zero."""
         super().on_train_begin(args, state, control, model, **kwargs)
+        self._counts = False
         if patch_state(model).policy is not None:  # set by patch_model or set_routing
             check_no_policy_trainer(args, remedy='sonicmoe_hf.set_routing(model, "top_k")')
         if is_pipelined(model):
@@ -230,12 +201,17 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             )
             return
         clear_counts(model)
+        self._counts = True
         self._begin = len(self.history)
-        ask(model, counting=True)
         if not self.attached:
             logger.warning_once(
                 "ExpertLoadCallback: call sonicmoe_hf.attach(trainer) to send its metrics to reporters and log_history"
             )
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Count in this step."""
+        if self._counts:
+            self.begin_step(model, counting=True)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
         """Sum up, unless `attach` already did."""
@@ -243,11 +219,10 @@ class ExpertLoadCallback(_ExpertsInCheckpoints):
             self.collect(model, state.global_step)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        """Stop counting; draw the picture."""
-        stop_asking(model, counting=False)
+        """Draw the picture."""
+        super().on_train_end(args, state, control, model, **kwargs)
         if self.plot is not None and state.is_world_process_zero:
             self._draw(self.plot)
-        super().on_train_end(args, state, control, model, **kwargs)
 
     def _draw(self, path: Path) -> None:
         """Training is over: what is wrong with a picture must not end the program before its model is saved."""
@@ -314,15 +289,31 @@ class _LogWithLoad:
         return self.log(logs, *args, **kwargs)
 
 
+class _TrainToTheEnd:
+    """`trainer.train`, after which the routers are as before, also where an error or Ctrl-C ended it inside a step."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.train = trainer.train
+
+    def __call__(self, *args, **kwargs):
+        try:
+            return self.train(*args, **kwargs)
+        finally:
+            if is_patched(self.trainer.model):
+                drop_step(self.trainer.model)
+
+
 def attach(trainer) -> ExpertLoadCallback:
-    """Have a Trainer log the experts' load, restore checkpoints whole and scale balancing; call it before training.
+    """Have a Trainer log the experts' load, restore checkpoints whole and scale balancing; call it before training, when
+    the Trainer has its callbacks.
 
     The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
     load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
     leaves out, so that fused experts are restored too. Adapters of a model that Transformers loaded sharded
-    (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint.
-    `trainer.compute_loss` gives LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model,
-    as by TRL's trainers.
+    (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint. What callbacks
+    have the routers do ends with `trainer.train`, however that ends. `trainer.compute_loss` gives
+    LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers.
 
     Returns:
         The callback, whose `history` keeps rows per expert.
@@ -340,9 +331,13 @@ def attach(trainer) -> ExpertLoadCallback:
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
-    callback.attached = True
+    for ours in callbacks:
+        if isinstance(ours, StepCallback):
+            ours.attached = True
     if not isinstance(trainer.log, _LogWithLoad):
         trainer.log = _LogWithLoad(trainer, callback)
+    if not isinstance(trainer.train, _TrainToTheEnd):
+        trainer.train = _TrainToTheEnd(trainer)
     if not isinstance(trainer.compute_loss, LossWithScale):
         trainer.compute_loss = LossWithScale(trainer)
     return callback

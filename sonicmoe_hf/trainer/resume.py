@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -26,8 +26,6 @@ from ..private.transformers import (
     warnings_held_back,
     weight_conversions,
 )
-
-RESTORED = "_sonicmoe_hf_restored_from"  # on a model: the folder that `restore` last read
 
 
 class Restored(NamedTuple):
@@ -117,8 +115,19 @@ def restore(model: PreTrainedModel, folder) -> Restored | None:
         )
     for tensor, value in loaded:
         tensor.copy_(value)
-    setattr(model, RESTORED, str(folder))
     return Restored(missing, sorted(info.unexpected_keys))
+
+
+def check_experts_restored(wrapped: nn.Module, args: TrainingArguments, state: TrainerState, attached: bool) -> None:
+    """Raise RuntimeError where a Trainer that is not attached would go on, or end, without a checkpoint's experts."""
+    model = whole_model(wrapped)
+    loads = state.global_step > 0 or args.load_best_model_at_end
+    if not attached and loads and model is not None and conversions(model) and expert_weights(model):
+        what = f"resumes at step {state.global_step}" if state.global_step else "ends with load_best_model_at_end"
+        raise RuntimeError(
+            f"training {what}, but Transformers' Trainer restores weights by name and leaves fused experts as they are "
+            "in memory: call sonicmoe_hf.attach(trainer), when it has its callbacks, before trainer.train()"
+        )
 
 
 class _Loading:

@@ -11,12 +11,12 @@ from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gra
 from helpers.native import in_native_names, save_both
 from helpers.parallel import OWN_BATCH, gathered, gradients, mean_of_ranks
 from helpers.ranks import WORLD, Ranks
-from helpers.training import POLICY, TILE, Watch
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
+from helpers.training import POLICY, TILE, Watch, counting
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRounding
+from sonicmoe_hf import LoadBalancing, TokenRounding
 from sonicmoe_hf.demo.corpus import standard_library
 from sonicmoe_hf.expert_parallel import collectives
 from sonicmoe_hf.layer.experts_module import expert_parallelism, has_expert_parallelism
@@ -301,8 +301,7 @@ def test_adapted_experts_get_one_ranks_gradients(ranks, family, sizes, tmp_path)
 
 def balanced_steps(rank, folder, sizes):
     model = load(folder, sizes, POLICY)
-    callback = ExpertLoadCallback()
-    callback.on_train_begin(None, TrainerState(), None, model=model)
+    callback = counting(model)
     LoadBalancing(0.5).start(model)
     found = step(model, batch(**OWN_BATCH[rank if sizes == APART else 0]))
     callback.collect(model, step=1)
@@ -314,8 +313,7 @@ def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
     model = build("qwen3_moe")
     model.save_pretrained(tmp_path)
     sonicmoe_hf.patch_model(model, POLICY)
-    callback = ExpertLoadCallback()
-    callback.on_train_begin(None, TrainerState(), None, model=model)
+    callback = counting(model)
     LoadBalancing(0.5).start(model)
     losses, expected = mean_of_ranks(model, OWN_BATCH if sizes == APART else OWN_BATCH[:1])
     callback.collect(model, step=1)
@@ -377,7 +375,7 @@ def refusals(rank, folder):
 
     model = load(folder, APART)
     experts, state = next(find_layers(model)).experts, patch_state(model)
-    calls.begin(state, "", None)
+    calls.begin(state, "")
     for num_tokens in (8, 9):
         note(experts, *pairs(num_tokens, is_list=False)[:3])
     calls.end(state, "")

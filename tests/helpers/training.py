@@ -1,9 +1,12 @@
 """What the tests of training share: watching what reaches the experts, token rounding counted by hand, data sets."""
 
+from types import SimpleNamespace
+
 import torch
 from helpers.models import batch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
+import sonicmoe_hf
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
 from sonicmoe_hf.patching.support import find_layers
 
@@ -99,3 +102,12 @@ def fail_in(module, error):
         raise error
 
     return module.register_forward_hook(fail)
+
+
+def counting(model):
+    """An ExpertLoadCallback in the first step of a training loop."""
+    arguments = SimpleNamespace(load_best_model_at_end=False, torch_compile=False)
+    callback = sonicmoe_hf.ExpertLoadCallback()
+    for event in (callback.on_train_begin, callback.on_step_begin):
+        event(arguments, TrainerState(), None, model=model)
+    return callback

@@ -339,7 +339,7 @@ def test_after_an_error_no_adapter_stays_behind():
     wrapper = next(module for module in model.modules() if isinstance(module, ParamWrapper))
     with pytest.raises(ValueError, match="dimensions"):
         wrapper(torch.randn(1, 4, 32), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
-    assert adapters.adapters_of(experts, "gate_up_proj") is None
+    assert adapters.adapters_of(experts, ("gate_up_proj", "down_proj")) == [None, None]
 
 
 # what is left to PEFT

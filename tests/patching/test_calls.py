@@ -178,39 +178,93 @@ def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would
     sonicmoe_hf.patch_model(model)
     with (
         ask(model),
-        pytest.raises(RuntimeError, match=r"runs it without gradients first.*gradient_checkpointing_enable"),
+        pytest.raises(RuntimeError, match=r"runs it without gradients first.*activation_checkpointing_enable"),
     ):
         whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
     assert calls.in_progress() is None
 
 
-def test_so_it_is_where_backward_runs_after_replaying():
+def test_so_it_is_while_replaying_and_not_after_it():
     model, inputs = build("qwen3_moe", use_cache=False), batch()
     sonicmoe_hf.patch_model(model)
     with sonicmoe_hf.record_routing(model) as routing:
         model(**inputs)
-    with sonicmoe_hf.replay_routing(model, routing):
-        loss = whole(model, inputs, CHECKPOINTING["reentrant"])
-    with pytest.raises(RuntimeError, match="runs it without gradients first"):
-        loss.backward()
+    first = pytest.raises(RuntimeError, match="runs it without gradients first")
+    with sonicmoe_hf.replay_routing(model, routing), first:
+        whole(model, inputs, CHECKPOINTING["reentrant"])
     whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
 
 
-# hooks of tensors
-
-
-def test_a_model_leaves_no_hooks_on_what_it_was_given():
-    model = build("qwen3_moe")
+def test_a_model_and_its_layers_that_are_checkpointed_inside_each_other_count_once():
+    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
     sonicmoe_hf.patch_model(model, POLICY)
-    leaf = torch.randn(4, 24, 32, requires_grad=True)
-    given = leaf * 1.0
-    for embeds in (leaf, leaf, given):
-        model(inputs_embeds=embeds, output_hidden_states=True).logits.sum().backward(retain_graph=True)
-    assert not leaf._backward_hooks and not given._backward_hooks
+    start_counting(model)
+    found = []
+    for kind in (None, CHECKPOINTING["non_reentrant"]):
+        model.zero_grad()
+        twice = functools.partial(
+            checkpoint, functools.partial(whole, model, inputs, kind), **CHECKPOINTING["non_reentrant"]
+        )
+        (whole(model, inputs, None) if kind is None else twice()).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append((gradients, [hook.load.take() for hook in router_hooks(model)]))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING["non_reentrant"])
+    assert_all_close(found[1][0], found[0][0], 1e-6, SAME)
+    assert all(torch.equal(*counts) for counts in zip(found[0][1], found[1][1]))
+
+
+# checkpointing that is not torch's
+
+
+class Offloaded(torch.autograd.Function):
+    """As trainers write it that move what they keep to the host."""
+
+    @staticmethod
+    def forward(ctx, function, hidden):
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        with torch.no_grad():
+            return function(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,) = ctx.saved_tensors
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(hidden)
+        torch.autograd.backward(out, gradient)
+        return None, hidden.grad
+
+
+def composable(function, hidden):
+    module = torch.nn.Module()
+    module.forward = function
+    return torch.distributed._composable.checkpoint(module)(hidden)
+
+
+@pytest.mark.parametrize(
+    ("apply", "when"),
+    [(Offloaded.apply, "without gradients in a model call that has them"), (composable, "in backward")],
+)
+def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, when):
+    model, inputs = build("qwen3_moe", use_cache=False), batch()
+    sonicmoe_hf.patch_model(model)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(run_by, apply, layer.forward)
+    model(**inputs).loss.backward()
+    sonicmoe_hf.set_routing(model, POLICY)
+    with pytest.raises(RuntimeError, match=rf"model.layers.\d.mlp runs {when}, and not by torch.utils.checkpoint"):
+        model(**inputs).loss.backward()
+
+
+def run_by(apply, function, hidden, **options):
+    return apply(functools.partial(function, **options), hidden)
+
+
+# one call's outputs in another call
 
 
 def test_a_call_on_an_earlier_calls_output_leaves_it_its_own_recomputation():
-    """The second call's hidden states begin with the first one's output, whose gradient both calls would hear of."""
     model = build("qwen3_moe", use_cache=False)
     sonicmoe_hf.patch_model(model, POLICY)
     again = twin(model)

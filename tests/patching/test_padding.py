@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import sonicmoe_hf
 from sonicmoe_hf.patching import padding
+from sonicmoe_hf.patching.calls import ModelCall
 from sonicmoe_hf.patching.patch import patch_state, router_hooks, start_counting
 
 TOP_K = 2
@@ -81,9 +82,10 @@ def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
     (said,) = caplog.messages
     assert "has 96 tokens, which an attention mask of shape [2, 24] does not fit: padding cannot be left out" in said
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    call = padding.ModelCall(patch_state(model), "", inputs["attention_mask"], None)
+    forward = padding.Forward(ModelCall(patch_state(model)), "", None, 0)
+    forward.attention_mask = inputs["attention_mask"]
     with pytest.raises(RuntimeError, match="does not fit"):
-        padding.valid_tokens(call, padding.FAMILIES["qwen3_moe"], "layer", 5, "cpu")
+        padding.valid_tokens(forward, padding.FAMILIES["qwen3_moe"], "layer", 5, "cpu")
 
 
 # ERNIE 4.5 VL: tokens of images and of text have routers of their own

@@ -16,12 +16,12 @@ from helpers.parallel import (
     pretend_to_have_gpus,
 )
 from helpers.ranks import WORLD, Ranks
-from helpers.training import TILE, Examples, Watch, arguments, trainer_for
+from helpers.training import TILE, Examples, Watch, arguments, counting, trainer_for
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
+from sonicmoe_hf import LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.patching.support import find_layers
 
@@ -208,8 +208,7 @@ def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):
 
 def load_under_expert_parallelism(rank, folder):
     model = load_parallel(folder, "expert")
-    callback = ExpertLoadCallback()
-    callback.on_train_begin(None, TrainerState(), None, model=model)
+    callback = counting(model)
     model(**batch()).loss.backward()
     return callback.collect(model, step=1)
 
@@ -223,8 +222,7 @@ def test_ranks_that_share_their_tokens_count_nothing(ranks, tmp_path):
 
 
 def counted(model, **own):
-    callback = ExpertLoadCallback()
-    callback.on_train_begin(None, TrainerState(), None, model=model)
+    callback = counting(model)
     model(**batch(**own))
     callback.collect(model, step=1)
     return callback.history
@@ -245,7 +243,7 @@ def test_ranks_of_tensor_parallelism_count_their_common_tokens_once(ranks, famil
 
 def refused_in_a_pipeline(rank, folder):
     model = load_parallel(folder, "pipeline")
-    ExpertLoadCallback().on_train_begin(None, TrainerState(), None, model=model)
+    counting(model)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match="does not work under pipeline parallelism"):
         LoadBalancing(per_layer_loss=1.0).start(model)
     return sonicmoe_hf.patching.patch.patch_state(model).counting

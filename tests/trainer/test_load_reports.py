@@ -1,7 +1,6 @@
 """What ExpertLoadCallback shows beside numbers: a picture, and histograms in TensorBoard and W&B."""
 
 import importlib.util
-import json
 import types
 from pathlib import Path
 
@@ -30,12 +29,10 @@ def trained(folder, callback, **options):
     return trainer
 
 
-def test_the_picture_is_there_at_the_end_of_training_and_is_named_in_checkpoints(tmp_path):
+def test_the_picture_is_there_at_the_end_of_training(tmp_path):
     picture = tmp_path / "new" / "load.png"
-    trained(tmp_path, ExpertLoadCallback(plot=picture), save_strategy="steps", save_steps=STEPS)
+    trained(tmp_path, ExpertLoadCallback(plot=picture))
     assert picture.read_bytes().startswith(PNG)
-    saved = json.loads((tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    assert saved["stateful_callbacks"]["ExpertLoadCallback"]["args"] == {"plot": str(picture), "histograms": True}
 
 
 def test_the_picture_is_of_this_training_alone_and_by_the_first_rank(tmp_path, monkeypatch):

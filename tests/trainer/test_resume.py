@@ -28,9 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
 
 import sonicmoe_hf
-from sonicmoe_hf import ExpertLoadCallback
-from sonicmoe_hf.trainer.resume import RESTORED, restore
-from sonicmoe_hf.trainer.weights_digest import DIGEST, check_resumed, experts_digest
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
+from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 
 # resumed = straight
 
@@ -81,31 +80,24 @@ def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
     [{}, {"gradient_accumulation_steps": 2}, {"save_only_model": True, "optim": "sgd"}, {"bf16": True}],
     ids=["plain", "accumulation", "model only", "bf16 autocast"],
 )
-@pytest.mark.parametrize("attach", [True, False])
-def test_ways_to_train_resume_without_a_false_alarm(options, attach, tmp_path):
-    """Without attach the model comes from the checkpoint's folder: the callback alone must let it pass."""
-    straight = train(build("qwen3_moe"), tmp_path / "straight", attach=attach, **options)
+def test_ways_to_train_resume(options, tmp_path):
+    straight = train(build("qwen3_moe"), tmp_path / "straight", **options)
     checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    model = build("qwen3_moe", seed=5) if attach else AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
-    resumed = train(model, tmp_path / "resumed", checkpoint, attach=attach, **options)
+    resumed = train(build("qwen3_moe", seed=5), tmp_path / "resumed", checkpoint, **options)
     assert_equal(weights(resumed.model), weights(straight.model))
     assert_equal(
         weights(restored(build("qwen3_moe"), checkpoint)), weights(AutoModelForCausalLM.from_pretrained(checkpoint))
     )
 
 
-@pytest.mark.parametrize("attach", [True, False])
-def test_tied_weights_stay_tied_and_the_name_that_is_not_saved_is_not_missed(attach, tmp_path, messages):
-    straight = train(build("qwen3_moe", tie_word_embeddings=True), tmp_path / "straight", attach=attach)
+def test_tied_weights_stay_tied_and_the_name_that_is_not_saved_is_not_missed(tmp_path, messages):
+    straight = train(build("qwen3_moe", tie_word_embeddings=True), tmp_path / "straight")
     checkpoint = str(tmp_path / "straight" / "checkpoint-2")
     model = build("qwen3_moe", seed=5, tie_word_embeddings=True)
-    if not attach:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    resumed = train(model, tmp_path / "resumed", checkpoint, attach=attach)
+    resumed = train(model, tmp_path / "resumed", checkpoint)
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
     assert_equal(weights(resumed.model), weights(straight.model))
-    if attach:  # else the Trainer warns before we can tell
-        assert not messages.about("missing keys") and not messages.about("lm_head")
+    assert not messages.about("missing keys") and not messages.about("lm_head")
 
 
 def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_parameters(tmp_path):
@@ -158,8 +150,6 @@ def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_
     assert_equal(weights(best.model), snapshots.at[2])
     resumed = train(adapted(), tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=attach)
     assert_equal(weights(resumed.model), snapshots.at[4])
-    state = json.loads((tmp_path / "straight" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert DIGEST not in json.dumps(state) and not messages.about("digest")
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -217,12 +207,10 @@ def tokenizer(folder):
 # best = best
 
 
-@pytest.mark.parametrize("callbacks", ["attached", "rounding alone", "load alone"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_best_model_is_the_best_one(family, callbacks, tmp_path):
+def test_the_best_model_is_the_best_one(family, tmp_path):
     snapshots = Snapshots()
-    ours = ExpertLoadCallback() if callbacks == "load alone" else rounding()
-    trainer = train(build(family), tmp_path, callbacks=[snapshots, ours], attach=callbacks == "attached", **BEST)
+    trainer = train(build(family), tmp_path, callbacks=[snapshots, rounding()], **BEST)
     assert trainer.state.best_global_step == 2
     assert_equal(weights(trainer.model), snapshots.at[2])
 
@@ -235,21 +223,17 @@ def test_the_best_model_of_a_resumed_run_may_lie_before_it(tmp_path):
     assert_equal(weights(resumed.model), snapshots.at[2])
 
 
-@pytest.mark.parametrize("attach", [True, False])
-def test_what_another_callback_makes_of_the_weights_at_the_end_stays(attach, tmp_path):
+def test_what_another_callback_makes_of_the_weights_at_the_end_stays(tmp_path):
     class Average(TrainerCallback):
         def on_train_end(self, args, state, control, model=None, **kwargs):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
 
-    trainer = train(build("qwen3_moe"), tmp_path, callbacks=[Average(), rounding()], attach=attach, **BEST)
+    trainer = train(build("qwen3_moe"), tmp_path, callbacks=[Average(), rounding()], **BEST)
     best = restored(build("qwen3_moe"), tmp_path / "checkpoint-2")
     down = "model.layers.0.mlp.experts.down_proj"
-    if attach:
-        assert torch.equal(weights(trainer.model)[down], 0.5 * weights(best)[down])
-    else:
-        assert not torch.equal(weights(trainer.model)[down], weights(best)[down])
+    assert torch.equal(weights(trainer.model)[down], 0.5 * weights(best)[down])
 
 
 # ranks, and other ways to save and load
@@ -270,17 +254,41 @@ def resume_on_a_rank(rank, folder):
         return weights(resumed.model), last, best, weights(restored(build("qwen3_moe"), checkpoint)), str(error)
 
 
-def shard_on_a_rank(rank):
-    """FSDP2: whether its sharded experts have a digest, and what a resumed state makes of them."""
+def shard_on_a_rank(rank, folder):
+    """FSDP2, whose checkpoints hold the experts under their own names: no error without attach."""
     model = build("qwen3_moe")
-    saved = experts_digest(model)
     fully_shard(model)
-    state = TrainerState(
-        global_step=2,
-        stateful_callbacks={"ExpertLoadCallback": {"attributes": {DIGEST: {"step": 2, "weights": saved}}}},
-    )
-    check_resumed(model, state)
-    return saved is not None, experts_digest(model)
+    check_experts_restored(model, arguments(folder), TrainerState(global_step=2), attached=False)
+
+
+# without attach
+
+
+@pytest.mark.parametrize("callback", [rounding, ExpertLoadCallback, lambda: LoadBalancing(per_layer_loss=0.1)])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_callback_alone_stops_a_run_that_would_lose_the_experts(family, callback, tmp_path):
+    """The hub's layout of gpt-oss is the model's: there nothing is lost."""
+    straight = train(build(family), tmp_path / "straight", callbacks=[callback()], attach=False)
+    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
+    runs = {
+        "resumes at step 2": {"folder": tmp_path / "resumed", "checkpoint": checkpoint},
+        "ends with load_best_model_at_end": {"folder": tmp_path / "best", **BEST},
+    }
+    for what, options in runs.items():
+        if family == "gpt_oss":
+            resumed = train(build(family), callbacks=[callback()], attach=False, **options)
+        else:
+            with pytest.raises(RuntimeError, match=rf"training {what}, but .*call sonicmoe_hf.attach\(trainer\)"):
+                train(build(family), callbacks=[callback()], attach=False, **options)
+            continue
+        if "checkpoint" in options:
+            assert_equal(weights(resumed.model), weights(straight.model))
+
+
+def test_checkpoints_resume_without_our_callbacks(tmp_path):
+    train(build("gpt_oss"), tmp_path / "straight")
+    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
+    train(build("gpt_oss"), tmp_path / "bare", checkpoint, callbacks=[], attach=False)
 
 
 def test_two_ranks(tmp_path):
@@ -289,8 +297,8 @@ def test_two_ranks(tmp_path):
         for resumed, last, best_model, best, error in ranks.run(resume_on_a_rank, str(tmp_path)):
             assert_equal(resumed, last)
             assert_equal(best_model, best)
-            assert "experts of the resumed model" in error
-        assert ranks.run(shard_on_a_rank) == [(True, None)] * 2
+            assert "training resumes at step 2" in error
+        ranks.run(shard_on_a_rank, str(tmp_path))
     finally:
         ranks.close()
 
@@ -342,7 +350,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path):
             restore(model, tmp_path / folder)
         assert_equal(weights(model), before)
         assert all(parameter is slots[name] for name, parameter in model.named_parameters())
-    assert not hasattr(model, RESTORED) and not hasattr(model, "_weight_conversions")
+    assert not hasattr(model, "_weight_conversions")
 
 
 def test_a_version_of_transformers_that_lacks_what_we_use_is_named(tmp_path, monkeypatch):

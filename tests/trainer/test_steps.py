@@ -48,19 +48,38 @@ def between_steps(trainer):
 
 
 @pytest.mark.parametrize("fail", [in_forward, in_backward, in_data, between_steps])
-def test_a_run_that_an_error_or_ctrl_c_ends_leaves_nothing_on(fail, tmp_path):
+def test_a_run_that_an_error_or_ctrl_c_ends_leaves_nothing_on_once_attached(fail, tmp_path):
     model = build("qwen3_moe", **ONE_LAYER)
     trainer = trainer_for(model, tmp_path, callbacks())
+    sonicmoe_hf.attach(trainer)
     fail(trainer)
     with pytest.raises((OutOfMemory, KeyboardInterrupt, AttributeError, TypeError)) as kept:  # and with it the frames
         trainer.train()
     assert kept.tb is not None and settings(model) == (None, False, None, None)
 
 
+def test_what_an_interrupted_step_left_on_ends_when_the_next_run_begins_or_the_routing_is_set(tmp_path):
+    model = build("qwen3_moe", **ONE_LAYER)
+    sonicmoe_hf.patch_model(model)
+    for _ in range(2):
+        trainer = trainer_for(model, tmp_path, callbacks())
+        in_backward(trainer)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    trainer_for(model, tmp_path, [ExpertLoadCallback()], max_steps=0).callback_handler.on_train_begin(
+        trainer.args, trainer.state, trainer.control
+    )
+    assert settings(model) == (None, False, None, None)
+    patch_state(model).before_step, patch_state(model).policy = {"policy": None}, POLICY
+    sonicmoe_hf.set_routing(model, "top_k")
+    assert patch_state(model).policy is None and not patch_state(model).before_step
+
+
 def test_trainers_after_an_interrupted_one_train_by_their_own_callbacks(tmp_path):
     model = build("qwen3_moe", **ONE_LAYER)
     ours = callbacks()
     trainer = trainer_for(model, tmp_path, ours, max_steps=1)
+    sonicmoe_hf.attach(trainer)
     interrupting = Interrupting()
     trainer.add_callback(interrupting)
     with pytest.raises(KeyboardInterrupt):
@@ -74,22 +93,7 @@ def test_trainers_after_an_interrupted_one_train_by_their_own_callbacks(tmp_path
     for callback in ours:
         trainer.remove_callback(callback)
     trainer.train()
-    assert watch.rounded() == [False] and "training_step" not in vars(trainer)
-
-
-def test_a_training_step_of_the_trainers_own_instance_is_kept(tmp_path):
-    model, steps = build("qwen3_moe", **ONE_LAYER), []
-    trainer = trainer_for(model, tmp_path, callbacks(), max_steps=2)
-    inner = trainer.training_step
-
-    def own(*args, **kwargs):
-        steps.append(None)
-        return inner(*args, **kwargs)
-
-    trainer.training_step = own
-    watch = Watch(model)
-    trainer.train()
-    assert len(steps) == 2 and watch.rounded() == [True, True] and trainer.training_step is own
+    assert watch.rounded() == [False]
 
 
 def test_a_policy_that_the_user_set_is_there_after_training(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
 from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
@@ -52,14 +52,13 @@ def test_a_resumed_run_continues_the_schedule_and_ends_where_an_uninterrupted_on
         callback = TokenRoundingCallback(tile=TILE, start=2, end=5)
         trainer = trainer_for(model, folder, [callback], count=24, max_steps=6, learning_rate=0.1, **options)
         note_steps(watch, trainer)
+        sonicmoe_hf.attach(trainer)
         trainer.train(resume_from_checkpoint=checkpoint)
         return weights(model), watch.rounded_by_note()
 
     whole, _ = run(tmp_path / "whole", build(family), save_strategy="steps", save_steps=3)
     checkpoint = str(tmp_path / "whole" / "checkpoint-3")
-    # without sonicmoe_hf.attach the experts must come from the checkpoint beforehand: see test_resume.py
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    resumed, rounded = run(tmp_path / "resumed", model, checkpoint)
+    resumed, rounded = run(tmp_path / "resumed", build(family, seed=5), checkpoint)
     assert rounded == {3: True, 4: True, 5: False}
     assert_all_close(resumed, whole, 1e-6, SAME_COMPUTATION)
     by_top_k = build(family)
@@ -163,6 +162,7 @@ def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(fa
             model.generate(batch(4, 24)["input_ids"], max_new_tokens=2, do_sample=False)
 
     trainer.add_callback(GenerateWhileTraining())
+    sonicmoe_hf.attach(trainer)
     trainer.train()
     trainer.evaluate()
     predicted = trainer.predict(trainer.eval_dataset).predictions

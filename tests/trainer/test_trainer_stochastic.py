@@ -5,6 +5,7 @@ import torch
 from helpers.models import build
 from helpers.training import TILE, Watch, trainer_for
 
+import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 
 CHECKPOINTING = {
@@ -14,12 +15,13 @@ CHECKPOINTING = {
 }
 
 
-def train(folder, checkpoint=None, model=None, **options):
+def train(folder, checkpoint=None, **options):
     """(routed pairs of every call of the experts, weights at the end)."""
-    model = model or build("qwen3_moe")
+    model = build("qwen3_moe")
     watch = Watch(model)
     callback = TokenRoundingCallback(rounding="stochastic", tile=TILE)
     trainer = trainer_for(model, folder, [callback], padding=True, learning_rate=0.1, **options)
+    sonicmoe_hf.attach(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
     pairs = [torch.stack([routing.token_index, routing.expert_index]) for _, routing in watch.calls]
     return pairs, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -51,10 +53,7 @@ def test_recomputed_layers_of_accumulated_micro_batches_round_as_in_their_forwar
 
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_did(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     whole, _ = train(tmp_path / "whole", seed=3, save_strategy="steps", save_steps=2)
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)  # the Trainer leaves fused experts unrestored
-    resumed, _ = train(tmp_path / "resumed", checkpoint, model, seed=3)
+    resumed, _ = train(tmp_path / "resumed", checkpoint, seed=3)
     assert same(resumed, whole[len(whole) // 2 :])
