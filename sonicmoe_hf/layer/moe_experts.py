@@ -159,11 +159,16 @@ def moe_experts(
         NotImplementedError: under torch.func, with forward-mode derivatives or gradients in a batch.
         RuntimeError: second derivatives are asked for.
     """
-    check_choice("layout", layout, LAYOUTS)
-    check_choice("save", save, SAVE_POLICIES)
-    check_choice("compute", compute, COMPUTE)
     act = activation if isinstance(activation, Activation) else Activation(activation)
-    check_choice("activation", act.name, ACTIVATIONS)
+    choices = (
+        ("layout", layout, LAYOUTS),
+        ("save", save, SAVE_POLICIES),
+        ("compute", compute, COMPUTE),
+        ("activation", act.name, ACTIVATIONS),
+    )
+    for what, value, known in choices:
+        if value not in known:
+            check_choice(what, value, known)  # its message
     check_order(layout, act.name)
     if not isinstance(routing, Routing):
         routing = Routing(*routing)

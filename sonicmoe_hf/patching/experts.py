@@ -209,20 +209,6 @@ def check_weights(experts: nn.Module) -> None:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantized", "load the model unquantized")
 
 
-def as_routing(expert_parallel: bool, top_k_index: torch.Tensor | Routing, top_k_weights: torch.Tensor) -> Routing:
-    """The routing that an experts module was handed, as a Routing. expert_parallel: whether other ranks hold some of the
-    layer's experts.
-
-    Raises:
-        ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
-    """
-    if not isinstance(top_k_index, Routing):
-        return Routing(top_k_index, top_k_weights, sentinels=expert_parallel)
-    if expert_parallel and not top_k_index.is_local:
-        raise ValueError(MISPLACED)
-    return top_k_index.weighted_by(top_k_weights)
-
-
 def sizes_of(experts: nn.Module) -> Sizes:
     """E, H, I and biases of experts, whatever their layout."""
     facts = experts_facts(experts)
@@ -242,14 +228,10 @@ def was_reached(experts: nn.Module) -> bool:
 def _known(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
     """(facts, names of the weights, E of the config) of experts. They are kept with a module whose activation has no
     numbers of its own, which somebody might change, as long as it has the same act_fn."""
-    act_fn = getattr(experts, "act_fn", None)
-    kept = vars(experts).get(KNOWN)
-    if kept is not None and kept[0] is act_fn and not torch.compiler.is_compiling():
-        return kept[1]
     facts = experts_facts(experts)
     known = facts, weight_names(experts), num_experts_in(experts.config)
-    if facts.activation.name in WITHOUT_NUMBERS and not torch.compiler.is_compiling():
-        vars(experts)[KNOWN] = act_fn, known
+    if facts.activation.name in WITHOUT_NUMBERS and hasattr(experts, "act_fn") and not torch.compiler.is_compiling():
+        vars(experts)[KNOWN] = experts.act_fn, known
     return known
 
 
@@ -260,18 +242,29 @@ def sonicmoe_hf_experts_forward(
 
     `top_k_index` [T, K] and `top_k_weights` [T, K] are the router's; or `top_k_index` is a Routing made by token
     rounding, and `top_k_weights` its weights. Under expert parallelism ids outside the local experts mean "elsewhere".
+
+    Raises:
+        ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
     """
     if not torch.compiler.is_compiling():
         _thread.reached = weakref.ref(self)
-    facts, names, total = _known(self)
+    act_fn, known = vars(self).get(KNOWN, (None, None))
+    is_known = known is not None and act_fn is self.act_fn and not torch.compiler.is_compiling()
+    facts, names, total = known if is_known else _known(self)
     first, second = names
     gate_up_adapter, down_adapter = adapters_of(self, names)
     is_parallel = vars(self).get("_is_expert_parallel") or (total is not None and self.num_experts < total)
+    if not isinstance(top_k_index, Routing):
+        routing = Routing(top_k_index, top_k_weights, sentinels=bool(is_parallel))
+    elif is_parallel and not top_k_index.is_local:
+        raise ValueError(MISPLACED)
+    else:
+        routing = top_k_index.weighted_by(top_k_weights)
     return moe_experts(
         hidden_states,
         getattr(self, first),
         getattr(self, second),
-        as_routing(is_parallel, top_k_index, top_k_weights),
+        routing,
         gate_up_bias=getattr(self, f"{first}_bias") if facts.has_bias else None,
         down_bias=getattr(self, f"{second}_bias") if facts.has_bias else None,
         gate_up_adapter=gate_up_adapter,

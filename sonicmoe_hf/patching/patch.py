@@ -40,7 +40,7 @@ from ..private.transformers import (
 from ..streaming.placement import LoadingPlacement, check_memory, place_experts
 from . import calls
 from .calls import PatchState
-from .experts import COMPUTE, SAVE, is_fp8_experts
+from .experts import COMPUTE, KNOWN, SAVE, is_fp8_experts
 from .forwards import restore
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
@@ -235,6 +235,7 @@ def unpatch_model(model: nn.Module) -> None:
         give_back_weights(experts)
         vars(experts).pop(SAVE, None)
         vars(experts).pop(COMPUTE, None)
+        vars(experts).pop(KNOWN, None)
         if PREVIOUS in vars(experts):
             set_experts_implementation(experts.config, vars(experts).pop(PREVIOUS))
 

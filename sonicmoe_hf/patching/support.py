@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..errors import UnsupportedExpertsError, UnsupportedModelError
@@ -175,46 +174,6 @@ def outside_interface(model: nn.Module) -> dict[str, nn.Module]:
     return outside
 
 
-def _hidden_size(block: Any) -> int:
-    experts: Any = _bare(block.experts)
-    return experts.config.hidden_size
-
-
-class _BlockProbe:
-    """Stands in for a block's `self`: its router returns marks, and its experts note whether they arrive."""
-
-    def __init__(self, block: nn.Module, router_attribute: str):
-        self._block = block
-        self._router_attribute = router_attribute
-        self.hidden_states = torch.zeros(1, 1, _hidden_size(block), device="meta")  # no values are looked at
-        self.logits = torch.zeros(1, 1, device="meta")
-        self.marks = (object(), object())
-        self.received: list = []
-
-    def __getattr__(self, name):
-        if name == self._router_attribute:
-            return lambda hidden_states, *args, **kwargs: (self.logits, *self.marks)
-        if name == "experts":
-            return self._experts
-        value = getattr(self._block, name)
-        return (lambda x, *args, **kwargs: x) if isinstance(value, nn.Module) else value
-
-    def _experts(self, hidden_states, *args, **kwargs):
-        self.received += [*args, *kwargs.values()]
-        return hidden_states
-
-
-def hands_indices_to_experts(block: nn.Module, family: Family) -> bool:
-    """Whether the block's own forward passes the router's weights and indices to its experts and does nothing else with
-    them."""
-    probe = _BlockProbe(block, family.router_attribute)
-    try:
-        type(block).forward(probe, probe.hidden_states)
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
-        return False  # it did something with a mark that a routing object cannot do
-    return all(any(value is mark for value in probe.received) for mark in probe.marks)
-
-
 def _uses_hub_kernel(model: nn.Module, block: nn.Module | None) -> bool:
     """Whether use_kernels=True replaced the block's forward (MegaBlocks), past our experts."""
     return bool(getattr(model, "use_kernels", False)) and hasattr(type(block), "kernel_layer_name")
@@ -251,8 +210,12 @@ def _why_no_rounding(layer: Layer) -> str | None:
             return f"{what}; {expert_parallel_remedy()}"
     elif is_tensor_parallel(layer.experts):
         return "token rounding does not work under tensor parallelism of the experts"
-    if not hands_indices_to_experts(layer.block, layer.family):
-        return f"{type(layer.block).__name__} of this Transformers version uses the router's indices itself"
+    forward = type(layer.block).forward
+    if forward.__module__ != layer.family.module:
+        return (
+            f"{type(layer.block).__name__} has the forward {forward.__module__}.{forward.__qualname__}, of which nobody "
+            f"knows that it hands its router's indices to its experts, as {layer.family.block} of Transformers does"
+        )
     return None
 
 

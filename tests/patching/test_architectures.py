@@ -21,6 +21,7 @@ from helpers.architectures import (
     layers_of,
     with_table,
 )
+from helpers.blocks import hands_indices_to_experts
 from helpers.models import ORDER_OF_SUMS, assert_all_close, relative_error, twin
 
 import sonicmoe_hf
@@ -28,7 +29,7 @@ from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.model_patches import FAMILIES, deepseek_v2, deepseek_v3, mixtral, olmoe
 from sonicmoe_hf.patching.experts import UnsupportedExpertsError
-from sonicmoe_hf.patching.support import load_family_class
+from sonicmoe_hf.patching.support import find_layers, load_family_class
 
 REFUSED = {
     "MuseSparkExperts": "its experts end in a norm of their own",
@@ -38,6 +39,12 @@ CURRENT = pytest.mark.skipif(
 )
 EVERY = pytest.mark.parametrize("architecture", architectures(), ids=lambda a: a.experts)
 WITH_FACTS = [architecture for architecture in architectures() if family_of(architecture)]
+
+
+@pytest.mark.parametrize("architecture", WITH_FACTS, ids=lambda a: a.experts)
+def test_the_block_of_every_family_hands_its_routers_indices_on(architecture):
+    for layer in find_layers(layers_of(architecture)):
+        assert hands_indices_to_experts(layer.block, layer.family)
 
 
 def output_and_gradients(module, *inputs):

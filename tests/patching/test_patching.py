@@ -22,7 +22,6 @@ from sonicmoe_hf.patching.patch import patch_state, router_hooks
 from sonicmoe_hf.patching.support import (
     UnsupportedModelError,
     find_layers,
-    hands_indices_to_experts,
     load_family_class,
     supports,
 )
@@ -192,7 +191,7 @@ def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     model, inputs = build("qwen3_moe"), batch(rows=1, length=8)
     plain = twin(model)
     sonicmoe_hf.patch_model(model, TokenRounding(tile=16))
-    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.hooks"):
+    with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.handlers"):
         got = model(**inputs).logits
         model(**batch(rows=1, length=7))
     assert relative_error(got, plain(**inputs).logits) < 1e-5
@@ -200,19 +199,22 @@ def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
     assert len(said) == 1 and "8 tokens with top-2 of 8 experts are 2 rows per expert" in said[0]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_supports_notices_a_block_that_uses_its_routers_indices(family):
-    layer = next(find_layers(build(family)))
-    assert hands_indices_to_experts(layer.block, layer.family)
+def test_a_block_with_a_forward_that_is_not_transformers_rounds_no_tokens():
+    model = build("qwen3_moe", num_hidden_layers=1)
+    (layer,) = find_layers(model)
 
     class Meddling(type(layer.block)):
         def forward(self, hidden_states):
-            router = getattr(self, layer.family.router_attribute)
-            _, weights, indices = router(hidden_states.view(-1, hidden_states.shape[-1]))
+            _, weights, indices = self.gate(hidden_states.view(-1, hidden_states.shape[-1]))
             return self.experts(hidden_states, indices + 0, weights)
 
+    class Renamed(type(layer.block)):
+        pass
+
+    layer.block.__class__ = Renamed
+    assert supports(model)[0].token_rounding
     layer.block.__class__ = Meddling
-    assert not hands_indices_to_experts(layer.block, layer.family)
+    assert supports(model)[0].accelerated and "Meddling.forward, of which nobody knows" in supports(model)[0].reason
 
 
 def test_supports_works_on_the_meta_device():
