@@ -85,9 +85,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sonicmoe_hf/patching/handlers.py",
-        '"""Count the tokens that top-k sends to every expert, for the next update of the router\'s bias."""\n'
-        "    if not run.forward.recomputing:\n",
-        "    if True:\n",
+        "    if not run.forward.recomputing:\n        run.hook.balance.record(",
+        "    if True:\n        run.hook.balance.record(",
         "balancing counts again what checkpointing recomputes",
         "tests/trainer/test_balancing.py::test_layers_that_are_recomputed_count_their_tokens_once",
     ),
