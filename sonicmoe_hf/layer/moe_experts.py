@@ -169,7 +169,8 @@ def moe_experts(
     for what, value, known in choices:
         if value not in known:
             check_choice(what, value, known)  # its message
-    check_order(layout, act.name)
+    if LAYOUTS[layout][1]:
+        check_order(layout, act.name)
     if not isinstance(routing, Routing):
         routing = Routing(*routing)
     dtype_out = x.dtype
