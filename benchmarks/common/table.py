@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
 import torch
 
 from benchmarks.common import provenance
@@ -49,3 +53,14 @@ class Table:
     def get(self, **wanted):
         found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]
         return found[0] if found else float("nan")
+
+
+def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
+    """The rows of several CSV files; of those that measure the same, the last."""
+    found = {}
+    for path in paths:
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                key = tuple(row[name] for name in ("config", "shape", "contender", "mode", "launch", "metric"))
+                found[key] = row
+    return list(found.values())

@@ -6,7 +6,7 @@
     python -m benchmarks.layer.moe_layer --device cpu --shape 16,2688,1856,2,1,relu2 --out /tmp/tried
 
 Without --shape: the shapes of shapes.py. bf16, random data and routing; SwiGLU, or squared ReLU without a gate where a
-shape ends in "relu2". Writes moe_layer.csv and moe_layer.png. --device cpu checks the script; its times mean nothing.
+shape ends in "relu2". Writes moe_layer.csv. --device cpu checks the script; its times mean nothing.
 --upstream adds Transformers' sonicmoe, which tunes for minutes at each new shape. Modes: forward (no gradients),
 forward+backward (of x, weights, routing weights), frozen (the same without the experts' weights). Host time is that of a
 layer alone (host_ms) and of one in a stack of layers (stacked_host_ms).
@@ -26,7 +26,7 @@ import torch
 from benchmarks.common.contenders import BOUND, CONTENDERS, EAGER, ON_CPU, available
 from benchmarks.common.measuring import captured, relative_errors
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import LARGE, add_shapes, chosen_shapes, floor_seconds, problem, shape_of
+from benchmarks.common.shapes import LARGE, add_shapes, chosen_shapes, floor_seconds, problem
 from benchmarks.common.table import Table
 from sonicmoe_hf.kernels.triton.config import tile_rows
 
@@ -217,29 +217,6 @@ def show(table, config, shape, names):
         )
 
 
-def plot(table, path):
-    from matplotlib import pyplot
-
-    configs = list(dict.fromkeys(row["config"] for row in table.rows))
-    names = list(dict.fromkeys(row["contender"] for row in table.rows))
-    figure, axes = pyplot.subplots(1, len(configs), figsize=(3 * len(configs), 3.6), squeeze=False)
-    for axis, config in zip(axes[0], configs):
-        at = {"config": config, "mode": "forward+backward", "launch": "eager", "metric": "ms"}
-        heights = [table.get(**at, contender=name) for name in names]
-        axis.bar(range(len(names)), heights, color=[f"C{i}" for i in range(len(names))])
-        shape = next(shape_of(row["shape"]) for row in table.rows if row["config"] == config)
-        axis.axhline(1e3 * floor_seconds(shape, "forward+backward"), color="black", linestyle=":")
-        for i, height in enumerate(heights):
-            axis.text(i, height, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
-        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-        axis.margins(y=0.15)
-        axis.set_title(f"{config}\n{shape}", fontsize=9)
-    axes[0][0].set_ylabel("forward + backward, ms (dotted: floor)")
-    figure.suptitle(f"One MoE layer, bf16, {table.common['gpu']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shapes(parser)
@@ -257,7 +234,6 @@ def main():
     for config, shape in chosen_shapes(options, ungated=True).items():
         measure(table, config, shape, names, options.rounds, options.device)
         table.write(options.out / "moe_layer.csv")
-    plot(table, options.out / "moe_layer.png")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 bf16, SwiGLU, a Qwen3 router on random data. "routing included" is everything from the layer's input on: the router's
 product, softmax and top-k, the rounding or top-k's dispatch, and the gradients back to the router and the input;
 "routing" is that without the experts, forward; "routing excluded" starts from sorted rows and weights, as the paper's
-timings do. Writes results/token_rounding.csv and .png. --upstream adds Transformers' sonicmoe with top-k at the first
+timings do. Writes results/token_rounding.csv. --upstream adds Transformers' sonicmoe with top-k at the first
 shape, where it tunes for minutes; it sorts its rows itself in either case. --sweep adds the first shape with more tokens.
 """
 
@@ -227,36 +227,6 @@ def show(table, shape, names):
         print(f"{line} adds {1e3 * added:.0f} us, {added / of_top_k['forward']:.1%} of forward", flush=True)
 
 
-def plot(table, path, texts):
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2))
-    bars = [text for text in texts if text in SHAPES]
-    for number, name in enumerate(ROUNDINGS):
-        places = [place + 0.13 * (number - 2.5) for place in range(len(bars))]
-        left.bar(places, [gain(table, text, name, "routing included") - 1 for text in bars], 0.13, label=name)
-    for place, text in enumerate(bars):
-        factor = table.get(config="rows", shape=text, contender=TOP_K, metric="padded_row_factor")
-        left.plot([place - 0.42, place + 0.42], [factor - 1] * 2, color="black", linestyle=":")
-    left.axhline(0, color="black", linewidth=0.8)
-    left.set_xticks(range(len(bars)), [text.replace(",", ",\n", 2) for text in bars], fontsize=6)
-    left.set_ylabel("faster than top-k (dotted: top-k's padding)")
-    left.legend(fontsize=7)
-    shapes = [Shape(*map(int, text.split(","))) for text in texts]
-    rows = [shape.T * shape.K / shape.E for shape in shapes]
-    for routing, marker in (("routing included", "o"), ("routing excluded", "x")):
-        gains = [gain(table, text, "nearest", routing) for text in texts]
-        right.plot(rows, gains, marker, label=f"nearest, {routing}")
-    right.axhline(1, color="black", linewidth=0.8)
-    right.set_xscale("log", base=2)
-    right.set_xlabel("rows per expert")
-    right.set_ylabel("times faster than top-k")
-    right.legend(fontsize=7)
-    figure.suptitle(f"Token rounding, forward + backward, bf16, {table.common['gpu']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
 def rows_of_other_shapes(path, texts):
     with open(path, newline="") as file:
         return [row for row in csv.DictReader(file) if row["shape"] not in texts]
@@ -284,7 +254,6 @@ def main():
         names += [UPSTREAM] if options.upstream and number == 0 else []
         measure(table, text, names, options.rounds, backend)
         table.write(options.out / "token_rounding.csv")
-    plot(table, options.out / "token_rounding.png", [*dict.fromkeys(row["shape"] for row in table.rows)])
 
 
 if __name__ == "__main__":

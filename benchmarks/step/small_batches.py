@@ -34,11 +34,10 @@ from torch.profiler import ProfilerActivity, profile
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.table import Table
+from benchmarks.common.table import Table, read_rows
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.training import Clock, adapted, one_step, optimizer_of
-from benchmarks.step.training_tables import read_rows
 from sonicmoe_hf.patching.support import find_layers
 
 TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)

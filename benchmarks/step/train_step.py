@@ -4,7 +4,6 @@
         [--csv FILE]
     torchrun --nproc-per-node 2 -m benchmarks.step.train_step --fsdp ...
     python -m benchmarks.step.train_step --profile ...
-    python -m benchmarks.step.train_step --tables FILE ...
 
 Models at full width with random weights (models.py), sequences of 4,096 random tokens without padding, the same at every
 step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
@@ -34,7 +33,6 @@ from benchmarks.common.table import Table
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.training import WARMUP, Measured, adapted, sequences, timed_steps, varying
-from benchmarks.step.training_tables import markdown, read_rows
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
 ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")
@@ -259,9 +257,6 @@ def options_of(arguments=None):
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     parser.add_argument("--csv", type=Path, help="default: results/train_step.csv, results/step_parts.csv")
-    parser.add_argument(
-        "--tables", type=Path, nargs="+", metavar="CSV", help="print these results, and measure nothing"
-    )
     options = parser.parse_args(arguments)
     if options.csv is None:
         options.csv = RESULTS / ("step_parts.csv" if options.profile else "train_step.csv")
@@ -291,9 +286,6 @@ def join_ranks(device: str) -> tuple[int, int]:
 
 def main():
     options = options_of()
-    if options.tables:
-        print(markdown(read_rows(options.tables)))
-        return
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 --layers 2 checks the script"
@@ -312,8 +304,6 @@ def main():
             measure(table, runs, options, world, say)
         if rank == 0:
             table.write(options.csv)
-    if not options.profile:
-        say(markdown(table.rows))
     if options.fsdp:
         torch.distributed.destroy_process_group()
 

@@ -26,8 +26,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sonicmoe_hf/planning/ways.py",
-        "            if not one and divides:",
-        "            if not one:",
+        'optimizer="adam8bit")\n            if not one and divides:',
+        'optimizer="adam8bit")\n            if not one:',
         "expert parallelism is planned for ranks that do not divide the experts",
         "tests/planning/test_plan.py::test_experts_that_the_gpus_do_not_divide_are_not_split_over_them",
     ),
