@@ -9,6 +9,7 @@ import torch
 from moe_problems import layer, routing_ids, run, stored
 
 from sonicmoe_hf.kernels.hopper.config import MIN_WIDE_DEPTH
+from sonicmoe_hf.kernels.interface import Rows
 from sonicmoe_hf.layer.config import TokenRounding
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.routing import Routing, rounded_routing
@@ -21,7 +22,8 @@ FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 ro
 def keep_tensors_apart():
     """Give each tensor an allocation of its own also where moe_experts has several in one."""
     dispatching, op = import_module("sonicmoe_hf.layer.dispatch"), import_module("sonicmoe_hf.layer.experts_op")
-    dispatching._dispatch_may_alias, pack_all = dispatching._dispatch, op.pack_all
+    dispatching._dispatch_may_alias = lambda *arguments: Rows(*dispatching._dispatch(*arguments))
+    pack_all = op.pack_all
 
     def own(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
