@@ -114,7 +114,6 @@ def test_counting_writes_into_a_tensor_that_stays_where_it_is(monkeypatch, routi
 
 CASES = {
     "full": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "non_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "LoRA": {},
