@@ -117,7 +117,7 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
 def give_back_weights(experts: nn.Module) -> None:
     """Undo `take_weights`; nothing where it was not called."""
     for name, (dtype, shape, requires_grad, of_scales) in vars(experts).pop(TAKEN, {}).items():
-        weight = getattr(experts, name)
+        weight: Any = getattr(experts, name)
         weight = weight.resident() if isinstance(weight, HostWeight) else weight
         values = weight.codes.view(shape).view(dtype)
         setattr(experts, name, nn.Parameter(values, requires_grad))

@@ -24,6 +24,10 @@ MODELS = {  # the sizes of benchmarks/step/models.py
         "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
         "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
     }),
+    "gpt-oss-120b": (GptOssConfig, {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+    }),
     "gpt-oss-20b": (GptOssConfig, {
         "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
@@ -124,6 +128,37 @@ def of_expert_parallel():
         )
 
 
+def of_streaming():
+    for row in rows_of("streaming.csv"):
+        tokens, is_qwen = int(row["shape"].split()[0]), row["config"].startswith("Qwen3")
+        resident = {"all on the GPU": None, "4 GiB on the GPU": 4 * 2**30}.get(row["contender"], 0)
+        training = Training(
+            method="qlora",
+            tokens=tokens,
+            sequence=min(tokens, 4096),
+            r=8,
+            experts_r=8,
+            experts="nf4" if is_qwen else "mxfp4",
+            attention=None if is_qwen else "torch_sinks",
+            experts_memory=resident,
+        )
+        sizes = sizes_of(row["config"], 48 if is_qwen else 36)
+        yield f"streaming.csv {row['config']} {row['shape']} {row['contender']}", row, sizes, training
+
+
+def of_small_batches():
+    for row in rows_of("small_batches.csv"):
+        layers, tokens = map(int, row["shape"].split(","))
+        training = Training(method="full", tokens=tokens, checkpointing=False, liger=False)
+        if row["launch"] == "eager":  # compiled ones are EXEMPT
+            yield (
+                f"small_batches.csv {row['shape']} {row['contender']}",
+                row,
+                sizes_of(row["config"], layers),
+                training,
+            )
+
+
 RECIPES = {
     "all weights of Qwen3-30B-A3B on one GPU": (48, Training(method="full", tokens=16384, optimizer="adam8bit")),
     "FSDP2": (48, Training(method="full", tokens=16384, parallel="FSDP2", gpus=2)),
@@ -171,10 +206,12 @@ def measured():
         of_qlora_step(),
         of_expert_parallel(),
         of_recipes(),
+        of_streaming(),
+        of_small_batches(),
     ):
         for label, row, sizes, training in source:
             of_ours = row["contender"].split(",")[0] in PLANNED or row["contender"].endswith("sonicmoe-hf")
-            if of_ours or label.startswith("qlora_step"):
+            if of_ours or label.startswith(("qlora_step", "streaming")):
                 yield label, float(row["median"]), sizes, training
 
 
@@ -191,7 +228,14 @@ def test_every_measured_peak_is_met_within_7_percent_and_none_is_promised_too_lo
 
 def test_every_file_with_peaks_is_compared():
     with_peaks = {path.name for path in RESULTS.glob("*.csv") if ",peak_GiB," in path.read_text(encoding="utf-8")}
-    others = {"lora_step.csv", "qlora_step.csv", "expert_parallel.csv", "recipes.csv"}
+    others = {
+        "lora_step.csv",
+        "qlora_step.csv",
+        "expert_parallel.csv",
+        "recipes.csv",
+        "streaming.csv",
+        "small_batches.csv",
+    }
     assert with_peaks == {*TRAIN_STEPS, *others}
 
 
