@@ -25,17 +25,10 @@ if TYPE_CHECKING:
     from .lora.config import lora_config
     from .lora.convert import convert_adapter
     from .lora.merge import merge_adapter
+    from .patching.classes import patch, unpatch
     from .patching.divergence import serving_divergence
-    from .patching.patch import (
-        PatchReport,
-        from_pretrained,
-        is_patched,
-        patch,
-        patch_model,
-        set_routing,
-        unpatch,
-        unpatch_model,
-    )
+    from .patching.loading import from_pretrained
+    from .patching.patch import PatchReport, is_patched, patch_model, set_routing, unpatch_model
     from .patching.quantize import quantize_experts
     from .patching.recorded import RecordedRouting
     from .patching.replay import record_routing, replay_routing
@@ -54,16 +47,9 @@ _MODULES = {  # of this package: what of each is exported here
     "lora.convert": ("convert_adapter",),
     "lora.merge": ("merge_adapter",),
     "patching.divergence": ("serving_divergence",),
-    "patching.patch": (
-        "PatchReport",
-        "from_pretrained",
-        "is_patched",
-        "patch",
-        "patch_model",
-        "set_routing",
-        "unpatch",
-        "unpatch_model",
-    ),
+    "patching.classes": ("patch", "unpatch"),
+    "patching.loading": ("from_pretrained",),
+    "patching.patch": ("PatchReport", "is_patched", "patch_model", "set_routing", "unpatch_model"),
     "patching.recorded": ("RecordedRouting",),
     "patching.replay": ("record_routing", "replay_routing"),
     "patching.support": ("LayerSupport", "supports"),

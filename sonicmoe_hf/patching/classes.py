@@ -1,0 +1,69 @@
+"""patch / unpatch: every model of a family that is built from now on, by whatever builds it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..layer.config import TokenRounding, as_routing_policy, check_choice
+from ..model_patches import FAMILIES, Family
+from .patch import patch_model
+from .support import find_layers, load_family_class
+
+
+class _PatchedPostInit:
+    """`post_init` of a family's base class while `patch` is on: Transformers calls it when a model has been built."""
+
+    def __init__(self, routing: TokenRounding | None):
+        self.routing = routing
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else lambda: self._run(instance)
+
+    def _run(self, model: PreTrainedModel) -> None:
+        PreTrainedModel.post_init(model)
+        if next(find_layers(model), None) is not None:
+            patch_model(model, self.routing)
+
+
+_patched_classes: dict[type[Any], _PatchedPostInit] = {}
+
+
+def _is_in_transformers(family: Family) -> bool:
+    """Whether this version has the family."""
+    folder, _, _ = family.module.rpartition(".")
+    return importlib.util.find_spec(folder) is not None
+
+
+def patch(families=None, routing=None) -> None:
+    """Patch every model of these families that is built from now on, by whatever builds it.
+
+    Use it before something else (TRL, Axolotl) constructs the model. It replaces the experts_implementation given there.
+
+    Args:
+        families: a name of `model_patches.FAMILIES`, such as "qwen3_moe", or several; None: all of this Transformers
+            version.
+        routing: see `patch_model`.
+    Raises:
+        ValueError: an unknown family, or an unknown routing.
+    """
+    policy = as_routing_policy(routing)
+    every = [name for name, family in FAMILIES.items() if _is_in_transformers(family)]
+    names = every if families is None else [families] if isinstance(families, str) else list(families)
+    for name in names:
+        check_choice("family", name, FAMILIES)
+    for name in names:
+        cls = load_family_class(FAMILIES[name], "pretrained")
+        if "post_init" in vars(cls) and cls not in _patched_classes:
+            raise UnsupportedModelError(f"{cls.__name__} of this Transformers version has a post_init of its own")
+        _patched_classes[cls] = cls.post_init = _PatchedPostInit(policy)
+
+
+def unpatch() -> None:
+    """Undo `patch`. Models built meanwhile stay patched until unpatch_model."""
+    for cls in list(_patched_classes):
+        del cls.post_init
+        del _patched_classes[cls]

@@ -1,0 +1,124 @@
+"""from_pretrained: a model that is patched, with packed experts or experts in host memory where that is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from ..attention.models import NAME as ATTENTION
+from ..attention.models import runs_here as attention_runs_here
+from ..errors import UnsupportedModelError
+from ..formats.loading_errors import named_errors
+from ..layer.config import COMPUTE as COMPUTE_CHOICES
+from ..layer.config import as_routing_policy, check_choice
+from ..layer.experts_module import IMPLEMENTATION
+from ..private.transformers import loaded_one_by_one
+from ..streaming.placement import LoadingPlacement, check_memory
+from .experts import is_fp8_experts
+from .patch import guard_streamed, patch_model
+from .quantize import check_not_packed, config_for, with_packed_experts
+from .ranks import check_ranks
+from .support import REMEDIES
+
+
+def from_pretrained(
+    pretrained_model_name_or_path,
+    *args,
+    routing=None,
+    save: str = "preactivation",
+    experts_quantization: str | None = None,
+    experts_memory: str | int | None = None,
+    experts_compute: str | None = None,
+    auto_class=AutoModelForCausalLM,
+    **kwargs,
+) -> PreTrainedModel:
+    """`auto_class.from_pretrained(...)` followed by `patch_model(model, routing, save=save)`.
+
+    A model with attention sinks gets attn_implementation="torch_sinks" where it runs (docs/attention.md), unless
+    attn_implementation is given.
+
+    Args:
+        pretrained_model_name_or_path, args, kwargs: as `auto_class.from_pretrained` takes them.
+        routing, save: see `patch_model`.
+        experts_quantization: "nf4", "mxfp4", "fp8" or "nvfp4": experts are packed and frozen, one weight after the other
+            as the checkpoint streams in (see `quantize_experts`). Experts that the checkpoint has in that format (FP8 in
+            DeepSeek-V3's blocks of 128 x 128, gpt-oss's MXFP4, ModelOpt's NVFP4) are taken as they are, bit for bit, and
+            its linear layers become dense. FP8 experts are packed again if another format is asked for, one expert
+            after the other. A BitsAndBytesConfig given as quantization_config is for the linear layers.
+        experts_memory: the experts are frozen, so many bytes of them stay on the GPU, and the others live in host memory
+            (see `patch_model`), where each weight goes as soon as it is loaded. Without device_map the model is loaded on
+            the current GPU, where there is one.
+        experts_compute: "fp8" beside experts_quantization="fp8": see `patch_model`.
+        auto_class: the Auto class that loads the model.
+    Returns:
+        The patched model; with output_loading_info=True, (model, what Transformers says of the names).
+    Raises:
+        ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise; or
+            experts_compute without experts in FP8.
+        UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None; or
+            distributed_config has experts shared by ranks whose number does not divide them.
+        UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
+        MemoryError: host memory does not hold the experts.
+    """
+    policy = as_routing_policy(routing)
+    check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
+    if experts_compute == "fp8" and experts_quantization != "fp8":
+        raise ValueError(
+            f"experts_compute='fp8' takes experts_quantization='fp8', not {experts_quantization!r}; leave it out"
+        )
+    asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
+    if asked != IMPLEMENTATION:
+        raise ValueError(
+            f"experts_implementation={asked!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or load with "
+            f"{auto_class.__name__}.from_pretrained"
+        )
+    if kwargs.get("distributed_config") is not None:
+        check_ranks(config_for(pretrained_model_name_or_path, kwargs), kwargs["distributed_config"])
+    if experts_quantization is None:
+        check_not_packed(pretrained_model_name_or_path, kwargs)
+    else:
+        kwargs = with_packed_experts(pretrained_model_name_or_path, kwargs, experts_quantization)
+    loading = None
+    if experts_memory is not None:
+        kwargs, loading = with_experts_memory(kwargs, experts_memory)
+    with named_errors(), contextlib.nullcontext() if loading is None else loaded_one_by_one(loading.take):
+        loaded: Any = auto_class.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+    if experts_quantization is None and not os.path.isdir(pretrained_model_name_or_path):
+        check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
+    if any(map(is_fp8_experts, model.modules())):
+        raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
+    if not _asks_for_attention(kwargs) and attention_runs_here(model):
+        model.set_attn_implementation(ATTENTION)
+    if loading is not None:
+        loading.finish(model)
+        guard_streamed(model)
+    patch_model(model, policy, save=save, experts_compute=experts_compute)
+    return loaded
+
+
+def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tuple[dict[str, Any], LoadingPlacement]:
+    """The keyword arguments of from_pretrained(**kwargs) for a model on one device, and what places its experts.
+
+    Raises:
+        UnsupportedModelError: ranks share or shard the model. ValueError: experts_memory.
+    """
+    check_memory(experts_memory)
+    if kwargs.get("distributed_config") is not None or is_deepspeed_zero3_enabled():
+        raise UnsupportedModelError(
+            "experts_memory takes experts that ranks neither share nor shard (distributed_config, DeepSpeed's ZeRO-3); "
+            "leave it out, or let each rank hold the whole model (DDP)"
+        )
+    if kwargs.get("device_map") is None and torch.cuda.is_available():
+        kwargs = {**kwargs, "device_map": {"": torch.cuda.current_device()}}
+    return kwargs, LoadingPlacement(experts_memory)
+
+
+def _asks_for_attention(kwargs: dict[str, Any]) -> bool:
+    config = kwargs.get("config")
+    return kwargs.get("attn_implementation") is not None or getattr(config, "_attn_implementation", None) is not None
