@@ -25,6 +25,7 @@ from ..layer.moe_experts import Activation
 from ..model_patches import NATIVE_FAMILIES, NativeFamily
 from ..patching.experts import ExpertsFacts, experts_facts, sizes_of, sonicmoe_hf_experts_forward
 from ..patching.support import load_family_class
+from ..private.transformers import register_recording
 from .layouts import HUB_CONFIG_KEY, LAYOUT_VERSION, NATIVE_PREFIX, VERSION_KEY
 
 if TYPE_CHECKING:  # what NativeConfig and NativeModel are mixed into
@@ -162,6 +163,7 @@ class NativeModel(_ModelBase):
         inner = getattr(self, self.base_model_prefix, None)
         if inner is not None and not isinstance(inner, NativeModel):
             inner.__class__ = NATIVE[self.sonicmoe_family.name].model  # the family's __init__ built its own
+            register_recording(inner)
         super().post_init()
 
     @torch.no_grad()

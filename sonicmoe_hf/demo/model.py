@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..formats.quantizer import is_transposed, mark_model_packed, order_of, packable
 from ..formats.shares import hide_when_split, show
-from ..formats.state import hold_packed
+from ..formats.state import hold_packed, local_shape
 from ..layer.packed_weight import PackedWeight
 from ..patching.ranks import check_ranks
 from ..streaming.placement import placement_of
@@ -149,7 +149,8 @@ def _random_weight(experts: nn.Module, name: str, format: str, std: float, devic
     """A packed weight of random bytes that stands for an experts' parameter on the meta device."""
     weight, transposed = experts._parameters[name], is_transposed(experts)
     assert weight is not None  # packable() names what is there
-    num_experts, rows, columns = weight.transpose(1, 2).shape if transposed else weight.shape
+    num_experts, *sides = local_shape(weight)  # this rank's
+    rows, columns = reversed(sides) if transposed else sides
     packed = random_packed((num_experts, rows, columns), format, std, order_of(experts, name), device)
     return PackedWeight.of(packed, format, weight.dtype, transposed)
 

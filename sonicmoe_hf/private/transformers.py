@@ -134,6 +134,16 @@ def parallel_mesh(model, dimension: str) -> DeviceMesh | None:
     return mesh if mesh.size() > 1 else None
 
 
+def register_recording(model) -> None:
+    """Have a model whose class was set after its __init__ record outputs, such as router_logits, as others of that class.
+
+    The register is by the class's name; Transformers 5.23 takes a model for a key and makes that name of it.
+    """
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
+
+
 def strictly_fp32_modules(model) -> set[str]:
     """Names of the modules whose weights a model never casts."""
     return set(model._keep_in_fp32_modules_strict or ())

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, pipeline
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
@@ -69,6 +70,13 @@ def test_token_rounding_trains_as_on_the_patched_hub_model(family, checkpointing
     assert not is_patched(native)
     loss_and_gradients(native, batch())
     assert not any(watch.rounded())
+
+
+def test_router_logits_are_recorded_in_the_first_native_model_of_a_process():
+    _CAN_RECORD_REGISTRY.pop(str(NATIVE["qwen3_moe"].model), None)
+    model = from_scratch("qwen3_moe")
+    outputs = model(**batch(), output_router_logits=True)
+    assert len(outputs.router_logits) == len(model.model.layers) and outputs.aux_loss > 0
 
 
 def test_patch_catches_native_models_too(tmp_path):

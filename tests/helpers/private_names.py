@@ -59,6 +59,8 @@ USED = {  # the name, or "place: what its source sets"
     "transformers.AutoModelForCausalLM._model_mapping": "doctor and warmup of a model's config",
     "transformers.PreTrainedModel._from_config": "doctor and warmup of a model's config",
     "transformers.PreTrainedModel._can_set_experts_implementation": "native models' experts",
+    "transformers.utils.output_capturing._CAN_RECORD_REGISTRY": "router_logits of native models",
+    "transformers.PreTrainedModel._can_record_outputs": "router_logits of native models",
     "transformers.PreTrainedModel._init_weights": "initial weights of native models",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "dtypes of converted checkpoints",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "what checkpoints may hold",
