@@ -95,6 +95,16 @@ def test_only_the_first_rank_speaks(make_session, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_a_model_that_can_be_patched_no_longer_is_as_it_was_by_itself(make_session):
+    session, model = make_session(), build()
+    session.built(model)
+    assert sonicmoe_hf.is_patched(model)
+    model.model.layers[1].mlp.experts.act_fn = nn.Tanh()  # as a program may change it after the constructor
+    session.built(model)
+    assert "Tanh" in session.reasons[model] and not sonicmoe_hf.is_patched(model)
+    train_step(model)
+
+
 def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(make_session, monkeypatch):
     session, model = make_session(routing="balanced", tile=4), build()
     session.built(model)
