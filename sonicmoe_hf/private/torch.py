@@ -86,10 +86,12 @@ def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
     of the generator around a function that is checkpointed without reentry, and of the forward of one with it."""
     from torch.utils import checkpoint
 
-    generator = checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator_impl"  # since torch 2.15, where the other name calls it
+    name = name if hasattr(checkpoint, name) else "_checkpoint_without_reentrant_generator"
+    generator = getattr(checkpoint, name)
     function: Any = checkpoint.CheckpointFunction
     if getattr(generator, "func", None) is not non_reentrant:
-        checkpoint._checkpoint_without_reentrant_generator = functools.partial(non_reentrant, generator)
+        setattr(checkpoint, name, functools.partial(non_reentrant, generator))
         function.forward = staticmethod(functools.partial(reentrant, function.forward))
 
 

@@ -21,6 +21,7 @@ USED = {  # the name, or "place: what its source sets"
     "torch._dynamo.config.skip_nnmodule_hook_guards": "compiled code that knows patched routers",
     "torch._disable_dynamo": "our ops, whose bodies torch.compile must not trace",
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "knowing which model call a checkpoint is part of",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "the same, in torch 2.15",
     "torch.utils.checkpoint.CheckpointFunction": "the same, for reentrant checkpointing",
     "torch.autograd.forward_ad._current_level": "the error for forward-mode derivatives",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode": "our ops under a dispatch mode",
@@ -102,6 +103,7 @@ USED = {  # the name, or "place: what its source sets"
 }
 SINCE = {  # versions that brought a name, where the oldest that we support lacks it
     "transformers.integrations.moe: _is_expert_parallel": "5.18",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "2.15",
     "transformers.trainer: _replicated_grad_hook_registered": "5.23",
     "transformers.distributed.sharding_utils.DtensorShardOperation": "5.23",
     "transformers.distributed.sharding_utils: _axis0_offset": "5.23",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.models import batch, build
 from helpers.training import POLICY, TILE, trainer_for
+from packaging.version import Version
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -88,6 +89,8 @@ MODELS = {
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_nothing_in_a_compiled_step_keeps_it_from_being_captured(monkeypatch, make, padding):
+    if make is MODELS["gpt_oss"] and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("its mask cannot be traced on the meta device with the oldest torch that we support")
     assert list(traced(monkeypatch, make().to("meta"), padding).obstacles()) == []
 
 
