@@ -187,9 +187,8 @@ def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models
         "before = packages()\nimport sonicmoe_hf\nprint(*sorted(packages() - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and set(done.stdout.split()) <= {"sonicmoe_hf", "tokenizers"}, (
-        done.stdout + done.stderr
-    )
+    allowed = {"sonicmoe_hf", "tokenizers", "psutil", "resource"}  # the last two come with Transformers 5.24
+    assert done.returncode == 0 and set(done.stdout.split()) <= allowed, done.stdout + done.stderr
 
 
 def test_an_old_peft_is_named_with_the_remedy(uninstalled, monkeypatch):
