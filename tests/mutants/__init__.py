@@ -1,21 +1,25 @@
 """Mutations: small wrong changes of the source, each with the tests that fail because of it.
 
-Every module here but __main__ has a list MUTATIONS. `make mutants` applies one after the other and runs its tests.
+`make mutants` applies one after the other and runs its tests. They stand in the files *.diff:
+
+    @@ a path from the repository's root, a file of tests that fails
+    # what is wrong then :: the file's tests that fail, where not all have to run, or files and node ids of others
+    -code that stands in the path once, however its lines are broken and indented
+    +what takes its place
 """
 
-import importlib
 import itertools
-import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = FOLDER.parents[1]
 
 
 class Mutation(NamedTuple):
-    """path: from the repository's root. before: code that stands there once, however its lines are broken and indented; after:
-    what takes its place. why: what is wrong then. tests: files or node ids for pytest, separated by spaces, of which one fails."""
+    """tests: files or node ids for pytest, separated by spaces, of which one fails."""
 
     path: str
     before: str
@@ -25,9 +29,22 @@ class Mutation(NamedTuple):
 
 
 def by_module(*names: str) -> dict[str, list[Mutation]]:
-    """The mutations of these modules, or of all."""
-    every = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "__main__")
-    return {name: importlib.import_module(f"{__name__}.{name}").MUTATIONS for name in names or every}
+    """The mutations of these files, by their names without .diff, or of all."""
+    every = sorted(path.stem for path in FOLDER.glob("*.diff"))
+    return {name: list(read((FOLDER / f"{name}.diff").read_text())) for name in names or every}
+
+
+def read(text: str) -> Iterator[Mutation]:
+    """The mutations of a file."""
+    for group in text.split("\n@@ ")[1:]:
+        head, *mutations = group.split("\n# ")
+        path, file = head.split()
+        for mutation in mutations:
+            first, *lines = mutation.splitlines()
+            why, _, names = first.partition(" :: ")
+            tests = [name if "/" in name else f"{file}::{name}" for name in names.split()] or [file]
+            before, after = ("\n".join(line[1:] for line in lines if line[:1] == sign) for sign in "-+")
+            yield Mutation(path, before, after, why, " ".join(tests))
 
 
 TOKEN = re.compile(r"\w+|[^\w\s]")
