@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.quantized import Quantized
-from ..layer.packed_weight import OPERATIONS, PackedWeight, alias
+from ..layer.packed_weight import PackedWeight, alias
 from ..private.torch import collectives
 
 aten = torch.ops.aten
@@ -104,7 +104,7 @@ def _gather(weight, group_size, group_name):
     return PackedWeight(Quantized(codes, scales, weight.state), weight.format, weight.dtype, weight.is_transposed)
 
 
-OPERATIONS.update(
+PackedWeight.operations.update(
     {
         aten.split.Tensor: _split,
         aten.new_zeros.default: _new_zeros,
@@ -117,4 +117,4 @@ OPERATIONS.update(
 )
 WRAP = "_c10d_functional::_wrap_tensor_autograd"  # from torch 2.13 on, for collectives under autograd
 if (wrap := getattr(collectives, WRAP.rpartition(":")[2], None)) is not None:
-    OPERATIONS[wrap.default] = alias
+    PackedWeight.operations[wrap.default] = alias

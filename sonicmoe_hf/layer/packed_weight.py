@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ NOT_DENSE = (
 )
 
 
-def _each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
-    codes, scales, state = packed
-    return Quantized(function(codes), function(scales), None if state is None else function(state))
+def each(packed: Quantized, function: Callable[[torch.Tensor], torch.Tensor]) -> Quantized:
+    """What a function makes of each of the stored tensors."""
+    return Quantized(*(None if part is None else function(part) for part in packed))  # type: ignore[arg-type]
 
 
 class PackedWeight(torch.Tensor):
@@ -45,7 +45,8 @@ class PackedWeight(torch.Tensor):
     state: torch.Tensor | None
     format: str
     is_transposed: bool
-    refusal = NOT_DENSE
+    refusal, frozen = NOT_DENSE, FROZEN
+    operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # what takes the weight in the place of torch's own
 
     @staticmethod
     def __new__(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False):
@@ -89,7 +90,7 @@ class PackedWeight(torch.Tensor):
     @classmethod
     def of(cls, packed: Quantized, format: str, dtype: torch.dtype, is_transposed: bool = False) -> PackedWeight:
         """A weight from stored parts. Raises ValueError where they do not fit together."""
-        packed = _each(packed, torch.Tensor.contiguous)
+        packed = each(packed, torch.Tensor.contiguous)
         check_quantized(packed, format)
         return cls(packed, format, dtype, is_transposed)
 
@@ -120,7 +121,7 @@ class PackedWeight(torch.Tensor):
         return self.nbytes / self.numel()
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-        return type(self)(_each(self.packed, function), self.format, self.dtype, self.is_transposed)
+        return type(self)(each(self.packed, function), self.format, self.dtype, self.is_transposed)
 
     def _is_like(self, other) -> bool:
         if not isinstance(other, PackedWeight) or self.shape != other.shape:
@@ -131,13 +132,16 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
-        operation = OPERATIONS.get(function)
+        operation = cls.operations.get(function)
         if operation is not None:
             result = operation(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls))
-        raise RuntimeError(first.refusal.format(operation=function, format=first.format))
+        first._refuse(function)
+
+    def _refuse(self, operation: Any) -> NoReturn:
+        raise RuntimeError(self.refusal.format(operation=operation, format=self.format))
 
     def __tensor_flatten__(self):
         names = ["codes", "scales"] if self.state is None else ["codes", "scales", "state"]
@@ -155,7 +159,7 @@ class PackedWeight(torch.Tensor):
     @data.setter
     def data(self, value):
         if not self._is_like(value):
-            raise RuntimeError(NOT_DENSE.format(operation="weight.data = ...", format=self.format))
+            self._refuse("weight.data = ...")
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # of the class it is a descriptor
         self._hold(value.packed)
 
@@ -170,12 +174,12 @@ class PackedWeight(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
         """Itself. Raises RuntimeError if a gradient is asked for."""
         if requires_grad:
-            raise RuntimeError(FROZEN.format(format=self.format))
+            raise RuntimeError(self.frozen.format(format=self.format))
         return self
 
     def share_memory_(self) -> PackedWeight:
         """Itself, what is stored in memory that processes share."""
-        self._hold(_each(self.packed, torch.Tensor.share_memory_))
+        self._hold(each(self.packed, torch.Tensor.share_memory_))
         return self
 
     def is_shared(self) -> bool:
@@ -234,7 +238,7 @@ def _copy(weight, source, non_blocking=False):
     return weight
 
 
-OPERATIONS: dict[Any, Callable[..., Any]] = {
+PackedWeight.operations = {
     aten.detach.default: alias,
     aten.alias.default: alias,
     aten.clone.default: _clone,

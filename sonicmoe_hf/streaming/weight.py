@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..kernels.quantized import Quantized
-from ..layer.packed_weight import PackedWeight
+from ..layer.packed_weight import PackedWeight, alias, each
 from ..private.torch import to_copy, wrapper_of
 from .stream import HostLayer
 
@@ -42,6 +43,7 @@ class HostWeight(PackedWeight):
     """
 
     layer: HostLayer | None
+    refusal, frozen = NOT_DENSE, FROZEN
 
     @staticmethod
     def __new__(cls, packed: Quantized, format: str, facts: Facts, is_transposed: bool, layer=None):
@@ -80,17 +82,15 @@ class HostWeight(PackedWeight):
         """As PackedWeight's, on its device. Raises RuntimeError of a dense weight."""
         weight = self.resident()
         if not isinstance(weight, PackedWeight):
-            raise RuntimeError(NOT_DENSE.format(operation="requantized"))
+            self._refuse("requantized")
         return weight.requantized(format, *args, **kwargs)
 
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
-        operation = OPERATIONS.get(function)
-        if operation is not None:
-            result = operation(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        raise RuntimeError(NOT_DENSE.format(operation=function))
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> HostWeight:
+        facts = Facts(self.shape, self.dtype, self.device)
+        return HostWeight(each(self.packed, function), self.format, facts, self.is_transposed, self.layer)
+
+    def _is_like(self, other) -> bool:
+        return False  # what `data` would exchange: the host's bytes stay where they are
 
     def __tensor_flatten__(self):
         names = [name for name in ("codes", "scales", "state") if getattr(self, name) is not None]
@@ -101,20 +101,6 @@ class HostWeight(PackedWeight):
         format, dtype, device, is_transposed = context
         packed = Quantized(tensors["codes"], tensors.get("scales"), tensors.get("state"))
         return HostWeight(packed, format, Facts(torch.Size(size), dtype, device), is_transposed)
-
-    @property  # type: ignore[override]
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value):
-        raise RuntimeError(NOT_DENSE.format(operation="weight.data = ..."))
-
-    def requires_grad_(self, requires_grad: bool = True) -> HostWeight:
-        """Itself. Raises RuntimeError if a gradient is asked for."""
-        if requires_grad:
-            raise RuntimeError(FROZEN)
-        return self
 
     def share_memory_(self):
         """Raises RuntimeError: pinned memory belongs to one process."""
@@ -137,14 +123,9 @@ class HostWeight(PackedWeight):
         return f"HostWeight({kind}, {self.format or 'dense'}, {tuple(self.shape)}, {self.dtype}, for {self.device})"
 
 
-def _alias(weight, *_):
-    facts = Facts(weight.shape, weight.dtype, weight.device)
-    return HostWeight(weight.packed, weight.format, facts, weight.is_transposed, weight.layer)
-
-
 def _to(weight, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     """Casts leave it as it is, as they do packed weights; elsewhere is an ordinary copy."""
-    return _alias(weight) if device is None or torch.device(device) == weight.device else weight.resident(device)
+    return alias(weight) if device is None or torch.device(device) == weight.device else weight.resident(device)
 
 
 def _clone(weight, *, memory_format=None):
@@ -171,9 +152,9 @@ def _copy(weight, source, non_blocking=False):
     return weight
 
 
-OPERATIONS: dict[Any, Any] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
+HostWeight.operations = {
+    aten.detach.default: alias,
+    aten.alias.default: alias,
     aten.clone.default: _clone,
     to_copy: _to,
     aten.empty_like.default: _empty_like,
