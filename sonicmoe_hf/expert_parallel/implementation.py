@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.distributed.expert_parallel import EPImplementation
 
-from ..layer.experts_module import IMPLEMENTATION, PARALLELISM, WHEN_SPLIT, is_native
+from ..layer.experts_module import IMPLEMENTATION, is_native
 from ..layer.routing import Routing
+from ..private import attributes
 from ..private.transformers import experts_implementation
 from .collectives import mean_of_gradients, sum_gradients, sum_over_ranks, with_the_same_part
 from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
@@ -31,8 +32,8 @@ class SonicMoEExpertParallelism(EPImplementation):
         num_local: Any = self.num_local_experts
         self.ranks = Ranks(ep_mesh.get_group(), ep_mesh.get_local_rank(), ep_mesh.size(), num_local)
         self.batch_group = tp_mesh.get_group() if tp_mesh.size() > 1 else None  # the ranks that hold the same batch
-        setattr(experts, PARALLELISM, self)
-        when_split = vars(experts).pop(WHEN_SPLIT, None)
+        setattr(experts, attributes.PARALLELISM, self)
+        when_split = vars(experts).pop(attributes.WHEN_SPLIT, None)
         if when_split is not None:
             when_split(experts)
 

@@ -14,12 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, UnsupportedExpertsError
-from ..layer.experts_module import WHEN_SPLIT, expert_parallelism
+from ..layer.experts_module import expert_parallelism
 from ..layer.packed_weight import PackedWeight, as_parameter
+from ..private import attributes
 from . import PACKED
 from .format import Share
-
-HIDDEN = "_sonicmoe_hf_hidden"  # attribute of experts, until their checkpoint is read: what shows their weights again
 
 
 def share_of(experts: nn.Module, name: str) -> Share | None:
@@ -49,20 +48,20 @@ def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> 
 
         def show_again(*_) -> None:
             handle.remove()
-            vars(experts).pop(HIDDEN, None)
+            vars(experts).pop(attributes.REVEAL_WEIGHTS, None)
             experts._parameters.update(weights)
 
         handle = experts.register_state_dict_pre_hook(show_again)
-        vars(experts)[HIDDEN] = show_again
+        vars(experts)[attributes.REVEAL_WEIGHTS] = show_again
 
-    vars(experts)[WHEN_SPLIT] = hide
+    vars(experts)[attributes.WHEN_SPLIT] = hide
 
 
 def show(experts: nn.Module) -> None:
     """End what `hide_when_split` began: the checkpoint was read, or there is none. Packed weights that Transformers put
     into split ones become this rank's parameters."""
-    vars(experts).pop(WHEN_SPLIT, None)
-    show_again = vars(experts).get(HIDDEN)
+    vars(experts).pop(attributes.WHEN_SPLIT, None)
+    show_again = vars(experts).get(attributes.REVEAL_WEIGHTS)
     if show_again is not None:
         show_again()
     if expert_parallelism(experts) is not None:

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from ..layer.packed_weight import PackedWeight, as_parameter
+from ..private import attributes
 from . import (
     PACKED,
     sharding,  # noqa: F401 - what FSDP2 does with packed weights
 )
-
-HOOKED = "_sonicmoe_hf_stored_names"  # attribute of modules that have our hooks
 
 
 def check_shape(name: str, weight: torch.Tensor, dense: torch.Tensor) -> None:
@@ -45,8 +44,8 @@ def hold_packed(module: nn.Module, name: str, weight: PackedWeight | nn.Paramete
 
 def use_stored_names(module: nn.Module) -> None:
     """Have the module's state dicts hold what its packed weights store, under `stored_names`."""
-    if not hasattr(module, HOOKED):
-        setattr(module, HOOKED, True)
+    if not hasattr(module, attributes.HAS_STORED_NAMES):
+        setattr(module, attributes.HAS_STORED_NAMES, True)
         module.register_state_dict_post_hook(_write_stored)
         module.register_load_state_dict_pre_hook(_read_stored)
 

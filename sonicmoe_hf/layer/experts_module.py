@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import nn
 
+from ..private import attributes
+
 IMPLEMENTATION = "sonicmoe_hf"  # our name as experts_implementation and as ep_implementation
-PARALLELISM = "_sonicmoe_hf_expert_parallelism"  # attribute of experts: what brings them their tokens, if we do
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # E's names in configs
-WHEN_SPLIT = "_sonicmoe_hf_when_split"  # attribute of experts: to be called with them once ranks share them, if we do
 
 
 class Sizes(NamedTuple):
@@ -106,7 +106,7 @@ def num_experts_in(config: Any) -> int | None:
 
 def expert_parallelism(experts: nn.Module) -> ExpertParallelism | None:
     """Our implementation of expert parallelism, where it brings these experts their tokens."""
-    return getattr(experts, PARALLELISM, None)
+    return getattr(experts, attributes.PARALLELISM, None)
 
 
 def has_expert_parallelism() -> bool:

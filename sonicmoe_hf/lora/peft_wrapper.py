@@ -25,7 +25,6 @@ from transformers import PreTrainedConfig
 from ..errors import UnsupportedModelError
 from ..layer.experts_module import (
     IMPLEMENTATION,
-    PARALLELISM,
     expert_parallel_remedy,
     expert_parallelism,
     is_expert_parallel,
@@ -38,6 +37,7 @@ from ..layer.packed_weight import PackedWeight
 from ..patching.active_adapters import ActiveAdapters
 from ..patching.experts import experts_facts
 from ..patching.forwards import why_not_reached
+from ..private import attributes
 from ..private.transformers import experts_implementation, experts_implementation_at_once
 from . import shared_experts
 
@@ -98,7 +98,13 @@ def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
     instance, weight = vars(experts), experts._parameters.get(wrapper.parameter_name)
     if weight is None or "forward" in instance:
         return _check(wrapper, experts)
-    depends_on = experts, type(experts), instance.get("_is_expert_parallel"), instance.get(PARALLELISM), weight.dtype
+    depends_on = (
+        experts,
+        type(experts),
+        instance.get("_is_expert_parallel"),
+        instance.get(attributes.PARALLELISM),
+        weight.dtype,
+    )
     found = _checked.get(wrapper)
     if found is None or found.depends_on != depends_on:
         found = _checked[wrapper] = _check(wrapper, experts, depends_on)
@@ -218,7 +224,7 @@ def _check_merge_allowed(self) -> None:
     for module in self.model.modules():
         if isinstance(module, ParamWrapper) and not set(module.lora_A).isdisjoint(module.active_adapters):
             experts: Any = module.get_base_layer()
-            shared = hasattr(module, shared_experts.SHARDED)
+            shared = hasattr(module, attributes.HAS_SHARDED_FACTORS)
             if shared or isinstance(experts._parameters.get(module.parameter_name), PackedWeight):
                 raise UnsupportedModelError(
                     shared_experts.NOT_MERGED.format(kind="that ranks share" if shared else "that are packed")

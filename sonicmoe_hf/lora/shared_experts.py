@@ -24,13 +24,12 @@ from peft.utils import save_and_load
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from ..layer.experts_module import PARALLELISM, expert_parallelism
+from ..layer.experts_module import expert_parallelism
+from ..private import attributes
 from ..private.torch import strided_shard
 from ..private.transformers import REPLICATED_HOOK
 from .config import quiet_false_alarms
 
-SHARDED = "_sonicmoe_hf_sharded"  # attribute of ParamWrappers whose factors are sharded with their experts
-AVERAGED = "_sonicmoe_hf_averaged"  # attribute of models whose replicated adapters' gradients we average
 NOT_MERGED = (
     "adapters of experts {kind} cannot be merged in memory; save the adapter, and merge it into the checkpoint: "
     "sonicmoe-hf merge BASE ADAPTER DST"
@@ -102,21 +101,21 @@ def _update_layer(self, adapter_name, *args, **kwargs):
         part = own_part(linear.weight.detach(), side, parallelism)
         parallelism.begin_alike(part.to_local())
         linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
-    if not hasattr(self, SHARDED):
-        setattr(self, SHARDED, True)
+    if not hasattr(self, attributes.HAS_SHARDED_FACTORS):
+        setattr(self, attributes.HAS_SHARDED_FACTORS, True)
         self.register_load_state_dict_pre_hook(_take_own_part)
     return result
 
 
 def _get_delta_weight(self, adapter_name, *args, **kwargs):
     """In place of ParamWrapper's, which merging calls."""
-    if hasattr(self, SHARDED):
+    if hasattr(self, attributes.HAS_SHARDED_FACTORS):
         raise UnsupportedModelError(NOT_MERGED.format(kind="that ranks share"))
     return _PEFTS_DELTA(self, adapter_name, *args, **kwargs)
 
 
 def _shares_experts(model: nn.Module) -> bool:
-    return any(PARALLELISM in vars(module) for module in model.modules())
+    return any(attributes.PARALLELISM in vars(module) for module in model.modules())
 
 
 def _inject_adapter(self, model, *args, **kwargs):
@@ -128,8 +127,8 @@ def _inject_adapter(self, model, *args, **kwargs):
         if hasattr(module, "reshard"):
             module.reshard()
     result = _PEFTS_INJECT(self, model, *args, **kwargs)
-    if not hasattr(model, AVERAGED):
-        setattr(model, AVERAGED, True)
+    if not hasattr(model, attributes.HAS_AVERAGED_ADAPTERS):
+        setattr(model, attributes.HAS_AVERAGED_ADAPTERS, True)
         model.register_forward_pre_hook(_average_replicated)
     return result
 
@@ -160,7 +159,7 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
     sharded = {
         factor: (side, expert_parallelism(module.get_base_layer()))
         for prefix, module in model.named_modules()
-        if hasattr(module, SHARDED)
+        if hasattr(module, attributes.HAS_SHARDED_FACTORS)
         for factor, side, _ in _factors(module, f"{prefix}." if prefix else "")
     }
     given = _of_adapters(model, model.state_dict() if state_dict is None else state_dict)
@@ -173,7 +172,7 @@ def _get_peft_model_state_dict(model, state_dict=None, *args, **kwargs):
 def _of_adapters(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """What of a state dict may belong to an adapter: no experts, and no frozen weights of sharded layers. PEFT makes all
     that it is given whole, in each rank's memory, before it looks for the adapter."""
-    experts = tuple(f"{name}." for name, module in model.named_modules() if PARALLELISM in vars(module))
+    experts = tuple(f"{name}." for name, module in model.named_modules() if attributes.PARALLELISM in vars(module))
     frozen = {
         name
         for name, parameter in model.named_parameters()
@@ -191,7 +190,7 @@ def _reshard_dtensor_values_for_load(model: nn.Module, state_dict: dict[str, Any
     ours = {
         name: state_dict.pop(name)
         for prefix, module in model.named_modules()
-        if hasattr(module, SHARDED)
+        if hasattr(module, attributes.HAS_SHARDED_FACTORS)
         for name, *_ in _factors(module, f"{prefix}." if prefix else "")
         if name in state_dict
     }

@@ -31,13 +31,11 @@ from ..layer.experts_module import (
 )
 from ..layer.moe_experts import Activation, moe_experts
 from ..layer.routing import MISPLACED, Routing
+from ..private import attributes
 from ..private.transformers import default_apply_gate
 from .active_adapters import adapters_of
 from .forwards import LIGERS, why_not_reached
 
-SAVE = "_sonicmoe_hf_save"  # attribute of patched experts: what they keep for backward, see `moe_experts`
-COMPUTE = "_sonicmoe_hf_compute"  # attribute of patched experts: see `moe_experts`
-KNOWN = "_sonicmoe_hf_known"  # attribute of experts: (their act_fn, what `_known` says)
 DEFAULT_GATE = default_apply_gate()
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
@@ -231,7 +229,7 @@ def _known(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
     facts = experts_facts(experts)
     known = facts, weight_names(experts), num_experts_in(experts.config)
     if facts.activation.name in WITHOUT_NUMBERS and hasattr(experts, "act_fn") and not torch.compiler.is_compiling():
-        vars(experts)[KNOWN] = experts.act_fn, known
+        vars(experts)[attributes.KNOWN_FACTS] = experts.act_fn, known
     return known
 
 
@@ -248,7 +246,7 @@ def sonicmoe_hf_experts_forward(
     """
     if not torch.compiler.is_compiling():
         _thread.reached = weakref.ref(self)
-    act_fn, known = vars(self).get(KNOWN, (None, None))
+    act_fn, known = vars(self).get(attributes.KNOWN_FACTS, (None, None))
     is_known = known is not None and act_fn is self.act_fn and not torch.compiler.is_compiling()
     facts, names, total = known if is_known else _known(self)
     first, second = names
@@ -271,6 +269,6 @@ def sonicmoe_hf_experts_forward(
         down_adapter=down_adapter,
         activation=facts.activation,
         layout=facts.layout,
-        save=vars(self).get(SAVE, "preactivation"),
-        compute=vars(self).get(COMPUTE),
+        save=vars(self).get(attributes.SAVE, "preactivation"),
+        compute=vars(self).get(attributes.COMPUTE),
     )

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
+from ..private import attributes
 from ..private.transformers import fp8_experts_functions
 
-REPLACED = "_sonicmoe_hf_replaced"  # attribute of experts: Liger's forward, which unpatching binds again
 LIGERS = "LigerExperts"  # its class
 NATIVE = "sonicmoe_hf.checkpoints.modeling.SonicMoEExperts.forward"
 PARALLEL = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
@@ -104,10 +104,10 @@ def put_back(experts: nn.Module) -> bool:
     there was something."""
     instance = vars(experts)
     if _is_ligers(instance.get("_old_forward")):  # accelerate's hook came after Liger
-        instance[REPLACED] = instance["_old_forward"].__func__
+        instance[attributes.LIGER_FORWARD] = instance["_old_forward"].__func__
         instance["_old_forward"] = types.MethodType(type(experts).forward, experts)
     elif _can_put_back(experts):
-        instance[REPLACED] = instance.pop("forward").__func__
+        instance[attributes.LIGER_FORWARD] = instance.pop("forward").__func__
     else:
         return False
     instance.pop("_get_name", None)
@@ -117,7 +117,7 @@ def put_back(experts: nn.Module) -> bool:
 def restore(experts: nn.Module) -> None:
     """Bind again what `put_back` undid."""
     instance = vars(experts)
-    forward = instance.pop(REPLACED, None)
+    forward = instance.pop(attributes.LIGER_FORWARD, None)
     if forward is not None:
         name = forward.__qualname__.partition(".")[0]
         instance["_old_forward" if "_old_forward" in instance else "forward"] = types.MethodType(forward, experts)

@@ -14,6 +14,7 @@ from ..formats import PACKED
 from ..kernels.quantized import FP8_BLOCK, Quantized, stored_shapes
 from ..layer.experts_module import IMPLEMENTATION, has_gate
 from ..layer.packed_weight import PackedWeight, as_parameter
+from ..private import attributes
 from ..private.transformers import fp8_experts_functions
 from ..streaming.weight import HostWeight
 from .experts import sonicmoe_hf_experts_forward
@@ -21,12 +22,11 @@ from .experts import sonicmoe_hf_experts_forward
 WEIGHTS = {"gate_up_proj": "concatenated", "down_proj": "whole"}  # name: order of ORDERS
 SCALES = "_scale_inv"  # what follows a weight's name in that of its scales
 FORMAT_OF = {torch.float8_e4m3fn: "fp8", torch.int8: "mxfp4"}  # dtype of the values; int8 are pairs of E2M1
-TAKEN = "_sonicmoe_hf_taken"  # attribute of FP8Experts whose weights we took: by name, what they were
 
 
 def why_not_taken(experts: Any) -> str | None:
     """Why the weights of an FP8Experts cannot be taken as packed ones; None where they can or are."""
-    if TAKEN in vars(experts):
+    if attributes.FP8_PARAMETERS in vars(experts):
         return None
     if experts.activation_scheme != "dynamic":
         return (
@@ -94,7 +94,7 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
     """
     found = []
     for place, experts in every:
-        if TAKEN not in vars(experts):
+        if attributes.FP8_PARAMETERS not in vars(experts):
             try:
                 found.append((experts, {name: _packed(experts, name, dtype) for name in WEIGHTS}))
             except ValueError as error:
@@ -111,12 +111,12 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
         if not any(hook is _write for hook in experts._state_dict_hooks.values()):
             experts.register_state_dict_post_hook(_write)
             experts.register_load_state_dict_pre_hook(_read)
-        setattr(experts, TAKEN, taken)
+        setattr(experts, attributes.FP8_PARAMETERS, taken)
 
 
 def give_back_weights(experts: nn.Module) -> None:
     """Undo `take_weights`; nothing where it was not called."""
-    for name, (dtype, shape, requires_grad, of_scales) in vars(experts).pop(TAKEN, {}).items():
+    for name, (dtype, shape, requires_grad, of_scales) in vars(experts).pop(attributes.FP8_PARAMETERS, {}).items():
         weight: Any = getattr(experts, name)
         weight = weight.resident() if isinstance(weight, HostWeight) else weight
         values = weight.codes.view(shape).view(dtype)
@@ -125,13 +125,13 @@ def give_back_weights(experts: nn.Module) -> None:
 
 
 def _write(experts, state_dict, prefix, local_metadata):
-    for name, (dtype, shape, *_) in vars(experts).get(TAKEN, {}).items():
+    for name, (dtype, shape, *_) in vars(experts).get(attributes.FP8_PARAMETERS, {}).items():
         if isinstance(weight := state_dict.get(prefix + name), PackedWeight):
             state_dict[prefix + name] = weight.codes.view(shape).view(dtype)
 
 
 def _read(experts, state_dict, prefix, *_):
-    for name in vars(experts).get(TAKEN, {}):
+    for name in vars(experts).get(attributes.FP8_PARAMETERS, {}):
         values, scales = (state_dict.get(prefix + name + end) for end in ("", SCALES))
         own = experts._parameters[name]
         if isinstance(own, PackedWeight) and values is not None and scales is not None:

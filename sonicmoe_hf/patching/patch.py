@@ -22,6 +22,7 @@ from ..layer.config import COMPUTE as COMPUTE_CHOICES
 from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, check_choice
 from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import Family
+from ..private import attributes
 from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
 from ..private.transformers import (
     experts_implementation,
@@ -31,7 +32,7 @@ from ..private.transformers import (
 from ..streaming.placement import place_experts
 from . import calls
 from .calls import PatchState
-from .experts import COMPUTE, KNOWN, SAVE, is_fp8_experts
+from .experts import is_fp8_experts
 from .forwards import restore
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
@@ -46,7 +47,6 @@ from .support import (
     undo_liger_and_check,
 )
 
-PREVIOUS = "_sonicmoe_hf_previous"  # attribute of experts: their config's implementation before patching
 HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook)
 
 
@@ -105,12 +105,16 @@ def _parameters(model: nn.Module) -> list[str]:
 def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:
     """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
     every: list[Any] = every_experts(root)
-    before = {id(experts.config): vars(experts)[PREVIOUS] for experts in every if PREVIOUS in vars(experts)}
+    before = {
+        id(experts.config): vars(experts)[attributes.UNPATCHED]
+        for experts in every
+        if attributes.UNPATCHED in vars(experts)
+    }
     for experts in every:
         implementation = experts_implementation(experts.config)
-        setattr(experts, PREVIOUS, before.setdefault(id(experts.config), implementation))
-        setattr(experts, SAVE, save)
-        setattr(experts, COMPUTE, compute)
+        setattr(experts, attributes.UNPATCHED, before.setdefault(id(experts.config), implementation))
+        setattr(experts, attributes.SAVE, save)
+        setattr(experts, attributes.COMPUTE, compute)
         _remove_hooks(experts, (FirstUseHook,))
         experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
     root.get_correct_experts_implementation(IMPLEMENTATION)  # tells registration.py of the model
@@ -220,11 +224,11 @@ def unpatch_model(model: nn.Module) -> None:
     experts: Any
     for experts in every_experts(root):
         give_back_weights(experts)
-        vars(experts).pop(SAVE, None)
-        vars(experts).pop(COMPUTE, None)
-        vars(experts).pop(KNOWN, None)
-        if PREVIOUS in vars(experts):
-            set_experts_implementation(experts.config, vars(experts).pop(PREVIOUS))
+        vars(experts).pop(attributes.SAVE, None)
+        vars(experts).pop(attributes.COMPUTE, None)
+        vars(experts).pop(attributes.KNOWN_FACTS, None)
+        if attributes.UNPATCHED in vars(experts):
+            set_experts_implementation(experts.config, vars(experts).pop(attributes.UNPATCHED))
 
 
 def patch_state(model: nn.Module) -> PatchState:

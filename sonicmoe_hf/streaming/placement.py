@@ -13,13 +13,13 @@ from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import stored_dtypes, stored_shapes
 from ..layer.experts_module import expert_parallelism, is_expert_parallel, is_experts, weight_names
 from ..layer.packed_weight import PackedWeight, as_parameter
+from ..private import attributes
 from ..private.transformers import mark_initialized
 from .copies import REMEDY
 from .memory import AUTO, as_bytes, free_on_host, on_the_card, spread
 from .stream import ExpertsStream
 from .weight import HostWeight
 
-HOST = "_sonicmoe_hf_host"  # attribute of experts modules whose state dicts have our hook
 PROJECTIONS = ("gate_up", "down")
 
 
@@ -212,8 +212,8 @@ class LoadingPlacement:
 
 def keep_stored_names(experts: nn.Module) -> None:
     """Have state dicts hold dense weights that live in host memory as the tensors that they are."""
-    if not hasattr(experts, HOST):
-        setattr(experts, HOST, True)
+    if not hasattr(experts, attributes.HAS_HOST_HOOK):
+        setattr(experts, attributes.HAS_HOST_HOOK, True)
         experts.register_state_dict_post_hook(_write_dense)
 
 

@@ -1,0 +1,24 @@
+"""The attributes that sonicmoe_hf puts on objects of other packages, all of them. Copies and pickles take them along."""
+
+# experts modules
+SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactivation" or "input"
+COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "fp8"
+KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.KnownFacts)
+UNPATCHED = "_sonicmoe_hf_unpatched"  # what their config named before patch_model
+LIGER_FORWARD = "_sonicmoe_hf_liger_forward"  # Liger's function, which unpatch_model binds again; on wrappers too
+FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed weights: what each was, by name
+PARALLELISM = (
+    "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens: a layer.experts_module.ExpertParallelism
+)
+WHEN_SPLIT = "_sonicmoe_hf_when_split"  # called with them once they know the ranks that share them
+REVEAL_WEIGHTS = "_sonicmoe_hf_reveal_weights"  # until their checkpoint is read: what shows their weights again
+HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook of weights in host memory
+
+# modules that hold packed weights
+HAS_STORED_NAMES = "_sonicmoe_hf_has_stored_names"  # True: state dicts have the hooks that name what is stored
+
+# PEFT
+HAS_SHARDED_FACTORS = "_sonicmoe_hf_has_sharded_factors"  # True, of a ParamWrapper: sharded with its experts
+HAS_AVERAGED_ADAPTERS = (
+    "_sonicmoe_hf_has_averaged_adapters"  # True, of a model: ranks average replicated adapters' gradients
+)
