@@ -6,195 +6,151 @@ import argparse
 import json
 import time
 
+from ..errors import CheckpointError
 from ..lora.engines import ENGINES
 from .bar import progress
+from .command import command, json_option, option
 
-DEFAULT_SHARD_SIZE = "5GB"
-OF_MODELS = (
-    "dtype",
-    "dequantize",
-    "quantize",
-    "max_shard_size",
-    "revision",
-)  # options of convert that adapters have not
+DST = option("dst", metavar="DST", help="new folder")
+VERIFY = option("--verify", action="store_true", help="refuse NaN, read everything back and compare")
+SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)")
 
 
-def add_commands(commands) -> None:
-    """Add them to the subparsers of `sonicmoe-hf`."""
-    _add_convert(commands)
-    _add_merge(commands)
-    _add_inspect(commands)
-
-
-def _add_convert(commands) -> None:
-    convert = commands.add_parser(
-        "convert",
-        help="convert a checkpoint to the native layout, or back to the hub's",
-        description="Converts a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a "
-        "time and bit by bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The "
-        "result appears whole or not at all. "
-        "Exit code: 0 if it is there, 2 if nothing was written.",
-    )
-    convert.add_argument("src", metavar="SRC", help="folder or hub id")
-    convert.add_argument("dst", metavar="DST", help="new folder")
-    convert.add_argument(
+@command(
+    option("src", metavar="SRC", help="folder or hub id"),
+    DST,
+    option(
         "--layout",
         choices=("native", "hub", *ENGINES),
         required=True,
         help="the layout to convert to; vllm and sglang are for adapters",
-    )
-    convert.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"
-    )
-    convert.add_argument(
+    ),
+    option("--dtype", choices=("float32", "bfloat16", "float16"), help="cast weights (default: as stored)"),
+    option(
         "--dequantize",
         action=argparse.BooleanOptionalAction,
         help="MXFP4, FP8 and NVFP4 weights to bfloat16 (default: do it and say so)",
-    )
-    convert.add_argument(
+    ),
+    option(
         "--quantize",
         choices=("nf4", "mxfp4", "fp8", "nvfp4"),
-        help="pack the experts: with --layout native to train adapters on them, with --layout hub as "
-        "engines read them (mxfp4 for gpt-oss, fp8 for the others)",
-    )
-    _add_writing_options(convert)
-    convert.set_defaults(max_shard_size=None)  # which says whether it was given
-    convert.add_argument("--revision", help="of a hub id")
-    convert.add_argument(
+        help="pack the experts: with --layout native to train adapters on them, with --layout hub as engines read them "
+        "(mxfp4 for gpt-oss, fp8 for the others)",
+    ),
+    SHARD_SIZE,
+    VERIFY,
+    option("--revision", help="of a hub id"),
+    option(
         "--trained-on",
         metavar="MODEL",
         help="for an adapter: the folder or hub id of the model it was trained on (default: what it says)",
-    )
-    convert.set_defaults(run=_run_convert)
+    ),
+    help="convert a checkpoint to the native layout, or back to the hub's",
+)
+def convert(src: str, dst: str, layout: str, trained_on: str | None, verify: bool, **of_models) -> int:
+    """Converts a checkpoint (folder or hub id) to the native layout, or back to the hub's, one file at a time and bit by
+    bit; a folder with a LoRA adapter is converted too, also to what inference engines load. The result appears whole or
+    not at all. Exit code: 0 if it is there, 2 if nothing was written.
+    """
+    from ..checkpoints.convert import convert_checkpoint
+    from ..lora.convert import is_adapter
+
+    given = {name: value for name, value in of_models.items() if value is not None}
+    if is_adapter(src):
+        for name in given:
+            raise CheckpointError(f"--{name.replace('_', '-')} is for models, but {src} is an adapter")
+        return _convert_adapter(src, dst, layout, trained_on, verify)
+    if layout in ENGINES:
+        raise CheckpointError(
+            f"--layout {layout} is for adapters, and {src} is no folder with adapter_config.json: download one of the "
+            "hub first, hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's layout: --layout hub"
+        )
+    if trained_on is not None:
+        raise CheckpointError(f"--trained-on is for adapters, but {src} is none")
+    return _write("converting", convert_checkpoint, src, dst, layout, verify=verify, **given)
 
 
-def _add_writing_options(command) -> None:
-    command.add_argument(
-        "--max-shard-size", default=DEFAULT_SHARD_SIZE, help=f"of the files written (default {DEFAULT_SHARD_SIZE})"
-    )
-    command.add_argument("--verify", action="store_true", help="refuse NaN, read everything back and compare")
+def _convert_adapter(src: str, dst: str, layout: str, trained_on: str | None, verify: bool) -> int:
+    from rich.console import Console
+
+    from ..lora.convert import run_adapter_conversion
+
+    converted = run_adapter_conversion(src, dst, layout, trained_on=trained_on, verify=verify)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{dst}: the adapter in the {layout} layout{', verified' if verify else ''}", markup=False)
+    for hint in converted.hints:
+        console.print(f"note: {hint}", markup=False)
+    return 0
 
 
-def _add_merge(commands) -> None:
-    merge = commands.add_parser(
-        "merge",
-        help="add a LoRA adapter to the weights of its model, for engines that load no adapters of experts",
-        description="Writes BASE, of any family that Transformers loads, with ADAPTER's products added to its weights "
-        "(W + scale * B A, in fp32, in the dtype of BASE), under the names of its files. ADAPTER is what PEFT saves, on "
-        "experts (target_parameters) and on linear layers. The result appears whole or not at all. Exit code: 0 if it is "
-        "there, 2 if nothing was written.",
-    )
-    merge.add_argument("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on")
-    merge.add_argument("adapter", metavar="ADAPTER", help="folder or hub id")
-    merge.add_argument("dst", metavar="DST", help="new folder")
-    merge.add_argument("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)")
-    merge.add_argument(
+@command(
+    option("base", metavar="BASE", help="folder or hub id of the model that the adapter was trained on"),
+    option("adapter", metavar="ADAPTER", help="folder or hub id"),
+    DST,
+    option("--layout", choices=("native", "hub"), help="of the result (default: that of BASE)"),
+    option(
         "--quantize",
         choices=("keep", "mxfp4", "fp8"),
-        help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) "
-        "or fp8: pack the experts (default: bfloat16)",
-    )
-    _add_writing_options(merge)
-    merge.add_argument("--revision", help="of BASE, a hub id")
-    merge.set_defaults(run=_run_merge)
-
-
-def _add_inspect(commands) -> None:
-    inspect = commands.add_parser(
-        "inspect",
-        help="family, layout, dtype and sizes of a checkpoint, and what conversion would make of it",
-        description="Reads the config and the headers of a checkpoint (folder or hub id) and checks them against each "
-        "other. Exit code: 0 if it can be converted, 2 if not.",
-    )
-    inspect.add_argument("path", metavar="PATH", help="folder or hub id")
-    inspect.add_argument("--revision", help="of a hub id")
-    inspect.add_argument(
-        "--json", action="store_true", help='print JSON instead of a table; errors are {"error": ...}'
-    )
-    inspect.set_defaults(run=_run_inspect)
-
-
-def _run_convert(arguments) -> int:
-    from rich.console import Console
-
-    from ..checkpoints.convert import convert_checkpoint
-    from ..errors import CheckpointError
-    from ..lora.convert import is_adapter, run_adapter_conversion
-
-    if is_adapter(arguments.src):
-        for option in OF_MODELS:
-            if getattr(arguments, option) is not None:
-                raise CheckpointError(f"--{option.replace('_', '-')} is for models, but {arguments.src} is an adapter")
-        converted = run_adapter_conversion(
-            arguments.src, arguments.dst, arguments.layout, trained_on=arguments.trained_on, verify=arguments.verify
-        )
-        verified = ", verified" if arguments.verify else ""
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(f"{arguments.dst}: the adapter in the {arguments.layout} layout{verified}", markup=False)
-        for hint in converted.hints:
-            console.print(f"note: {hint}", markup=False)
-        return 0
-    if arguments.layout in ENGINES:
-        raise CheckpointError(
-            f"--layout {arguments.layout} is for adapters, and {arguments.src} is no folder with adapter_config.json: "
-            f"download one of the hub first, hf download ORG/NAME --local-dir FOLDER; engines load models in the hub's "
-            "layout: --layout hub"
-        )
-    if arguments.trained_on is not None:
-        raise CheckpointError(f"--trained-on is for adapters, but {arguments.src} is none")
-    start = time.perf_counter()
-    with progress("converting", of_bytes=True) as on_progress:
-        done = convert_checkpoint(
-            arguments.src,
-            arguments.dst,
-            arguments.layout,
-            dtype=arguments.dtype,
-            dequantize=arguments.dequantize,
-            quantize=arguments.quantize,
-            max_shard_size=DEFAULT_SHARD_SIZE if arguments.max_shard_size is None else arguments.max_shard_size,
-            verify=arguments.verify,
-            revision=arguments.revision,
-            on_progress=on_progress,
-        )
-    _print_done(done, start, arguments.verify)
-    return 0
-
-
-def _run_merge(arguments) -> int:
+        help="keep: in the format of BASE, rounding only what changed; mxfp4 (gpt-oss) or fp8: pack the experts "
+        "(default: bfloat16)",
+    ),
+    SHARD_SIZE,
+    VERIFY,
+    option("--revision", help="of BASE, a hub id"),
+    help="add a LoRA adapter to the weights of its model, for engines that load no adapters of experts",
+)
+def merge(base: str, adapter: str, dst: str, **options) -> int:
+    """Writes BASE, of any family that Transformers loads, with ADAPTER's products added to its weights (W + scale * B A,
+    in fp32, in the dtype of BASE), under the names of its files. ADAPTER is what PEFT saves, on experts
+    (target_parameters) and on linear layers. The result appears whole or not at all. Exit code: 0 if it is there, 2 if
+    nothing was written.
+    """
     from ..lora.merge import merge_adapter
 
-    start = time.perf_counter()
-    with progress("merging", of_bytes=True) as on_progress:
-        done = merge_adapter(
-            arguments.base,
-            arguments.adapter,
-            arguments.dst,
-            arguments.layout,
-            quantize=arguments.quantize,
-            max_shard_size=arguments.max_shard_size,
-            verify=arguments.verify,
-            revision=arguments.revision,
-            on_progress=on_progress,
-        )
-    _print_done(done, start, arguments.verify)
+    given = {name: value for name, value in options.items() if value is not None}
+    return _write("merging", merge_adapter, base, adapter, dst, **given)
+
+
+@command(
+    option("path", metavar="PATH", help="folder or hub id"),
+    option("--revision", help="of a hub id"),
+    json_option(" instead of a table"),
+    help="family, layout, dtype and sizes of a checkpoint, and what conversion would make of it",
+)
+def inspect(path: str, revision: str | None, as_json: bool) -> int:
+    """Reads the config and the headers of a checkpoint (folder or hub id) and checks them against each other. Exit code:
+    0 if it can be converted, 2 if not.
+    """
+    from ..checkpoints.inspect import inspect_checkpoint
+
+    inspection = inspect_checkpoint(path, revision)
+    if as_json:
+        of_a_weight = {"bytes_per_expert_weight": inspection.bytes_per_expert_weight}
+        print(json.dumps({**inspection._asdict(), **of_a_weight, "folder": str(inspection.folder)}, indent=2))
+    else:
+        _print_inspection(inspection)
     return 0
 
 
-def _print_done(done, start: float, verified: bool) -> None:
-    """What was written, in how many seconds since `start`, and the notices."""
+def _write(description: str, write, *arguments, verify: bool, **options) -> int:
+    """Have `write` make a checkpoint, under a bar; print what was written, in how many seconds, and the notices."""
     from rich.console import Console
 
+    start = time.perf_counter()
+    with progress(description, of_bytes=True) as on_progress:
+        done = write(*arguments, verify=verify, on_progress=on_progress, **options)
     console = Console(highlight=False)
     console.print(
         f"{done.path}: {done.family}, {done.source_layout} -> {done.target_layout}, {done.tensors} tensors, "
         f"{done.nbytes / 1e9:.2f} GB in {done.shards} files, {time.perf_counter() - start:.0f} s"
-        f"{', verified' if verified else ''}",
+        f"{', verified' if verify else ''}",
         markup=False,
     )
     if done.roundings:
         _print_roundings(done.roundings)
     for notice in done.notices:
         console.print(f"note: {notice}", markup=False)
+    return 0
 
 
 def _print_roundings(roundings) -> None:
@@ -206,18 +162,6 @@ def _print_roundings(roundings) -> None:
     for layer in roundings:
         table.add_row(layer.layer, f"{layer.change:.4g}", f"{layer.error:.4g}", f"{layer.survived:.1%}")
     Console().print(table)
-
-
-def _run_inspect(arguments) -> int:
-    from ..checkpoints.inspect import inspect_checkpoint
-
-    inspection = inspect_checkpoint(arguments.path, arguments.revision)
-    if arguments.json:
-        of_a_weight = {"bytes_per_expert_weight": inspection.bytes_per_expert_weight}
-        print(json.dumps({**inspection._asdict(), **of_a_weight, "folder": str(inspection.folder)}, indent=2))
-    else:
-        _print_inspection(inspection)
-    return 0
 
 
 def _experts_size(inspection) -> str:

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+from .command import command, option
+
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 SHARED = re.compile(r'^(\s*"?)from (?:finetune|shared) import .*?(\\n",)?$', re.MULTILINE)  # also in a notebook
 FIND_SHARED = "import os, sys, sonicmoe_hf; sys.path.append(os.path.join(sonicmoe_hf.__path__[0], 'examples'))"
@@ -15,17 +17,6 @@ OTHERS = {
     "quickstart.ipynb": "A notebook: patch a model, train adapters on its experts, merge, generate.",
     "zero3.json": "ZeRO-3, a config for DeepSpeed.",
 }
-
-
-def add_example(commands) -> None:
-    """Add the command `example`."""
-    parser = commands.add_parser(
-        "example",
-        help="print an example, to run and to change; without a name, list them",
-        description="Prints an example: sonicmoe-hf example finetune > finetune.py. Without a name, lists them.",
-    )
-    parser.add_argument("name", nargs="?", help="such as finetune, qlora or fsdp2.yaml")
-    parser.set_defaults(run=_run)
 
 
 def examples() -> dict[str, Path]:
@@ -40,7 +31,7 @@ def _summary(name: str, path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
-def example(path: Path) -> str:
+def _printed(path: Path) -> str:
     """An example's text, with a line before its first import of what examples share, which finds it from anywhere."""
 
     def with_path(match: re.Match) -> str:
@@ -49,15 +40,20 @@ def example(path: Path) -> str:
     return SHARED.sub(with_path, path.read_text(encoding="utf-8"), count=1)
 
 
-def _run(arguments) -> int:
+@command(
+    option("name", nargs="?", help="such as finetune, qlora or fsdp2.yaml"),
+    help="print an example, to run and to change; without a name, list them",
+)
+def example(name: str | None) -> int:
+    """Prints an example: sonicmoe-hf example finetune > finetune.py. Without a name, lists them."""
     files = examples()
-    if arguments.name is None:
+    if name is None:
         width = max(map(len, files))
-        for name, path in files.items():
-            print(f"{name:{width}}  {_summary(name, path)}")
+        for each, path in files.items():
+            print(f"{each:{width}}  {_summary(each, path)}")
         return 0
-    chosen = files.get(arguments.name.removesuffix(".py"))
+    chosen = files.get(name.removesuffix(".py"))
     if chosen is None:
-        raise ValueError(f"there is no example {arguments.name!r}; there are {', '.join(files)}")
-    sys.stdout.write(example(chosen))
+        raise ValueError(f"there is no example {name!r}; there are {', '.join(files)}")
+    sys.stdout.write(_printed(chosen))
     return 0

@@ -1,7 +1,8 @@
-"""Compiles the Hopper kernels that a layer needs, ahead of its first step, into the cache on disk; needs no GPU."""
+"""`sonicmoe-hf warmup`: the Hopper kernels that layers need, compiled ahead of the first step into the cache on disk."""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -14,10 +15,16 @@ from typing import NamedTuple
 
 import torch
 
+from ..checkpoints.config_only import build_on_meta
 from ..errors import WarmupError
+from ..kernels.activation import ACTIVATIONS
 from ..layer import backends
 from ..layer.config import LAYOUTS, check_order
 from ..layer.moe_experts import Activation
+from ..patching.experts import experts_facts, sizes_of
+from ..patching.support import supported_layers, supports
+from .bar import progress
+from .command import MAX_DIGITS, CommandError, at_least, command, option
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,82 @@ class Outcome(NamedTuple):
     seconds: float | None
 
 
+def _sizes(text: str) -> tuple[int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 2 or not all(size.isdecimal() and len(size) <= MAX_DIGITS and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not H,I: two whole numbers, such as 2048,768")
+    return int(sizes[0]), int(sizes[1])
+
+
+@command(
+    option("model", nargs="?", help="hub id or local folder"),
+    option(
+        "--shape",
+        type=_sizes,
+        action="append",
+        metavar="H,I",
+        default=[],
+        help="hidden and intermediate size of a layer; may be given several times",
+    ),
+    option(
+        "--layout",
+        choices=sorted(LAYOUTS),
+        default="concatenated",
+        help="of --shape's weights (default %(default)s, the hub's)",
+    ),
+    option("--activation", choices=ACTIVATIONS, default="swiglu", help="of --shape (default %(default)s)"),
+    option("--bias", action="store_true", help="--shape's experts have biases"),
+    option("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(default %(default)s)"),
+    option("--processes", type=at_least(1), help="that compile at a time (default: one for each CPU)"),
+    help="compile a model's Hopper kernels ahead of the first step",
+)
+def warmup(
+    model: str | None,
+    shape: list[tuple[int, int]],
+    layout: str,
+    activation: str,
+    bias: bool,
+    dtype: str,
+    processes: int | None,
+) -> int:
+    """Compiles every Hopper kernel that the layers of a model (hub id or local folder; only its config is read) or of
+    given sizes need, forward, backward and with frozen parts, into the cache on disk (SONICMOE_HF_CACHE, or
+    ~/.cache/sonicmoe_hf). Needs no GPU. Exit code: 0 if all are there, 1 if a layer's sizes are not for these kernels, 2
+    if nothing could be compiled.
+    """
+    if (model is None) == (not shape):
+        raise CommandError(
+            "give a model, or --shape H,I: sonicmoe-hf warmup MODEL, or sonicmoe-hf warmup --shape 2048,768"
+        )
+    torch_dtype = getattr(torch, dtype)
+    if model is None:
+        kinds = [LayerKind(*sizes, torch_dtype, Activation(activation), layout, bias) for sizes in shape]
+    else:
+        kinds = kinds_of_model(build_on_meta(model), torch_dtype)
+        if not kinds:
+            raise CommandError(f"{model} has no layer that is supported; sonicmoe-hf doctor says why")
+    began = time.perf_counter()
+    total, outcomes = warm_up(kinds, processes)
+    for kind in kinds:
+        print(kind)
+    compiled = 0
+    with progress("compiling") as move:
+        move(0, total)
+        for number, outcome in enumerate(outcomes, 1):
+            compiled += outcome.seconds is not None
+            what = "was there" if outcome.seconds is None else f"compiled in {outcome.seconds:.1f} s"
+            print(f"[{number:{len(str(total))}}/{total}] {outcome.kernel} {what}", flush=True)
+            move(number, total)
+    seconds = time.perf_counter() - began
+    print(f"{total} kernels in {cache_folder()}: {compiled} compiled now, {seconds:.1f} s")
+    on_triton_too = [kind for kind in kinds if on_triton(kind.hidden, kind.inner, kind.activation)]
+    for kind in on_triton_too:
+        print(placement(kind.hidden, kind.inner, kind.activation))
+    return 1 if on_triton_too else 0
+
+
 def kinds_of_model(model: torch.nn.Module, dtype: torch.dtype) -> list[LayerKind]:
     """The different layers of a model (also on the meta device) that sonicmoe_hf accelerates."""
-    from ..patching.experts import experts_facts, sizes_of
-    from ..patching.support import supported_layers, supports
-
     kinds = []
     for layer in supported_layers(model, supports(model), "accelerated"):
         facts, sizes = experts_facts(layer.experts), sizes_of(layer.experts)

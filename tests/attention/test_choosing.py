@@ -65,7 +65,7 @@ def test_other_models_keep_sdpa(tmp_path, on_a_gpu):
 
 
 def test_doctor_says_which_attention_and_warns_of_flash_attention_without_sinks(folder, on_a_gpu):
-    taken, warning = examine(str(folder)).attention
+    taken, warning = examine(str(folder))["attention"]
     assert f'takes attn_implementation="{NAME}"' in taken
     assert warning.startswith("warning") and "leave them out without an error" in warning
     assert "from_pretrained replaces them" in warning
@@ -73,12 +73,12 @@ def test_doctor_says_which_attention_and_warns_of_flash_attention_without_sinks(
 
 def test_doctor_says_why_attention_stays_eager(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert 'leaves attn_implementation="eager", as there is no NVIDIA GPU here' in examine(str(folder)).attention[0]
+    assert 'leaves attn_implementation="eager", as there is no NVIDIA GPU here' in examine(str(folder))["attention"][0]
 
 
 def test_doctor_says_nothing_of_models_without_sinks(tmp_path):
     build_family("qwen3_moe").save_pretrained(tmp_path)
-    assert examine(str(tmp_path)).attention == []
+    assert examine(str(tmp_path))["attention"] == []
 
 
 @pytest.mark.parametrize("model_type", models.UNSUPPORTED)

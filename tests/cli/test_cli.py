@@ -249,8 +249,8 @@ def test_doctor_rounds_the_tokens_that_token_rounding_needs_upwards(tmp_path):
         num_experts=8, num_experts_per_tok=3, num_hidden_layers=1, hidden_size=32, moe_intermediate_size=16
     ).save_pretrained(tmp_path)
     for tokens, applies in ((1366, True), (1365, False)):
-        (forecast,) = doctor.examine(str(tmp_path), batch_size=1, sequence_length=tokens).rounding
-        assert (forecast.applies, forecast.tokens_needed) == (applies, 1366)
+        (forecast,) = doctor.examine(str(tmp_path), batch_size=1, sequence_length=tokens)["token_rounding"]
+        assert (forecast["applies"], forecast["tokens_needed"]) == (applies, 1366)
 
 
 def test_doctor_counts_the_parameters_of_adapters_on_the_experts(capsys, tmp_path):

@@ -93,5 +93,5 @@ def test_doctor_says_what_runs_on_the_hopper_kernels(tmp_path):
     sizes = {"hidden_size": 96, "moe_intermediate_size": 36, "num_experts": 4, "num_experts_per_tok": 2}
     config = transformers.Qwen3MoeConfig(**SMALL, **sizes)
     config.save_pretrained(tmp_path)
-    (layers,) = doctor.examine(str(tmp_path)).layers
-    assert "H=96, I=36: up, down" in layers.kernels and "run on the Triton kernels" in layers.kernels
+    (layers,) = doctor.examine(str(tmp_path))["layers"]
+    assert "H=96, I=36: up, down" in layers["kernels"] and "run on the Triton kernels" in layers["kernels"]

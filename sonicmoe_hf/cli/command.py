@@ -1,0 +1,62 @@
+"""How a command of `sonicmoe-hf` is declared: a function of the options' names, whose docstring is what --help says."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MAX_DIGITS = 12  # of a number on the command line
+
+
+class CommandError(Exception):
+    """What the command line asks for cannot be done; the message says why and what to do."""
+
+
+class Option(NamedTuple):
+    """What argparse's add_argument takes."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+class Command(NamedTuple):
+    """A subcommand. run: called with the options, and returns the exit code; settings: argparse's add_parser takes."""
+
+    run: Callable[..., int]
+    options: tuple[Option, ...]
+    settings: dict[str, Any]
+
+    def add_to(self, commands) -> None:
+        """Declare it to argparse's subparsers."""
+        parser = commands.add_parser(self.run.__name__, description=inspect.getdoc(self.run), **self.settings)
+        for names, settings in self.options:
+            parser.add_argument(*names, **settings)
+        parser.set_defaults(run=self.run)
+
+
+def option(*names: str, **settings) -> Option:
+    """An option, or an argument without dashes."""
+    return Option(names, settings)
+
+
+def command(*options: Option, **settings) -> Callable[[Callable[..., int]], Command]:
+    """Make a command of the function below. settings: `help`, its line in the list of commands, and argparse's others."""
+    return lambda run: Command(run, options, settings)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number."""
+
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
+
+
+def json_option(what: str = " instead of tables") -> Option:
+    """--json."""
+    return option("--json", dest="as_json", action="store_true", help=f'print JSON{what}; errors are {{"error": ...}}')

@@ -1,0 +1,40 @@
+"""`sonicmoe-hf demo`."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+
+from ..layer.config import ROUNDINGS
+from .command import CommandError, at_least, command, option
+
+PACKAGES = ("accelerate", "matplotlib")
+TALKATIVE = ("torchao", "bitsandbytes", "DeepSpeed", "torch.utils._pytree")  # on import they say what a CPU lacks
+
+
+@command(
+    option("--steps", type=at_least(4), default=400, help="optimiser steps (default %(default)s)"),
+    option("--output", type=Path, default=Path("outputs/demo"), help="folder (default %(default)s)"),
+    option(
+        "--rounding",
+        choices=("top_k", *ROUNDINGS),
+        default="nearest",
+        help="token rounding's policy, or top_k for none (default %(default)s)",
+    ),
+    option("--tile", type=at_least(1), default=64, help="tile in rows (default %(default)s)"),
+    option("--seed", type=at_least(0), default=0, help="(default %(default)s)"),
+    help="train a small mixture-of-experts model with token rounding, on any machine",
+)
+def demo(**settings) -> int:
+    """Trains a small Qwen3-MoE-architecture model on the standard library's sources with token rounding, evaluates it
+    with top-k, saves it, reloads it through Transformers, compares logits, and draws pictures.
+    """
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise CommandError(f"the demo needs {' and '.join(missing)}: pip install 'sonicmoe-hf[train]'")
+    for library in TALKATIVE:
+        logging.getLogger(library).setLevel(logging.ERROR)
+    from ..demo.run import DemoSettings, run
+
+    return run(DemoSettings(**settings))
