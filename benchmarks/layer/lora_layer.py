@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from pathlib import Path
 
 import torch
@@ -76,19 +75,6 @@ def layers_of(shape, inputs, ranks, peer_rank, peers):
     return makers
 
 
-def times(calls, rounds, device):
-    """name -> milliseconds of each round; every round runs every call once."""
-    if device == "cuda":
-        return {name: on_device for name, (on_device, _) in interleaved_times(calls, rounds).items()}
-    found = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            found[name].append(1e3 * (time.perf_counter() - began))
-    return found
-
-
 def started(makers, inputs, add, device):
     """(contender, mode) -> Step of those that can run here; says which cannot."""
     steps = {}
@@ -131,7 +117,7 @@ def measure(table, config, shape, options):
         graphs = {name: captured(step) for name, step in steps.items()}
         runs["graph"] = {name: graph for name, graph in graphs.items() if graph}
     for launch, calls in runs.items():
-        found = times(calls, options.rounds, options.device)
+        found = {name: on_device for name, (on_device, _) in interleaved_times(calls, options.rounds).items()}
         for (contender, mode), values in found.items():
             add(contender, mode, launch, "ms", values)
             if FROZEN in found:

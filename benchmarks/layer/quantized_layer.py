@@ -1,9 +1,9 @@
-"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4) beside one in bf16: codecs, errors, the bandwidth of the
+"""One MoE layer with packed experts (NF4, MXFP4, FP8, NVFP4) beside one in bf16: errors, the bandwidth of the
 dequantizing kernel, times.
 
     python -m benchmarks.layer.quantized_layer [--part check|dequantize|generate|train ...] [--shape T,H,I,E,K ...]
 
-check: the kernel's values against the CPU's codec, bit by bit; errors of forward against fp32 on the dequantized weights.
+check: errors of forward against fp32 on the dequantized weights.
 dequantize: bytes read and written per second, every expert having rows. generate: forward without gradients at few
 tokens, by CUDA graph of a stack of layers, whose weights no cache holds; "expanded": the same with packed weights
 expanded first. train: errors, and forward and backward, of a LoRA layer as in lora_layer.py. bf16, SwiGLU, random
@@ -21,17 +21,17 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common.contenders import Unavailable
-from benchmarks.common.contenders import ours as backend_layer
-from benchmarks.common.measuring import captured
+from benchmarks.common.contenders import EAGER, available
+from benchmarks.common.measuring import captured, relative_errors
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import BYTES_PER_SECOND, SHAPES, Shape, add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import BYTES_PER_SECOND, SHAPES, Shape, activated, add_shapes, chosen_shapes, problem
 from benchmarks.common.table import Table, quantiles
 from benchmarks.layer.lora_contenders import through_peft
-from benchmarks.layer.lora_layer import Step, relative_errors, times
-from benchmarks.layer.moe_layer import memory
+from benchmarks.layer.lora_layer import Step
+from benchmarks.layer.moe_layer import interleaved_times, memory
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels.quantized import FORMATS, dequantize, quantize
+from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
@@ -57,30 +57,13 @@ def never_read_packed():
         yield
 
 
-def available_backends(device):
-    if device == "cpu":
-        return ["eager"]
-    found = []
-    for backend in ("hopper", "triton"):
-        try:
-            backend_layer(QWEN3, backend)
-            found.append(backend)
-        except Unavailable as reason:
-            print(f"  {backend} is left out: {reason}", flush=True)
-    return found
-
-
 def formats_of(shape):
     """The formats that take both weights."""
     return [name for name, block in FORMATS.items() if not (shape.H % block or shape.I % block)]
 
 
-def packed_of(inputs, name):
-    """gate_up and down of a problem as packed weights."""
-    return packed_pair(inputs[1:3], name)
-
-
 def packed_pair(weights, name):
+    """gate_up and down as packed weights."""
     orders = ("concatenated", "whole")
     return [PackedWeight.quantize(weight.detach(), name, order=order) for weight, order in zip(weights, orders)]
 
@@ -93,51 +76,18 @@ def random_tokens(shape: Shape, device):
     return x, expert, (weight / weight.sum(-1, keepdim=True)).bfloat16()
 
 
-def codec_cases(generator):
-    """(name, which, packed): a real weight, and every code and scale but those that stand for NaN."""
-    for name in FORMATS:
-        packed = quantize(torch.randn(3, 14, 64 * 64, generator=generator) * 0.02, name, "concatenated")
-        yield name, "a real weight", packed
-        packed.codes.copy_(torch.randint(256, packed.codes.shape, generator=generator))
-        scales = torch.arange(packed.scales.numel()).view(packed.scales.shape) % 256
-        if name == "fp8":
-            packed.codes[packed.codes & 127 == 127] = 0
-            yield name, "every code, scales of a byte", packed._replace(scales=(96 + scales % 64).to(torch.uint8))
-        elif name == "nvfp4":
-            scales[scales & 127 == 127] = 0
-        packed.scales.copy_(scales)
-        yield name, "every code and scale", packed
-
-
-def check_codec(add, device):
-    """The kernel's bits beside the CPU codec's."""
-    kernels = backends.load("eager" if device == "cpu" else "triton")
-    for name, which, packed in codec_cases(torch.Generator().manual_seed(0)):
-        rows = kernels.dispatch(torch.arange(3, device=device).view(1, 3), None, 1, 3, False)
-        there = [None if part is None else part.to(device) for part in packed]
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            found = kernels.dequantize(*there, name, dtype, rows).cpu()
-            expected = dequantize(packed, name, dtype)
-            differ = (found.view(torch.uint8) != expected.view(torch.uint8)).sum().item()
-            add(f"codec {name}", "check", "eager", f"different_bytes_{dtype}".replace("torch.", ""), [differ])
-            print(f"  codec {name} {dtype} {which}: {differ} bytes differ", flush=True)
-            assert not differ, "the kernel does not give the codec's values"
-
-
 def forward_error(out, x, expert, weight, dense):
     """Of a layer's output against fp32 on the dense weights, relative to its norm."""
     expected = torch.zeros_like(out, dtype=torch.float32)
     for e in range(len(dense[0])):
         token, place = (expert == e).nonzero(as_tuple=True)
-        gate, up = (x[token].float() @ dense[0][e].float().T).chunk(2, dim=1)
-        y = (torch.nn.functional.silu(gate) * up) @ dense[1][e].float().T
+        y = activated(x[token].float() @ dense[0][e].float().T, "swiglu") @ dense[1][e].float().T
         expected.index_add_(0, token, weight[token, place].float()[:, None] * y)
-    return ((out.float() - expected).norm() / expected.norm()).item()
+    return relative_error(out, expected)
 
 
 def check(config, shape, options, add):
     """Errors of forward at few tokens, packed beside bf16 on the same values, of which bf16 has the nearest."""
-    check_codec(add, options.device)
     weights = problem(shape._replace(T=1), torch.bfloat16, options.device)[1:3]
     for name in formats_of(shape):
         packed = packed_pair(weights, name)
@@ -165,28 +115,13 @@ def check(config, shape, options, add):
         del packed, dense, exact
 
 
-def interleaved_us(graphs, calls_each, rounds):
-    """Microseconds of one of the `calls_each` calls that each graph makes; all graphs take turns."""
-    found = {name: [] for name in graphs}
-    for replay in graphs.values():
-        replay()
-    for _ in range(rounds):
-        for name, replay in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            found[name].append(1e3 * start.elapsed_time(end) / calls_each)
-    return found
-
-
 def measured(calls, calls_each, rounds, device):
-    """`interleaved_us` of graphs of the calls; on a CPU of the calls."""
-    if device != "cuda":
-        return {name: [1e3 * ms / calls_each for ms in found] for name, found in times(calls, rounds, device).items()}
-    graphs = {name: captured(call) for name, call in calls.items()}
-    return interleaved_us({name: replay for name, replay in graphs.items() if replay}, calls_each, rounds)
+    """name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a GPU."""
+    if device == "cuda":
+        calls = {name: graph for name, call in calls.items() if (graph := captured(call))}
+    return {
+        name: [1e3 * ms / calls_each for ms in found] for name, (found, _) in interleaved_times(calls, rounds).items()
+    }
 
 
 def dequantize_bandwidth(config, shape, options, add):
@@ -223,7 +158,7 @@ def generate(config, shape, options, add):
     """Forward of a stack of layers with weights of their own, at few tokens."""
     depth = STACK if options.device == "cuda" else 2
     inputs = problem(shape._replace(T=1), torch.bfloat16, options.device)
-    weights = {"bf16": inputs[1:3]} | {name: packed_of(inputs, name) for name in formats_of(shape)}
+    weights = {"bf16": inputs[1:3]} | {name: packed_pair(inputs[1:3], name) for name in formats_of(shape)}
     stacks = {
         label: [pair, *([weight.clone() for weight in pair] for _ in range(depth - 1))]
         for label, pair in weights.items()
@@ -274,7 +209,7 @@ def train(config, shape, options, add):
             inputs = problem(at, torch.bfloat16, options.device)
             steps = {}
             for name in formats_of(at):
-                packed = packed_of(inputs, name)
+                packed = packed_pair(inputs[1:3], name)
                 dense = [weight.dequantize() for weight in packed]
                 own = (inputs[0], *dense, *inputs[3:])
                 with on(backend):
@@ -335,7 +270,7 @@ def main():
         raise SystemExit(f"this benchmark needs a CUDA GPU; {small} checks the script")
     options.tokens = options.tokens or list(GENERATED)
     options.trained_tokens = options.trained_tokens or [16384, 2048]
-    options.backends = available_backends(options.device)
+    options.backends = list(available(("hopper", "triton") if options.device == "cuda" else (EAGER,), QWEN3))
     table = Table()
     for config, shape in (chosen_shapes(options) if options.shape else GENERAL).items():
 
