@@ -29,6 +29,16 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Two gloo ranks, whose process groups pile up while they live."""
+    from helpers.ranks import Ranks
+
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
 class Messages(logging.Handler):
     """What sonicmoe_hf and the Trainer log."""
 

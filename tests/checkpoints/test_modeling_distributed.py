@@ -5,7 +5,6 @@ import torch
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
 from helpers.parallel import gathered, load_parallel
-from helpers.ranks import Ranks
 from helpers.training import POLICY
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
@@ -14,13 +13,6 @@ import sonicmoe_hf
 from sonicmoe_hf.patching.support import find_layers
 
 PARTIAL_SUMS = "fp32: partial sums of two ranks are added in another order"
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def parallel_step(rank, folder, kind):

@@ -9,13 +9,12 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
 from helpers.adapters import with_lora
 from helpers.examples import EXAMPLES, TEXT
 from helpers.examples import load as load_example
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from helpers.training import Examples
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -31,13 +30,6 @@ from sonicmoe_hf.errors import UnsupportedModelError
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 RANK = 3
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def adapted(model, sizes):
@@ -114,7 +106,6 @@ def logged(trainer):
 
 def trained(rank, folder):
     """What two runs log, one of four steps and one of its last two, and whether they end alike."""
-    AcceleratorState._reset_state(True)
     ends, logs = [], []
     for resume in (None, f"{folder}/run/checkpoint-2"):
         model = with_lora(
@@ -184,7 +175,6 @@ TINY = ["--steps", "4", "--batch-size", "2", "--sequence-length", "32", "--rank"
 
 def qlora_example():
     """examples/qlora.py, with texts of its own."""
-    AcceleratorState._reset_state(True)
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))  # it imports another example
     qlora = load_example("qlora")

@@ -13,7 +13,7 @@ from helpers.adapters import with_lora
 from helpers.checkpoints import edit_config, make, rewrite, tensors_in
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH, mean_of_ranks
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from helpers.training import POLICY
 from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, all_to_all, load, step
 from test_expert_parallel import pytestmark as pytestmark
@@ -28,13 +28,6 @@ from sonicmoe_hf.patching.support import find_layers
 
 FORMATS = ["nf4", "mxfp4", "fp8", "nvfp4"]
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def weights(model):

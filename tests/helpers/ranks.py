@@ -9,6 +9,7 @@ from multiprocessing import connection
 
 import torch
 import torch.multiprocessing as multiprocessing
+from accelerate.state import AcceleratorState
 
 WORLD = 2  # unless a test asks for more
 # by the process that ranks are forked from, one for all tests of a run: importing is what costs time. Nothing of ours:
@@ -46,6 +47,7 @@ def _serve(rank, world, folder, pipe):
             reply = (True, function(rank, *args))
         except Exception:
             reply = (False, traceback.format_exc())
+        AcceleratorState._reset_state(True)  # what accelerate found out once is another test's business
         buffer = io.BytesIO()
         torch.save(reply, buffer)
         pipe.send_bytes(buffer.getvalue())

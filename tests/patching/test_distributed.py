@@ -14,21 +14,13 @@ from helpers.parallel import (
     load_parallel,
     mean_of_ranks,
 )
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from helpers.training import POLICY, Watch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.experts_module import has_expert_parallelism, is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
-
 
 # DDP
 

@@ -8,7 +8,7 @@ from helpers.adapters import with_lora
 from helpers.checkpoints import fp8_of
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.parallel import OWN_BATCH, PARALLELISM, SUMMATION, gradients, mean_of_ranks
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -20,14 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import sonicmoe_hf
 from sonicmoe_hf.formats.fp8 import HubFP8
 from sonicmoe_hf.formats.hub_conversions import dense_rows
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
-
 
 OF_64 = {
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},

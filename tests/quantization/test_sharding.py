@@ -10,12 +10,11 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks, pretend_to_have_gpus
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -30,13 +29,6 @@ from sonicmoe_hf.demo.corpus import standard_library
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def assert_mean_of_ranks(model, results):
@@ -157,7 +149,6 @@ def test_zero_gathers_the_factors_of_adapted_experts(ranks, family, stage, patch
 def trained(rank, folder, checkpoint, options, wrapper):
     """The logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
     environment = dict(os.environ)
-    AcceleratorState._reset_state(True)
     args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
     if "deepspeed" in options:
         import_deepspeed()
@@ -233,7 +224,6 @@ def fsdp_gradients(model):
 def fsdp_step(
     rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None, lora=False
 ):
-    AcceleratorState._reset_state(True)
     pretend_to_have_gpus()
     model = build(family)
     if not patch_last:
@@ -324,7 +314,6 @@ def finetuned(rank, options, environment):
     """The held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks; whether it prints."""
     before = dict(os.environ)
     os.environ.update(environment)
-    AcceleratorState._reset_state(True)
     if "--deepspeed" in options:
         import_deepspeed()
     sys.path.insert(0, str(EXAMPLES))
@@ -379,7 +368,6 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
 
 def written_by_qlora(rank, folder):
     """The folders in which this rank wrote, how many lines it printed, and the held-out loss."""
-    AcceleratorState._reset_state(True)
     sys.path.insert(0, str(EXAMPLES))
     import qlora
 

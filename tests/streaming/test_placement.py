@@ -10,7 +10,6 @@ import torch
 from helpers.models import batch, build, loss_and_gradients
 from helpers.native import save_both
 from helpers.parallel import gradients
-from helpers.ranks import Ranks
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -332,13 +331,6 @@ def test_the_saved_config_says_nothing_of_where_experts_lived(late_copies, tmp_p
 
 
 # ranks
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
 
 
 def with_adapters(experts_memory):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
 from helpers.adapters import with_lora
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import (
@@ -15,7 +14,7 @@ from helpers.parallel import (
     mean_of_ranks,
     pretend_to_have_gpus,
 )
-from helpers.ranks import WORLD, Ranks
+from helpers.ranks import WORLD
 from helpers.training import TILE, Examples, Watch, arguments, counting, trainer_for
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
@@ -24,14 +23,6 @@ import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.patching.support import find_layers
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
-
 
 # the loss and the biases of all ranks
 
@@ -133,7 +124,6 @@ def test_under_ddp_the_trainers_own_loss_scales_each_ranks_batch_by_its_tokens(r
 
 def steps_of_biases(rank):
     """The biases after three steps, and as they are saved."""
-    AcceleratorState._reset_state(True)
     pretend_to_have_gpus()
     model = with_large_biases()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, auto_wrap_policy="transformer_based_wrap")
@@ -144,7 +134,6 @@ def steps_of_biases(rank):
         accelerator.backward(prepared(**batch(**OWN_BATCH[rank])).loss)
         balancing.step(prepared)
     saved = prepared.state_dict()
-    AcceleratorState._reset_state(True)
     return biases_of(prepared), [value for name, value in saved.items() if "e_score_correction_bias" in name]
 
 

@@ -9,7 +9,6 @@ from datasets import Dataset
 from helpers.marks import rest_slow
 from helpers.models import CONFIGS, batch, build
 from helpers.native import native_twin, save_both
-from helpers.ranks import Ranks
 from helpers.resuming import (
     BEST,
     SAVING,
@@ -291,16 +290,12 @@ def test_checkpoints_resume_without_our_callbacks(tmp_path):
     train(build("gpt_oss"), tmp_path / "bare", checkpoint, callbacks=[], attach=False)
 
 
-def test_two_ranks(tmp_path):
-    ranks = Ranks(tmp_path)
-    try:
-        for resumed, last, best_model, best, error in ranks.run(resume_on_a_rank, str(tmp_path)):
-            assert_equal(resumed, last)
-            assert_equal(best_model, best)
-            assert "training resumes at step 2" in error
-        ranks.run(shard_on_a_rank, str(tmp_path))
-    finally:
-        ranks.close()
+def test_two_ranks(ranks, tmp_path):
+    for resumed, last, best_model, best, error in ranks.run(resume_on_a_rank, str(tmp_path)):
+        assert_equal(resumed, last)
+        assert_equal(best_model, best)
+        assert "training resumes at step 2" in error
+    ranks.run(shard_on_a_rank, str(tmp_path))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
