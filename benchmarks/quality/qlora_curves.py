@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +28,6 @@ from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 CONTENDERS = ("bf16", "nf4", "mxfp4")
 PER_LAYER_LOSS = 0.01
 LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
-FIELDS = ("contender", "seed", "step", "held_out_loss", "gpu", "commit", "versions", "date")
 
 
 def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16):
@@ -82,17 +81,54 @@ def start(options, dtype=torch.bfloat16):
     return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), rows[:: max(1, len(rows) // options.held_out)]
 
 
-def adapted(base, contender, seed):
-    """A copy of the base with its experts as the contender holds them, and the seed's adapters."""
+def with_adapters(base, seed, rank, experts="bf16", **options):
+    """A copy of the base with its experts in this format and the seed's adapters in fp32; options: of lora_config."""
     model = copy.deepcopy(base).requires_grad_(False)
-    if contender != "bf16":
-        sonicmoe_hf.quantize_experts(model, contender)
+    if experts != "bf16":
+        sonicmoe_hf.quantize_experts(model, experts)
     set_seed(seed)
-    model = get_peft_model(model, sonicmoe_hf.lora_config(model, RANK))
+    model = get_peft_model(model, sonicmoe_hf.lora_config(model, rank, **options))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model.to(base.device)
+
+
+def parser_of(description: str, start_steps: int, steps: int, seeds: int, held_out: int) -> argparse.ArgumentParser:
+    """With these defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start-steps", type=int, default=start_steps, help="of full training, of the base")
+    parser.add_argument("--steps", type=int, default=steps, help="of the adapters")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--held-out", type=int, default=held_out, help="rows of 128 tokens, about")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the adapters")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+def curves_of(contenders, options, path: Path, adapted: Callable, dtype=torch.bfloat16) -> Iterator[tuple]:
+    """(contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender, seed) ->
+    the model to train, and its further columns."""
+    base, rows, held_out = start(options, dtype)
+    gpu = torch.cuda.get_device_name() if base.device.type == "cuda" else "none"
+    origin = {"gpu": gpu, **provenance.columns()}
+    table: list[dict] = []
+    for seed in range(1, 1 + options.seeds):
+        for contender in contenders:
+            model, further = adapted(base, contender, seed)
+            evaluate = lambda model: held_out_loss(model, held_out, dtype)  # noqa: E731
+            curve = train(model, rows, options.steps, options.learning_rate, seed, evaluate, dtype)
+            del model
+            run = {"contender": contender, "seed": seed}
+            table += [
+                {**run, "step": step, "held_out_loss": f"{loss:.5f}", **further, **origin}
+                for step, loss in curve.items()
+            ]
+            first, *_, last = curve.values()
+            print(f"{contender:15s} seed {seed}: {first:.4f} -> {last:.4f}", *further.items(), flush=True)
+            yield contender, seed, curve
+        provenance.write_rows(path, list(table[0]), table)
 
 
 def draw(curves, path):
@@ -119,36 +155,13 @@ def draw(curves, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--start-steps", type=int, default=600, help="of full training, of the base")
-    parser.add_argument("--steps", type=int, default=300, help="of the adapters")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--held-out", type=int, default=128, help="rows of 128 tokens, about")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the adapters")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    base, rows, held_out = start(options)
-    gpu = torch.cuda.get_device_name() if base.device.type == "cuda" else "none"
-    origin = {"gpu": gpu, **provenance.columns()}
-    curves, table = {}, []
-    for seed in range(1, 1 + options.seeds):
-        for contender in CONTENDERS:
-            model = adapted(base, contender, seed)
-            curve = train(
-                model, rows, options.steps, options.learning_rate, seed, lambda model: held_out_loss(model, held_out)
-            )
-            curves[contender, seed] = curve
-            table += [
-                dict(zip(FIELDS, (contender, seed, step, f"{loss:.5f}"))) | origin for step, loss in curve.items()
-            ]
-            print(f"{contender:6s} seed {seed}: {curve[0]:.4f} -> {list(curve.values())[-1]:.4f}", flush=True)
-            del model
-        with open(options.out / "qlora_curves.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(table)
+    options = parser_of(__doc__, start_steps=600, steps=300, seeds=3, held_out=128).parse_args()
+
+    def adapted(base, contender, seed):
+        return with_adapters(base, seed, RANK, experts=contender), {}
+
+    found = curves_of(CONTENDERS, options, options.out / "qlora_curves.csv", adapted)
+    curves = {(contender, seed): curve for contender, seed, curve in found}
     draw(curves, options.out / "qlora_curves.png")
     for contender in CONTENDERS:
         every = [curve for (name, _), curve in curves.items() if name == contender]
