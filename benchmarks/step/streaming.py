@@ -6,8 +6,9 @@ check      a small model's output and gradients, streamed and resident, in every
            checkpointing: equal to the bit, or the script ends
 bandwidth  GB/s from pinned host memory; the copy beside matmuls that take as long; seconds to pin a GiB
 qwen3      Qwen3-30B-A3B, NF4 experts, 16,384 tokens a step: all experts on the GPU, 4 GiB of them, none
-few        the same at 2,048 tokens, and forwards of 1 to 64 tokens
+few        the same at 2,048 tokens, steps of 8 and forwards of 1 to 64 tokens, and generation
 layer      one layer of those few tokens: weights on the GPU, copied for each call, or read by the kernels over the bus
+dense_layer  the same in bf16
 gpt_oss    gpt-oss-120b's sizes, MXFP4 experts in host memory, 2,048 tokens, under a cap of 24 GiB of GPU memory
 largest    Qwen3-235B-A22B's sizes, NF4 experts, as many of its layers as the host's free memory holds
 
@@ -46,6 +47,8 @@ from sonicmoe_hf.streaming.memory import free_on_host
 from sonicmoe_hf.streaming.placement import bytes_of, expert_layers
 
 WARMUP = 2
+FEW = (1, 8, 12, 16, 64)  # tokens; kernels read those of up to 12 over the bus
+GENERATED = 16
 CAP_GIB = 24
 # (format, reentrant checkpointing, or None without checkpointing)
 QWEN3_CHECKS = (("nf4", None), ("nf4", True), ("nf4", False), ("fp8", False), ("nvfp4", False), (None, False))
@@ -254,15 +257,35 @@ def qwen3(run: Run):
 
 
 def few(run: Run):
-    model = train_qwen3(run, 2048, settings(run)[::2], run.options.steps)
-    model.eval()
+    model, optimizer = train_qwen3(run, 2048, settings(run)[::2], run.options.steps)
+    config, given = "Qwen3-30B-A3B", {}
     for name, experts_memory in reversed(settings(run)[::2]):
         sonicmoe_hf.patch_model(model, experts_memory=experts_memory)
-        for count in (1, 8, 64):
+        model.eval()
+        for count in FEW:
             tokens = tokens_of(model, count, run.options.device)
             with torch.no_grad(), torch.autocast(run.options.device, torch.bfloat16):
                 times, _ = run.timed(lambda tokens=tokens: model(input_ids=tokens, use_cache=False).logits, 5)
-            run.add("Qwen3-30B-A3B", f"forward of {count} tokens", name, "ms", times)
+            run.add(config, f"forward of {count} tokens", name, "ms", times)
+        for sequences in (1, 8):
+            tokens = tokens_of(model, 16, run.options.device).expand(sequences, -1)
+            with torch.autocast(run.options.device, torch.bfloat16):
+                times, results = run.timed(lambda tokens=tokens: generated(model, tokens), 2, 1)
+            each = [milliseconds / GENERATED for milliseconds in times]
+            run.add(config, f"generation, {sequences} sequences", name, "ms_per_token", each)
+            if not torch.equal(results[0], given.setdefault(sequences, results[0])):
+                raise SystemExit(f"{name}: other tokens were generated")
+    for name, experts_memory in settings(run)[::2]:
+        sonicmoe_hf.patch_model(model, experts_memory=experts_memory)
+        tokens = tokens_of(model.train(), 8, run.options.device)
+        times, _ = run.timed(lambda tokens=tokens: one_step(model, optimizer, tokens), run.options.steps)
+        run.add(config, "8 tokens a step", name, "ms", times)
+
+
+def generated(model, tokens):
+    """GENERATED tokens after a prompt, the likeliest ones, with a cache of keys and values."""
+    options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False, "use_cache": True}
+    return model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **options)
 
 
 def train_qwen3(run: Run, count, rows, steps):
@@ -275,41 +298,49 @@ def train_qwen3(run: Run, count, rows, steps):
     for name, experts_memory in rows:
         sonicmoe_hf.patch_model(base, experts_memory=experts_memory)
         run.steps("Qwen3-30B-A3B", name, model, optimizer, tokens, steps)
-    return model
-
-
-class Mapped:
-    """Pinned host memory as the device's kernels see it, over the bus: torch.as_tensor makes a CUDA tensor of it."""
-
-    def __init__(self, host: torch.Tensor):
-        self.host = host
-        self.__cuda_array_interface__ = {
-            "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
-        }  # fmt: skip
+    return model, optimizer
 
 
 def layer(run: Run):
     """One layer of Qwen3's for few tokens, its weights here, there, or copied."""
+    few_of_a_layer(run, "nf4")
+
+
+def dense_layer(run: Run):
+    """The same in bf16, whose kernels read over the bus by TMA."""
+    few_of_a_layer(run, None)
+
+
+def few_of_a_layer(run: Run, format: str | None):
     if not run.on_gpu:
         return
     device, copies = run.options.device, copies_to(torch.device("cuda", torch.cuda.current_device()))
     shapes, pinned = ((128, 1536, 2048), (128, 2048, 768)), []
-    resident = [random_packed(shape, "nf4", 0.02, "whole", device) for shape in shapes]
-    mapped, pairs = [], []
-    for packed in resident:
+    resident, mapped, pairs = [], [], []
+    for shape in shapes:
+        if format is None:
+            packed = Quantized(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02, None, None)
+        else:
+            packed = random_packed(shape, format, 0.02, "whole", device)
         parts = []
         for part in packed:
+            if part is None:
+                parts.append(None)
+                continue
             host = page_aligned(part.nbytes)
             copies.pin(host)
             pinned.append(host)
             host.copy_(part.view(-1).view(torch.uint8))
             pairs.append((torch.empty(part.nbytes, dtype=torch.uint8, device=device), host))
-            parts.append(torch.as_tensor(Mapped(host), device=device).view(part.dtype).view(part.shape))
+            parts.append(copies.mapped(host).view(part.dtype).view(part.shape))
+        resident.append(packed)
         mapped.append(Quantized(*parts))
     done = copies.event()
 
     def compute(weights, x, routing):
-        gate_up, down = (PackedWeight(packed, "nf4", torch.bfloat16) for packed in weights)
+        gate_up, down = (
+            packed.codes if format is None else PackedWeight(packed, format, torch.bfloat16) for packed in weights
+        )
         return sonicmoe_hf.moe_experts(x, gate_up, down, routing)
 
     def copy_and_compute(x, routing):
@@ -317,7 +348,7 @@ def layer(run: Run):
         copies.wait(done)
         return compute(resident, x, routing)
 
-    for count in (1, 8, 64, 256):
+    for count in (1, 8, 12, 16, 64, 256):
         x = torch.randn(count, 2048, dtype=torch.bfloat16, device=device)
         weights, index = torch.rand(count, 128, device=device).softmax(-1).topk(8)
         routing = (index, weights)
@@ -330,8 +361,8 @@ def layer(run: Run):
             times, results = run.timed(call, 10)
             if not torch.equal(results[0], rows["on the GPU"]()):
                 raise SystemExit(f"{name}: another result")
-            run.add("Qwen3 layer, NF4", f"{count} tokens", name, "ms", times)
-    run.synchronize()
+            run.add(f"Qwen3 layer, {format or 'bf16'}", f"{count} tokens", name, "ms", times)
+    copies.finish()
     for host in pinned:
         copies.unpin(host)
 
@@ -383,7 +414,7 @@ def largest(run: Run):
     streamed_alone(run, "Qwen3-235B-A22B", config, "nf4", run.options.tokens or 2048, cases)
 
 
-PARTS = {part.__name__: part for part in (check, bandwidth, qwen3, few, layer, gpt_oss, largest)}
+PARTS = {part.__name__: part for part in (check, bandwidth, qwen3, few, layer, dense_layer, gpt_oss, largest)}
 
 
 def write(run: Run):

@@ -184,7 +184,7 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, plan: SavePla
     """[out_TH], and after it what `plan` says."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
-    with _without_autocast(x_TH.device, options.backend), fetched(inputs) as inputs:
+    with _without_autocast(x_TH.device, options.backend), fetched(inputs, rows, options) as inputs:
         layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
         u_PJ, h_R2I, a_RI = layer.up(None, want_h=plan.h, want_a=True)
@@ -218,7 +218,7 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
     dx comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
     need, dout = Inputs._make(needs), dout.contiguous()
-    with _without_autocast(dout.device, options.backend), fetched(inputs) as inputs:
+    with _without_autocast(dout.device, options.backend), fetched(inputs, rows, options) as inputs:
         layer = _Layer(inputs, rows, options, dout.dtype)
         gradients, dh, a, u = _down_backward(layer, need, dout, saved)
         gradients |= _up_backward(layer, need, dh, u, dout.shape[0])

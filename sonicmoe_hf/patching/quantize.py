@@ -25,10 +25,16 @@ from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from ..layer.packed_weight import PackedWeight
 from ..streaming.placement import placement_of
+from ..streaming.weight import HostWeight
 from .own_configs import use_own_configs
 from .support import REMEDIES
 
 FOUR_BITS = tuple(format for format in FORMATS if format != "fp8")  # what a checkpoint in FP8 may become
+HELD_BY_HOST = (
+    "experts of {model} live in host memory already, as they were loaded; pack them while they are loaded "
+    "(sonicmoe_hf.from_pretrained(..., experts_quantization={format!r}, experts_memory=...)), or before they go there "
+    "(quantize_experts(model, {format!r}, experts_memory=...) in place of patch_model(model, experts_memory=...))"
+)
 FOR_FILE = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
 FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
 
@@ -48,7 +54,8 @@ def quantize_experts(
     Returns:
         The same model. Save it with save_pretrained, and load it with from_pretrained.
     Raises:
-        UnsupportedExpertsError: a weight is sharded or of a size that the format does not take; nothing is changed.
+        UnsupportedExpertsError: a weight is sharded, in host memory or of a size that the format does not take; nothing
+            is changed.
         ValueError: an unknown format, weights with NaN or infinity, or a model quantized otherwise already.
         MemoryError: host memory does not hold the experts; nothing is changed.
     """
@@ -62,6 +69,8 @@ def quantize_experts(
             "the model is quantized already; quantize its experts while it is loaded: "
             "sonicmoe_hf.from_pretrained(..., experts_quantization=...)"
         )
+    if any(isinstance(weight, HostWeight) for weight in model.parameters()):
+        raise UnsupportedExpertsError(HELD_BY_HOST.format(model=type(model).__name__, format=format))
     weights = check_packable(model, format)
     for full_name, module, name in weights:
         if getattr(module, name).is_meta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ class Copies(Protocol):
     def unpin(self, host: torch.Tensor) -> None:
         """Undo `pin`, when no copy from it is under way."""
 
+    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+        """Pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
+
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Bytes on the device, as the stream that computes now may use them; its earlier work may still be using them."""
 
@@ -53,7 +57,25 @@ class Copies(Protocol):
         """Which stream computes now."""
 
     def finish(self) -> None:
-        """Wait on the host until all copies have ended."""
+        """Wait on the host until all copies have ended, and all work that reads `mapped` memory."""
+
+
+def _device_address(host: torch.Tensor) -> int | None:
+    """By which the current GPU knows pinned bytes: on Linux the host's own, as the driver says."""
+    address = ctypes.c_uint64()
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), ctypes.c_void_p(host.data_ptr()), 0)
+    return None if code else address.value
+
+
+class _Mapped:
+    """Pinned bytes at the address by which the device knows them, as torch.as_tensor takes them without a copy."""
+
+    def __init__(self, host: torch.Tensor, address: int):
+        self.host = host  # lives as long as the tensor
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
 
 
 class CudaCopies:
@@ -70,6 +92,11 @@ class CudaCopies:
 
     def unpin(self, host: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+        with torch.cuda.device(self.device):
+            address = _device_address(host)
+        return None if address is None else torch.as_tensor(_Mapped(host, address), device=self.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -99,7 +126,7 @@ class CudaCopies:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def finish(self) -> None:
-        self.stream.synchronize()
+        torch.cuda.synchronize(self.device)
 
 
 class HostCopies:
@@ -113,6 +140,9 @@ class HostCopies:
 
     def unpin(self, host: torch.Tensor) -> None:
         pass
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        return host
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

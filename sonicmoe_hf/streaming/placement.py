@@ -53,10 +53,12 @@ def check_streamable(layers: Iterable[tuple[str, nn.Module]], experts_memory: An
                 "experts_memory, or let each rank hold all experts (DDP)"
             )
         for weight in _weights(experts):
-            if type(weight) not in (nn.Parameter, torch.Tensor, PackedWeight, HostWeight) or hasattr(weight, "ds_id"):
+            is_known = type(weight) in (nn.Parameter, torch.Tensor, PackedWeight, HostWeight)
+            if not is_known or hasattr(weight, "ds_id"):
+                by = "DeepSpeed's ZeRO-3" if is_known else type(weight).__name__
                 raise UnsupportedExpertsError(
-                    f"{name} is sharded ({type(weight).__name__}), which keeps experts on the GPUs; leave out "
-                    "experts_memory, or replicate the model by DDP"
+                    f"{name} is sharded ({by}), which keeps experts on the GPUs; leave out experts_memory, or replicate "
+                    "the model by DDP"
                 )
 
 

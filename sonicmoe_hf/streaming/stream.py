@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class HostLayer:
     def __init__(self, stream: ExpertsStream, number: int):
         self.stream, self.number = stream, number
         self.weights: dict[str, Quantized] = {}
+        self._mapped: dict[str, torch.Tensor] | None = None
         self._bytes: list[torch.Tensor] = []
         self._release = weakref.finalize(self, _unpin, stream.copies, self._bytes)
         self._release.atexit = False  # CUDA may be gone by then
@@ -94,6 +95,12 @@ class HostLayer:
     def fetched(self) -> _Use:
         return _Use(self)
 
+    def mapped(self) -> dict[str, torch.Tensor] | None:
+        if self._mapped is None:
+            memories = [self.stream.copies.mapped(host) for host in self._bytes]
+            self._mapped = {} if any(memory is None for memory in memories) else self.views(memories)
+        return self._mapped or None
+
     def pairs(self, buffer: _Buffer) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(target in the buffer, source): one for each weight."""
         pairs, start = [], 0
@@ -102,15 +109,13 @@ class HostLayer:
             start += host.nbytes
         return pairs
 
-    def views(self, buffer: _Buffer) -> dict[str, torch.Tensor]:
-        """The weights where `pairs` puts them, by the names of the op's inputs."""
-        views, start = {}, 0
-        for host, (projection, packed) in zip(self._bytes, self.weights.items()):
+    def views(self, memories: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights in memory that holds the bytes of each, by the names of the op's inputs."""
+        views = {}
+        for memory, host, (projection, packed) in zip(memories, self._bytes, self.weights.items()):
             for field, part in zip(FIELDS, packed):
                 if part is not None:
-                    offset = part.data_ptr() - host.data_ptr()
-                    views[projection + field] = _place(part, buffer.bytes, start + offset)
-            start += host.nbytes
+                    views[projection + field] = _place(part, memory, part.data_ptr() - host.data_ptr())
         return views
 
 
@@ -174,7 +179,7 @@ class ExpertsStream:
             self.copies.wait(buffer.copied)
             self._fetch_ahead(layer.number)
             if layer.number not in buffer.views:
-                buffer.views[layer.number] = layer.views(buffer)
+                buffer.views[layer.number] = layer.views(target for target, _ in layer.pairs(buffer))
             return buffer.views[layer.number]
 
     def end(self) -> None:
@@ -189,7 +194,8 @@ class ExpertsStream:
                 buffer.threads.discard(thread)
 
     def forget(self, layer: HostLayer, resized: bool = False) -> None:
-        """What is on the device of a layer is no longer what the host holds. resized: the buffers may be too small."""
+        """What the host holds of a layer is about to change. resized: the buffers may be too small."""
+        self.copies.finish()
         with self._lock:
             for buffer in self._buffers:
                 buffer.views.pop(layer.number, None)

@@ -35,13 +35,15 @@ class Buffer:
 
 
 class LateCopies:
-    """See the module. log: ("copy", number of the buffer, address of the source) and ("read", number of the buffer)."""
+    """See the module. log: ("copy", number of the buffer, address of the source), ("read", number of the buffer) and
+    ("over the bus", address of the pinned memory). reading: memory that work may be reading over the bus."""
 
     every: ClassVar[list["LateCopies"]] = []
 
     def __init__(self, device):
         self.computing, self.copying = {"compute": 0, "copy": 0}, {"compute": 0, "copy": 0}
         self.buffers, self.pinned, self.queue, self.log, self.finished = [], {}, [], [], 0
+        self.mappings, self.reading = {}, set()
         LateCopies.every.append(self)
 
     def pin(self, host):
@@ -50,7 +52,15 @@ class LateCopies:
     def unpin(self, host):
         if any(source.data_ptr() == host.data_ptr() for pairs, _ in self.queue for _, source in pairs):
             raise Hazard("unpinned while a copy from it is under way")
+        if host.data_ptr() in self.reading:
+            raise Hazard("unpinned while it is read over the bus")
         del self.pinned[host.data_ptr()]
+        self.mappings.pop(host.data_ptr(), None)
+
+    def mapped(self, host):
+        assert host.data_ptr() in self.pinned, "kernels read no memory that is not pinned"
+        self.mappings[host.data_ptr()] = host.nbytes
+        return host
 
     def buffer(self, nbytes):
         self.computing["compute"] += 1  # whoever had the memory before
@@ -89,6 +99,7 @@ class LateCopies:
 
     def finish(self):
         self.finished += 1
+        self.reading.clear()
         self._arrive(self.copying["copy"])
 
     def read(self, tensor):
@@ -100,6 +111,10 @@ class LateCopies:
                 self.computing["compute"] += 1
                 buffer.read = self.computing["compute"]
                 self.log.append(("read", number))
+        for start, nbytes in self.mappings.items():
+            if 0 <= tensor.data_ptr() - start < nbytes:
+                self.reading.add(start)
+                self.log.append(("over the bus", start))
 
     @staticmethod
     def _advance(stream, event):

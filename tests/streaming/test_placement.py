@@ -27,6 +27,7 @@ from sonicmoe_hf import (
     unpatch_model,
 )
 from sonicmoe_hf.layer.experts_module import weight_names
+from sonicmoe_hf.patching import loading
 from sonicmoe_hf.streaming import memory, placement
 from sonicmoe_hf.streaming.memory import as_bytes, free_on_host, spread
 from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
@@ -309,6 +310,26 @@ def test_ranks_that_share_or_shard_experts_are_an_error(late_copies, tmp_path):
         experts._is_expert_parallel = True
     with pytest.raises(UnsupportedExpertsError, match="shared by ranks"):
         patch_model(model, experts_memory=0)
+
+
+def test_zero_3_is_an_error(late_copies, monkeypatch, tmp_path):
+    model = small()
+    model.model.layers[1].mlp.experts.down_proj.ds_id = 7  # as deepspeed.zero.Init leaves it
+    with pytest.raises(UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts is sharded \(DeepSpeed's ZeRO-3\)"):
+        patch_model(model, experts_memory=0)
+    assert not host_weights(model)
+    small().save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(UnsupportedModelError, match="DeepSpeed's ZeRO-3"):
+        from_pretrained(tmp_path, experts_memory=0)
+
+
+def test_experts_that_went_to_host_memory_are_not_packed_there(late_copies):
+    model = streamed()
+    expected = logits(model)
+    with pytest.raises(UnsupportedExpertsError, match=r"live in host memory already.*experts_quantization='nf4'"):
+        quantize_experts(model, "nf4", experts_memory=0)
+    assert torch.equal(logits(model), expected)
 
 
 def test_experts_on_the_meta_device_are_an_error(late_copies):
