@@ -361,7 +361,7 @@ def few_of_a_layer(run: Run, format: str | None):
             times, results = run.timed(call, 10)
             if not torch.equal(results[0], rows["on the GPU"]()):
                 raise SystemExit(f"{name}: another result")
-            run.add(f"Qwen3 layer, {format or 'bf16'}", f"{count} tokens", name, "ms", times)
+            run.add(f"Qwen3 layer, {(format or 'bf16').upper()}", f"{count} tokens", name, "ms", times)
     copies.finish()
     for host in pinned:
         copies.unpin(host)

@@ -1,0 +1,66 @@
+"""On a GPU, experts in host memory are read over the bus for few tokens: the resident model's bits."""
+
+import gc
+
+import pytest
+import torch
+from helpers.models import build
+
+from sonicmoe_hf import patch_model, quantize_experts
+from sonicmoe_hf.layer.fetching import _Fetched
+from sonicmoe_hf.streaming.weight import HostWeight
+
+pytestmark = pytest.mark.gpu
+
+
+def made(format, experts_memory):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 3, "num_experts": 16}
+    model = build("qwen3_moe", **sizes).to("cuda", torch.bfloat16).eval()
+    quantize_experts(model, format, experts_memory=experts_memory)
+    patch_model(model)
+    return model
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "fp8", "nvfp4"])
+def test_few_tokens_are_computed_without_a_copy(format, monkeypatch):
+    model, resident, copied = made(format, 0), made(format, None), []
+    monkeypatch.setattr(_Fetched, "__enter__", _counted(copied, _Fetched.__enter__))
+    tokens = torch.arange(20, device="cuda")[None]
+    with torch.no_grad():
+        for count, copies in ((1, 0), (6, 0), (7, 3), (20, 3), (1, 0)):
+            copied.clear()
+            given, expected = (each(input_ids=tokens[:, :count]).logits for each in (model, resident))
+            assert torch.equal(given, expected) and len(copied) == copies
+        options = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(tokens, **options), resident.generate(tokens, **options))
+
+
+def test_backward_of_few_tokens_reads_over_the_bus():
+    gradients = []
+    for experts_memory in (None, 0):
+        model = made("nf4", experts_memory)
+        x = model.get_input_embeddings()(torch.arange(4, device="cuda")[None]).detach().requires_grad_()
+        model(inputs_embeds=x).logits.float().square().mean().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_memory_is_unpinned_after_the_kernels_that_read_it():
+    model = made("nf4", 0)
+    layer = next(weight for weight in model.parameters() if isinstance(weight, HostWeight)).layer
+    hosts = list(layer._bytes)
+    with torch.no_grad():
+        model(input_ids=torch.arange(4, device="cuda")[None])
+    del model, layer
+    gc.collect()
+    torch.cuda.synchronize()
+    for host in hosts:
+        assert not host.is_pinned()
+
+
+def _counted(calls, enter):
+    def run(self):
+        calls.append(1)
+        return enter(self)
+
+    return run
