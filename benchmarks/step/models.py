@@ -6,43 +6,64 @@ Weights are random and made on the device, in the order of the modules from one 
 from __future__ import annotations
 
 import argparse
+import inspect
+import sys
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable, peer_module, scattermoe, upstream
 from benchmarks.common.shapes import Shape
-from sonicmoe_hf.demo.model import QWEN3_30B_A3B
+from sonicmoe_hf.demo.model import PATTERN, PUBLISHED, config_from, random_packed_model
 from sonicmoe_hf.patching.support import find_layers
 
+# For a CPU, of every model its own of these. Each token goes to every expert, so that what rounding does to a score
+# changes no choice; two layers of a hybrid model are one of each kind.
 TINY = {
-    "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "num_experts": 8,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None,
+    "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 0, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "full_attention_interval": 2, PATTERN: "EM*E",
 }  # fmt: skip
 
 
 class Model(NamedTuple):
-    """A model's config class and sizes; its own number of layers; of how many all weights are trained, with gradients and
-    both of Adam's moments, on one H200 (unless asked otherwise); tokens a step; attention implementation."""
+    """A model_type and its sizes; its own number of layers; of how many all weights are trained, with gradients and both
+    of Adam's moments, on one H200 (unless asked otherwise); tokens a step; attention implementation; the format of its
+    experts where they are packed."""
 
-    config: type[PreTrainedConfig]
+    model_type: str
     sizes: dict
     layers: int
     trained_layers: int
     tokens: int = 16384
     attention: str = "sdpa"
+    packed: str = "nf4"
 
 
 MODELS = {
-    "Qwen3-30B-A3B": Model(Qwen3MoeConfig, QWEN3_30B_A3B, layers=48, trained_layers=16),
+    "Qwen3-30B-A3B": Model(*PUBLISHED["Qwen/Qwen3-30B-A3B"], layers=48, trained_layers=16),
+    "Qwen3.5-35B-A3B": Model(*PUBLISHED["Qwen/Qwen3.5-35B-A3B"], layers=40, trained_layers=12),
+    "GLM-4.5-Air": Model(*PUBLISHED["zai-org/GLM-4.5-Air"], layers=46, trained_layers=5),
+    "Nemotron-3-Nano-30B-A3B": Model(
+        *PUBLISHED["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], layers=52, trained_layers=16
+    ),
     # The paper gives the experts' sizes. The rest is what lm-engine's own configs of these sizes have (open-lm-engine,
     # configs/research/m2rnn/7b-normal/softmax-attention.yml), without their shared expert: 6.6e9 parameters.
     "7B": Model(
-        Qwen3MoeConfig,
+        "qwen3_moe",
         {
             "hidden_size": 1536,
             "intermediate_size": 4096,
@@ -62,7 +83,7 @@ MODELS = {
         tokens=24576,
     ),
     "OLMoE-1B-7B": Model(  # config.json of allenai/OLMoE-1B-7B-0924
-        OlmoeConfig,
+        "olmoe",
         {
             "hidden_size": 2048,
             "intermediate_size": 1024,
@@ -77,7 +98,7 @@ MODELS = {
         trained_layers=16,
     ),
     "gpt-oss-20b": Model(  # config.json of openai/gpt-oss-20b; it has no sdpa
-        GptOssConfig,
+        "gpt_oss",
         {
             "hidden_size": 2880,
             "intermediate_size": 2880,
@@ -92,6 +113,7 @@ MODELS = {
         trained_layers=8,
         tokens=8192,
         attention="eager",
+        packed="mxfp4",
     ),
 }
 
@@ -155,23 +177,51 @@ def check_available(name: str) -> None:
 
 def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
     """The model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
-    config, sizes, *_ = MODELS[name]
+    model_type, sizes, *_ = MODELS[name]
     if tiny:
-        sizes = sizes | {key: value for key, value in TINY.items() if hasattr(config(), key)}
-    return config(**sizes | {"num_hidden_layers": layers, "use_cache": False})
+        own = AutoConfig.for_model(model_type)
+        sizes = sizes | {key: value for key, value in TINY.items() if key in sizes or hasattr(own, key)}
+    return config_from(model_type, sizes | {"use_cache": False}, layers)
 
 
-def build(name: str, layers: int, *, device: str, tiny: bool, dtype=torch.bfloat16, implementation="grouped_mm"):
-    """The model with random weights on the device, in training mode."""
+def build(
+    name: str,
+    layers: int,
+    *,
+    device: str,
+    tiny: bool,
+    dtype=torch.bfloat16,
+    implementation="grouped_mm",
+    packed: bool = False,
+) -> PreTrainedModel:
+    """The model with random weights on the device, in training mode; packed: its experts are so from the start."""
+    config, options = config_of(name, layers, tiny), {"dtype": dtype, "attn_implementation": MODELS[name].attention}
     torch.manual_seed(0)
+    if packed:
+        return random_packed_model(config, MODELS[name].packed, None, device, **options).train()
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config_of(name, layers, tiny),
-            dtype=dtype,
-            attn_implementation=MODELS[name].attention,
-            experts_implementation=implementation,
-        )
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **options)
     return model.train()
+
+
+def kernel_functions(modeling: ModuleType) -> dict[str, FunctionType]:
+    """The functions of linear attention and Mamba layers, by name, that a modeling file takes from another package where
+    that is installed. Each wraps torch's own."""
+    return {
+        name: function
+        for name, function in vars(modeling).items()
+        if isinstance(function, FunctionType) and "is_new_implementation" in function.__code__.co_freevars
+    }
+
+
+def kernels_of(name: str) -> list[str]:
+    """Who computes the model's linear attention or Mamba layers: packages, or torch for those that are not here."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(MODELS[name].model_type))]
+    found = {}
+    for function in kernel_functions(sys.modules[model.__module__]).values():
+        names = inspect.getclosurevars(function).nonlocals
+        found[names["package"]] = names["is_new_implementation"]
+    return [package if is_here else f"torch for {package}" for package, is_here in found.items()]
 
 
 class SpreadLoad:
@@ -207,10 +257,8 @@ def apply_liger(name: str, model) -> None:
     """
     from liger_kernel import transformers as liger
 
-    apply = {
-        Qwen3MoeConfig: getattr(liger, "apply_liger_kernel_to_qwen3_moe", None),
-        GptOssConfig: getattr(liger, "apply_liger_kernel_to_gpt_oss", None),
-    }.get(MODELS[name].config)
+    family = MODELS[name].model_type.removesuffix("_text")
+    apply = getattr(liger, f"apply_liger_kernel_to_{family}", None)
     if apply is None:
         raise Unavailable(f"Liger has no kernels for {name}")
     apply(swiglu=False, model=model)

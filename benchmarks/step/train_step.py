@@ -8,16 +8,18 @@
 Models at full width with random weights (models.py), sequences of 4,096 random tokens without padding, the same at every
 step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
 tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
---weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4), adapters in fp32
-under autocast. Contenders take turns as whole runs from the same weights, in --rounds rounds, each of which begins with
-another of them; --attention names what computes the attention of each. Transformers' sonicmoe tunes for minutes, so it
-runs only if named. Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
+--weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4, gpt-oss's in
+MXFP4), adapters in fp32 under autocast. Ours and Transformers' are first checked on a tiny model (checking.py).
+Contenders take turns as whole runs from the same weights, in --rounds rounds, each of which begins with another of them;
+--attention names what computes the attention of each. Transformers' sonicmoe tunes for minutes, so it runs only if named.
+Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
 --device cpu --tiny checks the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import statistics
@@ -30,7 +32,7 @@ import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.table import Table
-from benchmarks.step import models
+from benchmarks.step import checking, models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.training import WARMUP, Measured, adapted, sequences, timed_steps, varying
 
@@ -70,7 +72,8 @@ def runs_of(options) -> list[Run]:
 
 
 def settings(run: Run, options, world: int) -> str:
-    """What the column `launch` says of a run: everything that is not as by default."""
+    """What the column `launch` says of a run: everything that is not as by default, and whose kernels compute linear
+    attention or Mamba layers."""
     parts = {
         f"{run.attention} attention": run.attention is not None,
         "checkpointing": options.checkpointing,
@@ -79,36 +82,54 @@ def settings(run: Run, options, world: int) -> str:
         f"FSDP2, {world} GPU{'s' * (world > 1)}": options.fsdp,
         "fp32 weights": options.weights == "fp32",
     }
-    chosen = models.settings_of(options) + [part for part, is_chosen in parts.items() if is_chosen]
+    chosen = (
+        models.settings_of(options)
+        + models.kernels_of(run.model)
+        + [part for part, is_chosen in parts.items() if is_chosen]
+    )
     return ", ".join(chosen) or "plain"
 
 
-def prepared(run: Run, options):
-    """The model as `run` trains it."""
-    models.check_available(run.contender)
+def bare(run: Run, options):
+    """The model of `run` before it is patched and adapted."""
     contender = CONTENDERS[run.contender]
-    ours = contender.implementation == "ours"
-    if run.mode == "QLoRA" and not ours:
-        raise Unavailable(f"{run.contender} has no packed experts")
-    dtype = torch.float32 if options.weights == "fp32" else torch.bfloat16
     model = models.build(
         run.model,
         run.layers,
         device=options.device,
         tiny=options.tiny,
-        dtype=dtype,
-        implementation="grouped_mm" if ours else contender.implementation,
+        dtype=torch.float32 if options.weights == "fp32" else torch.bfloat16,
+        implementation="grouped_mm" if contender.implementation == "ours" else contender.implementation,
+        packed=run.mode == "QLoRA",
     )
     models.apply_settings(run.model, model, options)
+    return model
+
+
+def trained(model, run: Run, routing=None):
+    """A bare model as `run` trains it."""
     if run.attention is not None:
         model.set_attn_implementation(run.attention)
-    if ours:
-        sonicmoe_hf.patch_model(model, contender.routing)
-    model = adapted(model, run.mode)
+    if CONTENDERS[run.contender].implementation == "ours":
+        sonicmoe_hf.patch_model(model, routing)
+    return adapted(model, run.mode)
+
+
+def check_available(run: Run) -> None:
+    """Raises Unavailable."""
+    models.check_available(run.contender)
+    if run.mode == "QLoRA" and CONTENDERS[run.contender].implementation != "ours":
+        raise Unavailable(f"{run.contender} has no packed experts")
+
+
+def prepared(run: Run, options):
+    """The model as `run` trains it."""
+    check_available(run)
+    model = trained(bare(run, options), run, CONTENDERS[run.contender].routing)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.fsdp:
-        models.shard(model, dtype)
+        models.shard(model, next(model.parameters()).dtype)
     if options.compile == "model":
         model = torch.compile(model)
     elif options.compile == "layers":
@@ -116,6 +137,18 @@ def prepared(run: Run, options):
             if "DecoderLayer" in type(module).__name__:
                 module.compile()
     return model
+
+
+def check(runs: list[Run], options) -> None:
+    """Gradients of runs of one model and mode; of peers' kernels none, which tune for minutes at each new shape."""
+    tiny = argparse.Namespace(**vars(options) | {"tiny": True, "liger": False, "spread_load": False})
+    others = {}
+    for run in runs:
+        implementation = CONTENDERS[run.contender].implementation
+        if implementation == "ours" or (implementation == "grouped_mm" and run.mode != "QLoRA"):
+            others[f"{implementation}, {run.attention or 'its own'} attention"] = functools.partial(trained, run=run)
+    run = runs[0]._replace(layers=checking.LAYERS, contender=OURS)
+    checking.check(bare(run, tiny), lambda model: adapted(model, run.mode), others, computes_in_autocast(run, options))
 
 
 def steps_of(run: Run, options) -> Measured | None:
@@ -158,8 +191,11 @@ def add(table: Table, run: Run, options, metric: str, values: list[float], world
     table.add(run.model, shape, run.contender, run.mode, settings(run, options, world), metric, values)
 
 
-def measure(table: Table, runs: list[Run], options, world: int, say) -> None:
-    """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
+def measure(table: Table, runs: list[Run], options, world: int, say) -> list[str]:
+    """The rows of runs that take turns: each round trains every one of them anew, and begins with another. Returns a line
+    on each."""
+    if not options.fsdp:
+        check(runs, options)
     found: dict[Run, list[Measured]] = {run: [] for run in runs}
     for number in range(options.rounds):
         first = number % len(runs)
@@ -182,7 +218,7 @@ def measure(table: Table, runs: list[Run], options, world: int, say) -> None:
     for run, rounds in found.items():
         for metric, values in metrics_of(rounds).items():
             add(table, run, options, metric, values, world)
-        say(f"{run}, {settings(run, options, world)}: {summary(rounds, world)}")
+    return [f"{run}, {settings(run, options, world)}: {summary(rounds, world)}" for run, rounds in found.items()]
 
 
 def metrics_of(rounds: list[Measured]) -> dict[str, list[float]]:
@@ -294,16 +330,17 @@ def main():
     if options.varying_lengths and options.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
-    table = Table()
+    table, lines = Table(), []
     for runs in in_turns(runs_of(options)):
         if options.profile:
             for run in runs:
                 profile(table, run, options, say)
                 release(options.device)
         else:
-            measure(table, runs, options, world, say)
+            lines += measure(table, runs, options, world, say)
         if rank == 0:
             table.write(options.csv)
+    say("\n" + "\n".join(lines))
     if options.fsdp:
         torch.distributed.destroy_process_group()
 

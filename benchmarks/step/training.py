@@ -28,12 +28,10 @@ class Measured(NamedTuple):
 
 
 def adapted(model, trained: str):
-    """The model as it is trained. "full": all weights. "LoRA": r = 16 on the experts and on q and v, in fp32. "QLoRA":
-    the same, experts packed in NF4. "frozen": on q and v alone."""
+    """The model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: r = 16 on the experts and on
+    q and v, in fp32. "frozen": on q and v alone."""
     if trained == "full":
         return model.requires_grad_(True)
-    if trained == "QLoRA":
-        sonicmoe_hf.quantize_experts(model, "nf4")
     parameters = {"target_parameters": []} if trained == "frozen" else {}
     adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=ATTENTION, **parameters)
     with torch.device(next(model.parameters()).device):  # PEFT initialises them where new tensors are made

@@ -30,12 +30,29 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 2048
 NUM_EXPERTS = 32
 TOP_K = 4
+PATTERN = "hybrid_override_pattern"  # a letter a layer, as Nemotron-H's config.json has it
 PER_LAYER_LOSS = 0.05  # docs/balance.md: the busiest expert gets 1.15 times the mean; at 0.01 1.6 times
 QWEN3_30B_A3B: dict[str, Any] = {  # config.json of Qwen/Qwen3-30B-A3B
     "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
     "head_dim": 128, "num_hidden_layers": 48, "vocab_size": 151936, "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_cache": False,
+}  # fmt: skip
+# model_type and sizes by hub id: what the config.json there says besides the defaults of Transformers' own class
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", QWEN3_30B_A3B),
+    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe_text", {"full_attention_interval": 4, "use_cache": False}),
+    "zai-org/GLM-4.5-Air": ("glm4_moe", {"head_dim": 128, "attention_bias": True, "use_cache": False}),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32, "num_key_value_heads": 2,
+            "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_routed_experts": 128,
+            "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+            "routed_scaling_factor": 2.5, "vocab_size": 131072, "use_cache": False,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -64,14 +81,22 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
 
 
 def config_of(name: str, layers: int | None = None) -> PreTrainedConfig:
-    """The config of a hub id or local folder, with that many layers in place of its own.
+    """The config of a hub id or local folder, with that many layers, its first, in place of all.
 
-    Qwen/Qwen3-30B-A3B needs no network.
+    Those of PUBLISHED need no network.
     """
-    sizes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
-    if name == "Qwen/Qwen3-30B-A3B":
-        return Qwen3MoeConfig(**{**QWEN3_30B_A3B, **sizes})
-    return AutoConfig.from_pretrained(name, **sizes)
+    if name in PUBLISHED:
+        model_type, sizes = PUBLISHED[name]
+        return config_from(model_type, sizes, layers)
+    return AutoConfig.from_pretrained(name, **({} if layers is None else {"num_hidden_layers": layers}))
+
+
+def config_from(model_type: str, sizes: dict[str, Any], layers: int | None = None) -> PreTrainedConfig:
+    """The config of a model_type with these sizes, and its first `layers` where that is given."""
+    if layers is not None:
+        cut = {PATTERN: sizes[PATTERN][:layers]} if PATTERN in sizes else {"num_hidden_layers": layers}
+        sizes = sizes | cut
+    return AutoConfig.for_model(model_type, **sizes)
 
 
 def random_model(name: str, layers: int | None = None, **options) -> PreTrainedModel:
@@ -141,6 +166,11 @@ def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tu
     on_meta = {name: module._parameters[name] for name in left}
     module._parameters.update(dict.fromkeys(left))
     module.to_empty(device=device, recurse=False)
+    if not isinstance(
+        module, nn.Linear | nn.Embedding
+    ):  # some families initialise a router when its block's turn comes
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=getattr(model.config.get_text_config(), "initializer_range", 0.02))
     module._parameters.update(on_meta)
     model._init_weights(module)
 

@@ -67,6 +67,47 @@ def test_packed_experts_train_and_a_contender_without_them_is_left_out(benchmark
     assert "grouped_mm has no packed experts" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("model", ["Qwen3.5-35B-A3B", "GLM-4.5-Air", "Nemotron-3-Nano-30B-A3B"])
+def test_models_of_other_kinds_train_and_say_who_computed_their_linear_attention(benchmark, tmp_path, capsys, model):
+    chosen = ("--model", model, "--mode", "LoRA", "--mode", "QLoRA", "--contender", "sonicmoe-hf", "--layers", "2")
+    found = measured(benchmark, tmp_path / "a.csv", *chosen)
+    for mode in ("LoRA", "QLoRA"):
+        assert found["sonicmoe-hf", mode, "loss"] == pytest.approx(4.17, abs=0.1)  # ln 64
+    packages = {"Qwen3.5-35B-A3B": "causal_conv1d fla", "Nemotron-3-Nano-30B-A3B": "causal_conv1d mamba_ssm"}
+    expected = ", ".join(f"torch for {package}" for package in packages.get(model, "").split()) or "plain"
+    with open(tmp_path / "a.csv", newline="") as file:
+        assert {row["launch"] for row in csv.DictReader(file)} == {expected}
+    assert capsys.readouterr().out.count("largest error of a gradient") == 2
+
+
+def test_a_package_that_is_here_is_named_in_place_of_torch(benchmark, monkeypatch):
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+
+    train_step, _ = benchmark
+
+    def wrapped():
+        return func_name, package, is_new_implementation
+
+    func_name, package, is_new_implementation = "chunk_gated_delta_rule", "fla", True
+    monkeypatch.setattr(modeling_qwen3_5_moe, "torch_chunk_gated_delta_rule", wrapped)
+    monkeypatch.delattr(modeling_qwen3_5_moe, "torch_recurrent_gated_delta_rule")
+    assert train_step.models.kernels_of("Qwen3.5-35B-A3B") == ["torch for causal_conv1d", "fla"]
+
+
+def test_a_wrong_gradient_stops_the_benchmark_before_it_times(benchmark, tmp_path, monkeypatch):
+    train_step, _ = benchmark
+    patch_model = train_step.sonicmoe_hf.patch_model
+
+    def wrong(model, routing):
+        model.model.layers[0].mlp.experts.down_proj.data.mul_(2)
+        return patch_model(model, routing)
+
+    monkeypatch.setattr(train_step.sonicmoe_hf, "patch_model", wrong)
+    with pytest.raises(SystemExit, match="ours, its own attention computes another gradient of"):
+        measured(benchmark, tmp_path / "a.csv", "--contender", "sonicmoe-hf")
+    assert not (tmp_path / "a.csv").exists()
+
+
 def test_a_profile_finds_every_part_of_a_step(benchmark, tmp_path):
     found = measured(benchmark, tmp_path / "a.csv", "--profile", "--contender", "sonicmoe-hf")
     on_host = {

@@ -8,8 +8,10 @@ import torch
 from helpers.examples import TINY_SIZES
 from helpers.memory import LiveBytes
 from helpers.models import CONFIGS, batch
+from helpers.small_families import small_config
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3NextConfig
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
@@ -19,6 +21,7 @@ from sonicmoe_hf.demo.random_bytes import random_packed
 from sonicmoe_hf.formats import PACKED
 from sonicmoe_hf.kernels.minifloat import from_e4m3
 from sonicmoe_hf.kernels.quantized import FORMATS, ORDERS, dequantize
+from sonicmoe_hf.patching.support import find_layers
 
 STD = 0.02
 SIZES = {  # NF4 needs multiples of 64
@@ -65,6 +68,23 @@ def test_random_packed_models_run_and_no_dense_weight_was_there(family, name, mo
     inputs = batch()
     loss = model(**inputs).loss.item()
     assert abs(loss - math.log(config.vocab_size)) < 0.5, "untrained: every token is about as probable"
+
+
+def test_a_router_that_its_block_initialises_is_no_memory_that_was_left_there(monkeypatch):
+    to_empty = nn.Module.to_empty
+
+    def poisoned(module, **options):
+        to_empty(module, **options)
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            tensor.data.fill_(math.nan if tensor.is_floating_point() else 0)
+
+    monkeypatch.setattr(nn.Module, "to_empty", poisoned)
+    config = small_config(Qwen3NextConfig, {"hidden_size": 64, "moe_intermediate_size": 64})
+    model = random_packed_model(config, "nf4")
+    sonicmoe_hf.patch_model(model)
+    router = next(layer.router for layer in find_layers(model))
+    assert 0.5 < router.weight.std() / model.config.initializer_range < 2
+    assert model(input_ids=torch.arange(16)[None]).logits.isfinite().all()
 
 
 def test_a_random_model_is_made_on_the_cpu_where_torch_has_cuda_and_the_machine_no_gpu(tmp_path, monkeypatch):
