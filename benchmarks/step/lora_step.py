@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import itertools
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 import sonicmoe_hf
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.table import Table
-from benchmarks.step import models
+from benchmarks.step import checking, models
 from benchmarks.step.training import WARMUP, adapted, sequences, timed_in_turn
 
 MODEL = "Qwen3-30B-A3B"
@@ -74,6 +75,20 @@ def build(layers: int, options):
     return model
 
 
+def check(names: list[str], options):
+    """Gradients of tiny models of the cases."""
+    for mode in dict.fromkeys(CASES[name].trained for name in names):
+        finish = functools.partial(adapted, trained=mode)
+
+        def ours(model, finish=finish):
+            sonicmoe_hf.patch_model(model)
+            return finish(model)
+
+        others = {name: ours if CASES[name].ours else finish for name in names if CASES[name].trained == mode}
+        tiny = models.build(MODEL, checking.LAYERS, device=options.device, tiny=True)
+        checking.check(tiny, finish, others, autocast=True)
+
+
 def groups(names):
     """The cases whose steps are taken in turn."""
     in_turn = [name for name in names if CASES[name].ours and CASES[name].trained != "full"]
@@ -107,11 +122,12 @@ def measure(table, base, row: Row, names: list[str], options):
             add(name, "out_of_memory", [1])
             print(f"{row!s:24s} {name:30s} out of memory", flush=True)
     else:
-        for name, (times, _, peak, loss) in zip(names, found):
-            add(name, "ms", times)
-            add(name, "peak_GiB", [peak])
+        for name, measured in zip(names, found):
+            add(name, "ms", measured.milliseconds)
+            add(name, "peak_GiB", [measured.peak_GiB])
             print(
-                f"{row!s:24s} {name:30s} {torch.tensor(times).median():9.1f} ms  {peak:6.1f} GiB  loss {loss:.3f}",
+                f"{row!s:24s} {name:30s} {torch.tensor(measured.milliseconds).median():9.1f} ms  "
+                f"{measured.peak_GiB:6.1f} GiB  loss {measured.loss:.3f}",
                 flush=True,
             )
         if len(found) > 1:
@@ -150,6 +166,7 @@ def main():
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --tiny --row 2,64,plain checks the script")
     rows = [row._replace(layers=options.layers or row.layers) for row in options.row or ROWS]
+    check(options.case or list(CASES), options)
     table = Table()
     for layers in dict.fromkeys(row.layers for row in rows):
         model = build(layers, options)

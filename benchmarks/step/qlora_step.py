@@ -13,7 +13,7 @@ backend, as a consumer card does; the others on the one that is chosen. --device
 from __future__ import annotations
 
 import argparse
-import copy
+import functools
 import gc
 import os
 import time
@@ -22,36 +22,23 @@ from typing import NamedTuple
 
 import torch
 from peft import get_peft_model
-from torch import nn
-from transformers import GptOssConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.table import Table
-from benchmarks.step.models import MODELS
-from benchmarks.step.training import one_step
-from sonicmoe_hf import PackedWeight
+from benchmarks.step import checking
+from benchmarks.step.models import MODELS, apply_liger, config_of
+from benchmarks.step.training import one_step, optimizer_of
 from sonicmoe_hf.demo.model import random_packed_model
 from sonicmoe_hf.layer.backends import VARIABLE
 
-GPT_OSS = {  # config.json of openai/gpt-oss-20b; what it leaves out are the defaults
-    "num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
-    "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
-}  # fmt: skip
-TINY = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 4096,
-}  # fmt: skip
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-RANK, SEQUENCE, WARMUP, LEARNING_RATE = 8, 4096, 2, 1e-4
+RANK, SEQUENCE, WARMUP = 8, 4096, 2
 CARD_GIB = 24
-MAX_ERROR = 0.05  # of a gradient in bf16 against the dequantized weights', in another order of sums
 
 
 class Case(NamedTuple):
-    """model: "qwen3" or "gpt_oss". tokens: of a step. experts, attention: the format of their weights, or "bf16".
+    """model: one of models.py. tokens: of a step. experts, attention: the format of their weights, or "bf16".
     trains_experts: whether they have adapters. goal_gib: of the peak, for capped cases."""
 
     model: str
@@ -63,50 +50,40 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "Qwen3-30B-A3B, experts and attention": Case("qwen3", 2048, "nf4", "nf4", goal_gib=22.5),
-    "Qwen3-30B-A3B, attention alone": Case("qwen3", 2048, "nf4", "nf4", False, 18.0),
-    "gpt-oss-20b, experts and attention": Case("gpt_oss", 2048, "mxfp4", "bf16", goal_gib=17.0),
-    "Qwen3-30B-A3B, 16384 tokens, QLoRA": Case("qwen3", 16384, "nf4", "nf4"),
-    "Qwen3-30B-A3B, 16384 tokens, QLoRA, bf16 attention": Case("qwen3", 16384, "nf4", "bf16"),
-    "Qwen3-30B-A3B, 16384 tokens, bf16 LoRA": Case("qwen3", 16384, "bf16", "bf16"),
+    "Qwen3-30B-A3B, experts and attention": Case("Qwen3-30B-A3B", 2048, "nf4", "nf4", goal_gib=22.5),
+    "Qwen3-30B-A3B, attention alone": Case("Qwen3-30B-A3B", 2048, "nf4", "nf4", False, 18.0),
+    "gpt-oss-20b, experts and attention": Case("gpt-oss-20b", 2048, "mxfp4", "bf16", goal_gib=17.0),
+    "Qwen3-30B-A3B, 16384 tokens, QLoRA": Case("Qwen3-30B-A3B", 16384, "nf4", "nf4"),
+    "Qwen3-30B-A3B, 16384 tokens, QLoRA, bf16 attention": Case("Qwen3-30B-A3B", 16384, "nf4", "bf16"),
+    "Qwen3-30B-A3B, 16384 tokens, bf16 LoRA": Case("Qwen3-30B-A3B", 16384, "bf16", "bf16"),
 }
-
-
-def config_of(case: Case, options):
-    sizes = {"qwen3": MODELS["Qwen3-30B-A3B"].sizes, "gpt_oss": GPT_OSS}[case.model] | {"use_cache": False}
-    if options.tiny:
-        sizes = {name: TINY.get(name, value) for name, value in sizes.items() if name != "rope_parameters"}
-    if options.layers:
-        sizes["num_hidden_layers"] = options.layers
-    return {"qwen3": Qwen3MoeConfig, "gpt_oss": GptOssConfig}[case.model](**sizes)
 
 
 def build(case: Case, options):
     """The model with random weights, quantized, on the device; never more than one weight of it still to be quantized."""
     experts, linear = (None if weights == "bf16" else weights for weights in (case.experts, case.attention))
-    attention = options.gpt_oss_attention if case.model == "gpt_oss" else "sdpa"
+    attention = options.gpt_oss_attention if case.model == "gpt-oss-20b" else "sdpa"
+    config = config_of(case.model, options.layers or MODELS[case.model].layers, options.tiny)
     model = random_packed_model(
-        config_of(case, options), experts, linear, options.device, dtype=torch.bfloat16, attn_implementation=attention
+        config, experts, linear, options.device, dtype=torch.bfloat16, attn_implementation=attention
     )
     if options.liger:
-        apply_liger(model, case)
+        apply_liger(case.model, model)
     return model.train().requires_grad_(False)
 
 
-def apply_liger(model, case: Case):
-    from liger_kernel.transformers import apply_liger_kernel_to_gpt_oss, apply_liger_kernel_to_qwen3_moe
-
-    apply = {"qwen3": apply_liger_kernel_to_qwen3_moe, "gpt_oss": apply_liger_kernel_to_gpt_oss}[case.model]
-    apply(swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True, model=model)
-
-
 def adapted(model, case: Case, device):
-    """The model with adapters, checkpointing and our kernels."""
-    sonicmoe_hf.patch_model(model)
+    """The model with adapters."""
     parameters = {} if case.trains_experts else {"target_parameters": []}
     adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=ATTENTION, **parameters)
     with torch.device(device):  # PEFT initialises them where new tensors are made
-        model = get_peft_model(model, adapters)
+        return get_peft_model(model, adapters)
+
+
+def trained(model, case: Case, device):
+    """The model with adapters, checkpointing and our kernels."""
+    sonicmoe_hf.patch_model(model)
+    model = adapted(model, case, device)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -114,13 +91,12 @@ def adapted(model, case: Case, device):
 def train(case: Case, options):
     """(milliseconds of each step after the warm-up, the first loss, the last)."""
     torch.manual_seed(0)
-    model = adapted(build(case, options), case, options.device)
+    model = trained(build(case, options), case, options.device)
     count = options.tokens or case.tokens
     length = min(SEQUENCE, count)
     tokens = torch.randint(model.config.vocab_size, (count // length, length), device=options.device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert {parameter.dtype for parameter in trained} == {torch.float32}
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    optimizer = optimizer_of(model)
+    assert {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]} == {torch.float32}
     synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     times, losses = [], []
     for _ in range(WARMUP + options.steps):
@@ -136,32 +112,11 @@ def train(case: Case, options):
 
 
 def check(case: Case, options):
-    """Gradients of a tiny model of the case on the device, beside those over its dequantized experts."""
-    tiny = argparse.Namespace(**{**vars(options), "tiny": True, "layers": None, "liger": False})
+    """Gradients of a tiny model of the case on the device; its linear layers stay in bf16."""
+    tiny = argparse.Namespace(**vars(options) | {"tiny": True, "layers": checking.LAYERS, "liger": False})
     torch.manual_seed(0)
-    packed = build(case, tiny)
-    dense = copy.deepcopy(packed)
-    for module in dense.modules():
-        for name, weight in list(module._parameters.items()):
-            if isinstance(weight, PackedWeight):
-                module._parameters[name] = nn.Parameter(weight.dequantize(), requires_grad=False)
-    tokens = torch.randint(packed.config.vocab_size, (1, 256), device=options.device)
-    found = []
-    for model in (packed, dense):
-        torch.manual_seed(1)
-        model = adapted(model, case, options.device)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.05)
-        with torch.autocast(options.device, torch.bfloat16):
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    actual, expected = found
-    errors = {name: ((actual[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
-    worst = max(errors, key=errors.get)
-    print(f"  gradients of a tiny model: largest error {errors[worst]:.4f} ({worst})", flush=True)
-    if not errors[worst] < MAX_ERROR:
-        raise SystemExit("packed and dequantized experts disagree")
+    adapt, train = (functools.partial(make, case=case, device=options.device) for make in (adapted, trained))
+    checking.check(build(case._replace(attention="bf16"), tiny), adapt, {"sonicmoe-hf": train}, autocast=True)
 
 
 def measure(table, name: str, options):
@@ -170,8 +125,7 @@ def measure(table, name: str, options):
     capped = case.goal_gib is not None
     os.environ[VARIABLE] = options.backend or ("triton" if capped and on_gpu else "")
     print(name, flush=True)
-    if case.experts != "bf16":
-        check(case, options)
+    check(case, options)
     release()
     if on_gpu:
         total = torch.cuda.get_device_properties(0).total_memory
