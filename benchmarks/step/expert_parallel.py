@@ -10,8 +10,7 @@ Losses and norms of the gradients of the top-k cases must agree. Steps are timed
 GPU sends to others. That is N - 1 times its part for an all-gather, (N - 1) / N of its input for a reduce-scatter, and
 what is for others in an all-to-all. `exchange` is what the experts' ranks exchange, `other` what FSDP2 does.
 
-Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --profile prints the kernels that take longest. --tiny
-checks the script, also without GPUs.
+Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --tiny checks the script, also without GPUs.
 """
 
 from __future__ import annotations
@@ -213,24 +212,8 @@ def timed_steps(model, tokens, options):
         one_step(model, tokens, optimizer)
         synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    if options.profile:
-        profile(model, tokens, optimizer)
     peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else float("nan")
     return times[WARMUP:], peak
-
-
-def profile(model, tokens, optimizer):
-    from torch.profiler import ProfilerActivity
-
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        one_step(model, tokens, optimizer)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        kernels = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
-        kernels.sort(key=lambda event: -event.self_device_time_total)
-        for event in kernels[:30]:
-            print(f"    {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d}  {event.key[:100]}", flush=True)
 
 
 def measure(model, case: Case, tokens, options) -> dict[str, list[float]]:
@@ -308,7 +291,6 @@ def main() -> None:
     add_settings(parser)
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
-    parser.add_argument("--profile", action="store_true", help="the kernels of one step that take longest")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
     parser.add_argument("--csv", type=Path, default=RESULTS / "expert_parallel.csv")
     options = parser.parse_args()

@@ -2,28 +2,24 @@
 
     python -m benchmarks.sweep.sweep_hopper [--out benchmarks/results] [--shape T,H,I,E,K ...] [--kernel up ...]
 
-bf16, swiglu, random data and routing; weights concatenated, and for `up` and `down_backward` interleaved too. Compiles in
-processes of their own first. Every result is compared with the first candidate's, and the Triton kernel is timed beside.
-Writes sweep_hopper.csv.
+bf16, swiglu, random data and routing; weights concatenated, and for `up` and `down_backward` interleaved too. The Triton
+kernel is timed beside (candidates.py). Writes sweep_hopper.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import os
-import statistics
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from benchmarks.common import provenance
-from benchmarks.common.measuring import graph_of, largest_error
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.shapes import Shape, problem
-from benchmarks.sweep.sweep_triton import as_tensors
+from benchmarks.sweep.candidates import ORIGIN, timed, write
 from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.kernels import hopper, triton
 from sonicmoe_hf.kernels.hopper import cache, compiled
@@ -46,7 +42,6 @@ CANDIDATES = {
 }
 SHAPES = ("24576,1536,256,128,8", "16384,2048,768,128,8", "16384,2048,1024,64,8", "16384,2880,2880,32,4",
           "16384,4096,1024,256,4", "2048,2048,768,128,8", "512,2048,768,128,8")  # fmt: skip
-FIELDS = ("shape", "kernel", "tile", "us", "TFLOP/s", "difference", "gpu", "commit", "versions", "date")
 
 
 def calls(shape: Shape, inputs):
@@ -79,16 +74,11 @@ def calls(shape: Shape, inputs):
     }
 
 
-@contextlib.contextmanager
-def using(tile: Tile):
-    """The table answers `tile`."""
-    with mock.patch.multiple(
-        hopper,
-        tile=lambda *_: tile,
-        gemm_down_tiles=lambda *_: (tile,) * 3,
-        gemm_wgrad_tiles=lambda *_: (tile, tile),
-    ):
-        yield
+def use(tile: Tile):
+    """From now on the table answers `tile`."""
+    hopper.tile = lambda *_: tile
+    hopper.gemm_down_tiles = lambda *_: (tile,) * 3
+    hopper.gemm_wgrad_tiles = lambda *_: (tile, tile)
 
 
 def asked_for(call, tile: Tile):
@@ -96,8 +86,8 @@ def asked_for(call, tile: Tile):
     found = []
     kernels = ("gemm_up", "gemm_down", "gemm_down_backward", "gemm_wgrad")
     notes = {name: (lambda *parameters, name=name: found.append((name, parameters))) for name in kernels}
+    use(tile)
     with (
-        using(tile),
         mock.patch.multiple(compiled, **notes),
         mock.patch.object(hopper, "_run_on_its_device"),
         mock.patch.object(cache, "compile_ahead"),
@@ -121,35 +111,11 @@ def compile_all(shapes, wanted):
     return candidates
 
 
-def microseconds(replays, rounds=5, repeats=4):
-    """The median time of each graph; they take turns, because the GPU's clock falls as it warms."""
-    times = [[] for _ in replays]
-    for _ in range(rounds):
-        for replay, found in zip(replays, times):
-            replay()
-            for _ in range(repeats):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                replay()
-                end.record()
-                found.append((start, end))
-        torch.cuda.synchronize()
-    return [1e3 * statistics.median(start.elapsed_time(end) for start, end in found) for found in times]
-
-
-def time_kernel(call, flop, candidates):
-    """(name of the tile, microseconds, TFLOP/s, relative difference from the first) of each candidate, and of Triton."""
-    replays, differences, first = [], [], None
-    for tile in [*candidates, None]:
-        with using(tile):
-            step = lambda tile=tile: call(triton if tile is None else hopper)  # noqa: E731
-            results = as_tensors(step())
-            replays.append(graph_of(step))
-        first = first or results
-        differences.append(largest_error(results, first))
-    names = [*map(str, candidates), "triton"]
-    for name, us, difference in zip(names, microseconds(replays), differences):
-        yield name, us, flop / us / 1e6, difference
+def jobs(call, candidates):
+    """(name, what has the tile used, call) of each candidate, and of Triton's kernel."""
+    for tile in candidates:
+        yield str(tile), partial(use, tile), partial(call, hopper)
+    yield "triton", lambda: None, partial(call, triton)
 
 
 def main():
@@ -161,23 +127,15 @@ def main():
     shapes = [Shape(*map(int, text.split(","))) for text in options.shape or SHAPES]
     wanted = options.kernel or list(CANDIDATES)
     candidates = compile_all(shapes, wanted)
-    common = (torch.cuda.get_device_name(), *provenance.columns().values())
     with open(options.out / "sweep_hopper.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(FIELDS)
+        table.writerow(["shape", "kernel", "tile", "us", "TFLOP/s", "difference", *ORIGIN])
         for shape in shapes:
             of_shape = calls(shape, problem(shape))
             for name in wanted:
                 flop, call = of_shape[name]
-                found = list(time_kernel(call, flop, candidates[shape, name]))
-                for tile, us, tflops, difference in found:
-                    table.writerow([shape, name, tile, f"{us:.1f}", f"{tflops:.0f}", f"{difference:.1e}", *common])
+                write(table, shape, name, timed(jobs(call, candidates[shape, name])), flop)
                 file.flush()
-                words = [
-                    f"{tile} {us:.0f} us ({tflops:.0f})" + (f" DIFFERS {difference:.0e}" if difference > 1e-2 else "")
-                    for tile, us, tflops, difference in found
-                ]
-                print(shape, name, " | ".join(words), flush=True)
             torch.cuda.empty_cache()
 
 

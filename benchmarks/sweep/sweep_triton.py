@@ -3,8 +3,7 @@ comes from.
 
     python -m benchmarks.sweep.sweep_triton --out DIR [--shape T,H,I,E,K ...] [--kernel up ...]
 
-Compiles in processes of their own first. A kernel's candidates take turns without a pause, so that all of them run at the
-clock that the GPU sustains. Every candidate's result is compared with the first's.
+bf16, swiglu, random data and routing (candidates.py). Writes sweep_triton.csv.
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import subprocess
-import sys
+from functools import partial
 from importlib import import_module
 
 import torch
-from triton.runtime import JITFunction
 
-from benchmarks.common import provenance
-from benchmarks.common.measuring import graph_of, largest_error
 from benchmarks.common.shapes import SHAPES, Shape, problem
+from benchmarks.sweep.candidates import ORIGIN, compile_in_processes, compile_share, timed, write
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import config, gemm_common, gemm_down_backward, gemm_wgrad
-from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.config import Blocks, GradientBlocks
 
 
@@ -102,81 +97,20 @@ def experiments(shape: Shape, wanted, inputs):
                 yield kernel, tile, candidate, flop, call
 
 
-def interleaved_us(replays, rounds=16, warm=4):
-    """The median time of each graph, all taking turns."""
-    times = [[] for _ in replays]
-    for _ in range(rounds):
-        for replay, found in zip(replays, times):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            replay()
-            end.record()
-            found.append((start, end))
-    torch.cuda.synchronize()
-    return [1e3 * sorted(a.elapsed_time(b) for a, b in found[warm:])[(rounds - warm) // 2] for found in times]
+def jobs(shape: Shape, wanted, inputs):
+    """kernel -> ([(name, what has the candidate used, call)], FLOP)."""
+    found: dict[str, tuple[list, float]] = {}
+    for kernel, tile, candidate, flop, call in experiments(shape, wanted, inputs):
+        name = f"{tile}:{'' if candidate is None else ' '.join(map(str, candidate))}"
+        found.setdefault(kernel, ([], flop))[0].append((name, partial(use, tile, candidate), call))
+    return found
 
 
-def as_tensors(result):
-    return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
-
-
-class NothingKept(dict):
-    """Every launch is a first one: here the first only compiles."""
-
-    def __setitem__(self, key, value):
-        pass
-
-
-def compile_share(shapes, wanted, share, shares):
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
-    launching._COMPILED = NothingKept()
-    for shape in shapes:
-        T, H, I, E, K = shape
-        inputs = [
-            torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((T, H), (E, 2 * I, H), (E, H, I))
-        ]
-        inputs += [torch.zeros(T, K, device="cuda", dtype=torch.int64), torch.empty(T, K, device="cuda"), inputs[0]]
-        for i, (kernel, tile, candidate, _, call) in enumerate(experiments(shape, wanted, inputs)):
-            if i % shares == share:
-                use(tile, candidate)
-                try:
-                    call()
-                except (
-                    Exception
-                ) as error:  # a candidate may ask for more than the GPU has: the sweep goes on without it
-                    print("not compiled", kernel, candidate, str(error)[:100], flush=True)
-
-
-def measure(table, shape, name, group):
-    """Write and print the figures of a kernel's candidates."""
-    first, found = None, []
-    for tile, candidate, flop, call in group:
-        use(tile, candidate)
-        try:
-            results = as_tensors(call())
-            first = first or results
-            found.append((tile, candidate, flop, largest_error(results, first), graph_of(call)))
-        except Exception as error:  # as in compile_share
-            print("failed", name, candidate, str(error)[:80])
-    lines = []
-    for us, (tile, candidate, flop, difference, _) in zip(interleaved_us([f[-1] for f in found]), found):
-        text = "" if candidate is None else " ".join(map(str, candidate))
-        table.writerow(
-            [
-                shape,
-                name,
-                tile,
-                text,
-                f"{us:.1f}",
-                f"{flop / us / 1e6:.0f}",
-                f"{difference:.1e}",
-                *provenance.columns().values(),
-            ]
-        )
-        wrong = "" if difference < 1e-2 else f" DIFFERS {difference:.1e}"
-        lines.append((us, f"{tile}:{text} {us:.0f}us {flop / us / 1e6:.0f}{wrong}"))
-    print(shape, name, " | ".join(text for _, text in sorted(lines)[:8]), flush=True)
+def unwritten(shape: Shape):
+    """A problem without values."""
+    T, H, I, E, K = shape
+    inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in ((T, H), (E, 2 * I, H), (E, H, I))]
+    return [*inputs, torch.zeros(T, K, device="cuda", dtype=torch.int64), torch.empty(T, K, device="cuda"), inputs[0]]
 
 
 def main():
@@ -188,26 +122,18 @@ def main():
     options = parser.parse_args()
     shapes = [Shape(*map(int, s.split(","))) for s in options.shape or ()] or list(SHAPES.values())
     wanted = options.kernel or [*CANDIDATES[128], "gate_up_gradient", "down_gradient", "combine", "dispatch"]
-    shares = 14
     if options.share is not None:
-        return compile_share(shapes, wanted, options.share, shares)
-    workers = [
-        subprocess.Popen([sys.executable, "-m", __spec__.name, *sys.argv[1:], "--share", str(i)])
-        for i in range(shares)
-    ]
-    for worker in workers:
-        worker.wait()
-    print("compiled", flush=True)
-    with open(os.path.join(options.out, "sweep.csv"), "w", newline="") as file:
+        every = (
+            job for shape in shapes for group, _ in jobs(shape, wanted, unwritten(shape)).values() for job in group
+        )
+        return compile_share(options.share, every)
+    compile_in_processes(__spec__.name)
+    with open(os.path.join(options.out, "sweep_triton.csv"), "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["shape", "kernel", "row_tile", "blocks", "us", "TFLOP/s", "difference", *provenance.columns()])
+        table.writerow(["shape", "kernel", "blocks", "us", "TFLOP/s", "difference", *ORIGIN])
         for shape in shapes:
-            inputs, groups = problem(shape), {}
-            for name, *rest in experiments(shape, wanted, inputs):
-                groups.setdefault(name, []).append(rest)
-            for name, group in groups.items():
-                measure(table, shape, name, group)
-            del inputs, groups
+            for name, (group, flop) in jobs(shape, wanted, problem(shape)).items():
+                write(table, shape, name, timed(group), flop)
             torch.cuda.empty_cache()
 
 

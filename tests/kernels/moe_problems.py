@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from sonicmoe_hf.kernels import eager
+from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import Activation, is_gated
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import moe_experts
@@ -81,6 +81,21 @@ def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="p
         save=save,
     )
     gradients = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def by_reference(tensors, dout, ids, layout, activation, dtype=torch.float64):
+    """What `run` gives, from the loops in reference.py and autograd, on the CPU in this dtype."""
+    expert, token = (None if part is None else part.cpu() for part in ids)
+    token = torch.arange(len(expert)).repeat_interleave(expert.shape[1]) if token is None else token
+    leaves = {name: t.detach().cpu().to(dtype).requires_grad_() for name, t in tensors.items()}
+    act = Activation(activation)
+    out = reference.moe_experts(
+        leaves["x"], leaves["gate_up"], leaves["down"], expert.reshape(-1), token, leaves["weight"],
+        gate_up_bias_E2I=leaves.get("gate_up_bias"), down_bias_EH=leaves.get("down_bias"),
+        interleaved=LAYOUTS[layout][1], activation=act.name, alpha=act.alpha, limit=act.limit,
+    )  # fmt: skip
+    gradients = torch.autograd.grad(out, list(leaves.values()), dout.cpu().to(dtype))
     return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
 
 

@@ -19,9 +19,12 @@ from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.lora_operands import pack
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or sys.platform != "linux", reason="guards memory of the CPU, by Linux's calls"
-)
+pytestmark = [
+    pytest.mark.pinned,
+    pytest.mark.skipif(
+        torch.cuda.is_available() or sys.platform != "linux", reason="guards memory of the CPU, by Linux's calls"
+    ),
+]
 SEGMENTATION_FAULT = -11
 
 

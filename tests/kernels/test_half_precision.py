@@ -16,6 +16,7 @@ from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.triton import bias_gradient
 from sonicmoe_hf.layer.lora_operands import pack
 
+pytestmark = pytest.mark.pinned
 BAR = 1.02
 
 

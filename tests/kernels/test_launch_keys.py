@@ -13,6 +13,7 @@ from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.triton import launch
 from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
 
+pytestmark = pytest.mark.pinned
 ADDRESS = 4096
 STREAM = 7
 

@@ -8,29 +8,13 @@ that is compared with the eager backend.
 
 import pytest
 import torch
-from moe_problems import INPUTS, layer, routing_ids, run, upcast
+from moe_problems import INPUTS, by_reference, layer, routing_ids, run, upcast
 
-from sonicmoe_hf.kernels import reference
-from sonicmoe_hf.kernels.interface import GATED, Activation
-from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.kernels.interface import GATED, UNGATED
 
+pytestmark = pytest.mark.pinned
 NAN, INF = float("nan"), float("inf")
 E, K = 5, 2
-
-
-def by_reference(tensors, dout, ids, layout, activation):
-    """out and gradients of the loops in reference.py, in their own fp32."""
-    expert, token = ids
-    token = torch.arange(len(expert)).repeat_interleave(K) if token is None else token
-    leaves = {name: t.detach().cpu().float().requires_grad_() for name, t in tensors.items()}
-    act = Activation(activation)
-    out = reference.moe_experts(
-        leaves["x"], leaves["gate_up"], leaves["down"], expert.reshape(-1).cpu(), token.reshape(-1).cpu(), leaves["weight"],
-        gate_up_bias_E2I=leaves["gate_up_bias"], down_bias_EH=leaves["down_bias"], interleaved=LAYOUTS[layout][1],
-        activation=act.name, alpha=act.alpha, limit=act.limit,
-    )  # fmt: skip
-    gradients = torch.autograd.grad(out, list(leaves.values()), dout.cpu().float())
-    return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
 
 
 def broken(tensors, ids, where, value):
@@ -53,11 +37,11 @@ def compare(backend, device, dtype, sizes, activation, where, value, layout="con
     T, H, I = sizes
     torch.manual_seed(0)
     ids = routing_ids(T, E, K, "top_k", device, empty=(E - 1,))
-    tensors, dout = layer(T, H, I, E, T * K, dtype, device)
+    tensors, dout = layer(T, H, I, E, T * K, dtype, device, activation=activation)
     tensors = broken(tensors, ids, where, value)
     found = {name: t.cpu() for name, t in run(tensors, dout, ids, layout, activation, backend).items()}
-    expected = by_reference(tensors, dout, ids, layout, activation)
-    assert activation.startswith(("clamped", "softcapped")) or not all(t.isfinite().all() for t in expected.values())
+    expected = by_reference(tensors, dout, ids, layout, activation, torch.float32)
+    assert activation.startswith(("clamped", "softcapped", "relu")) or not all(t.isfinite().all() for t in expected.values())
     assert any(t.isfinite().any() for t in expected.values())
     same = torch.isnan if value != value else lambda t: ~torch.isfinite(t)
     for name in expected:
@@ -83,22 +67,21 @@ def nans(tensors, dout, ids, layout, activation):
 
 @pytest.mark.parametrize("value", (NAN, INF, -INF))
 @pytest.mark.parametrize("where", (*INPUTS, "expert"))
-@pytest.mark.parametrize("activation", GATED)
+@pytest.mark.parametrize("activation", (*GATED, *UNGATED))
 def test_eager(activation, where, value):
     compare("eager", "cpu", torch.float32, (9, 12, 10), activation, where, value)
 
 
 def cases_for_triton():
     """Without what cannot differ: the sign of an infinity that no activation meets, and what only adds to the output."""
-    for activation in ("swiglu", "clamped_swiglu", "reglu"):
+    for activation in ("swiglu", "relu2", "clamped_swiglu", "reglu"):
         for where in (*INPUTS, "expert"):
             if where == "down_bias" and activation != "swiglu":
                 continue
             signs = (NAN, INF) if where in ("down", "weight", "down_bias") else (NAN, INF, -INF)
-            for (
-                value
-            ) in signs:  # the gates other than swiglu, and infinities below 0, are slow: they show the same on more
-                is_slow = activation != "swiglu" or value == -INF
+            for value in signs:
+                # the gates other than swiglu, and infinities below 0, are slow: they show the same on more
+                is_slow = activation not in ("swiglu", "relu2") or value == -INF
                 yield pytest.param(activation, where, value, marks=[pytest.mark.slow] if is_slow else [])
 
 

@@ -1,10 +1,11 @@
-"""Activations without a gate (Nemotron-H's squared relu and its kin): the eager backend and the Triton kernels, as layers,
-against the loops of reference.py, output and every gradient; the backends against each other, kernel by kernel."""
+"""Layers whose activation has no gate (Nemotron-H's squared relu and its kin): the eager backend and the Triton kernels
+against the loops of reference.py, output and every gradient; with adapters and packed weights. The kernels one by one, and
+what is not finite, are beside the gated ones in test_triton.py and test_special_values.py."""
 
 import pytest
 import torch
 from kernel_helpers import errors
-from moe_problems import layer, poisoned, routing_ids, run, stored, upcast
+from moe_problems import by_reference, layer, poisoned, routing_ids, run, stored, upcast
 
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import UNGATED, Activation, PackedOperand, is_gated
@@ -25,17 +26,6 @@ ORDERS = ("concatenated", "transposed_concatenated")
 SHAPES = {"odd": (50, 41, 35, 3, 2), "even": (50, 36, 36, 2, 2), "one row": (1, 16, 16, 4, 1)}
 
 
-def expected_of(tensors, dout, ids, activation, token):
-    """What `run` gives, from the reference and autograd, in fp64."""
-    leaves = {name: t.detach().cpu().double().requires_grad_() for name, t in tensors.items()}
-    out = reference.moe_experts(
-        leaves["x"], leaves["gate_up"], leaves["down"], ids.reshape(-1).cpu(), token.cpu(), leaves["weight"],
-        gate_up_bias_E2I=leaves.get("gate_up_bias"), down_bias_EH=leaves.get("down_bias"), activation=activation,
-    )  # fmt: skip
-    gradients = torch.autograd.grad(out, list(leaves.values()), dout.cpu().double())
-    return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
-
-
 @pytest.mark.parametrize("layout", ORDERS)
 @pytest.mark.parametrize(
     "shape, kind, name, save",
@@ -53,8 +43,7 @@ def test_the_layer_agrees_with_the_reference(device, backend, name, save, shape,
     tensors = upcast(tensors, DTYPES[backend])  # the routing weights too
     with poisoned():
         found = run(tensors, dout, (ids, token), layout, name, backend, save=save)
-    token = torch.arange(T).repeat_interleave(K) if token is None else token
-    expected = expected_of(tensors, dout, ids, name, token)
+    expected = by_reference(tensors, dout, (ids, token), layout, name)
     found = {key: value.cpu().double() for key, value in found.items()}
     assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE[backend]} == {}
 
@@ -72,40 +61,6 @@ def test_gradients_agree_with_finite_differences(name):
 
     leaves = tuple(tensor.double().requires_grad_() for tensor in tensors.values())
     assert torch.autograd.gradcheck(by_position, leaves, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", UNGATED)
-def test_activations_and_their_slopes_agree_with_the_eager_backend(device, name):
-    T, H, I, E, K = 20, 16, 40, 2, 2
-    ids = routing_ids(T, E, K, "top_k", device)
-    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device, activation=name)
-    rows, act, weight = kernels.dispatch(*ids, T, E, False), Activation(name), tensors["weight"]
-    found, expected = {}, {}
-    h = torch.randn(T * K, I, device=device)
-    h[:, ::3] = 0.0  # where relu has no slope
-    for results, backend in ((expected, eager), (found, kernels)):
-        results["h"], results["a"] = backend.up(tensors["x"], tensors["gate_up"], None, rows, act, False, True, True)
-        results["dh"], results["weighted_a"], results["dw"] = backend.down_backward(
-            dout, tensors["down"], None, h, weight, rows, act, False, True, True, True
-        )
-    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE["triton"]} == {}
-
-
-@pytest.mark.parametrize("name", UNGATED)
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
-@pytest.mark.parametrize("where", ("x", "gate_up", "down", "weight"))
-def test_what_is_not_finite_reaches_what_it_reaches_in_the_reference(device, where, value, name):
-    """As test_special_values.py has it of gated activations; of the Triton kernels relu2 alone, for the time it takes."""
-    backend = "triton" if name == "relu2" else "eager"
-    T, H, I, E, K = 9, 12, 10, 5, 2
-    ids, _ = routing_ids(T, E, K, "top_k", device, empty=(E - 1,))
-    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device, activation=name)
-    place = {"x": (0, -1), "weight": (0,)}.get(where, (int(ids.flatten()[0]), -1, -1))
-    tensors[where][place] = value
-    found = run(tensors, dout, (ids, None), "concatenated", name, backend)
-    expected = expected_of(tensors, dout, ids, name, torch.arange(T).repeat_interleave(K))
-    same = torch.isnan if value != value else lambda t: ~torch.isfinite(t)
-    assert {n for n in expected if not torch.equal(same(found[n].cpu()), same(expected[n]))} == set()
 
 
 @pytest.mark.parametrize("layout, rank", [("concatenated", 20), ("transposed_concatenated", 3)])

@@ -6,6 +6,7 @@ import torch
 
 from sonicmoe_hf.patching.balance import TokenCounts, layer_loss, tokens_per_expert, update_bias
 
+pytestmark = pytest.mark.pinned
 RATE = 0.25  # exact in fp32
 
 

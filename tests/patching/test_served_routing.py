@@ -280,7 +280,7 @@ def test_tokens_with_given_experts_beside_tokens_with_their_own_have_the_routers
 
     _, weights_TK, used_TK = replayed(layer.family, layer.router, layer.router(x), given_TK)
     found = torch.autograd.grad((weights_TK * factors_TK).sum(), trained, allow_unused=True)
-    assert torch.equal(used_TK, index_TK)
+    assert torch.equal(used_TK, index_TK) and weights_TK.dtype == expected_TK.dtype
     kept = (given_TK < 0).any(-1) | (given_TK == layer.router(x)[2]).all(-1)
     assert torch.equal(weights_TK[kept], expected_TK[kept]) and 0 < kept.sum() < TOKENS
     assert relative_error(weights_TK, expected_TK) < 1e-6, "fp32: softmax over all, and over the chosen"

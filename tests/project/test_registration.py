@@ -1,5 +1,6 @@
 """What importing sonicmoe_hf changes in other packages: nothing for models that are not ours, and it can be undone."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -159,25 +160,40 @@ ORDERS = {
 }
 
 
-def run_alone(code, *arguments):
-    code = f"import sys\n{LORA}\nassert 'peft' not in sys.modules\n{code}"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+FORKS = """
+import json, os, pathlib, traceback
+
+assert "peft" not in sys.modules and "sonicmoe_hf" not in sys.modules
+for name, code in json.loads(sys.argv[2]).items():  # one after the other, as the first saves what others load
+    if not (child := os.fork()):
+        try:
+            exec(code)
+            outcome = "right"
+        except BaseException:
+            outcome = traceback.format_exc()
+        pathlib.Path(sys.argv[1], name).write_text(outcome)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+SAVE = (
+    "import sonicmoe_hf; m = build(); torch.save(m, sys.argv[1] + '/model.pt'); adapt(m).save_pretrained(sys.argv[1])"
+)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with an adapter and a pickled model."""
-    folder = str(tmp_path_factory.mktemp("saved"))
-    save = "import sonicmoe_hf; m = build(); torch.save(m, sys.argv[1] + '/model.pt'); "
-    run_alone(f"{save}adapt(m).save_pretrained(sys.argv[1])", folder)
+def outcomes(tmp_path_factory):
+    """A folder with a file for each order. Each runs in a process of its own, forked from one that has imported
+    Transformers."""
+    folder = tmp_path_factory.mktemp("orders")
+    code = [sys.executable, "-c", f"import sys\n{LORA}\n{FORKS}", str(folder), json.dumps({"save": SAVE, **ORDERS})]
+    subprocess.run(code, check=True, timeout=300)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_adapters_of_our_experts_form_no_merged_weight_in_whatever_order_things_are_imported(order, saved):
-    run_alone(ORDERS[order], saved)
+def test_adapters_of_our_experts_form_no_merged_weight_in_whatever_order_things_are_imported(order, outcomes):
+    assert (outcomes / order).read_text() == "right"
 
 
 def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models_do():
