@@ -14,6 +14,7 @@ from transformers import (
 from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Ernie4_5_VLMoeTextConfig
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
 
+import sonicmoe_hf
 from sonicmoe_hf.checkpoints.comparing import relative_error
 
 VOCABULARY = 64
@@ -98,6 +99,13 @@ def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.1)
     return model.train()
+
+
+def patched(family: str, routing=None, **changes):
+    """`build`, patched with this routing."""
+    model = build(family, **changes)
+    sonicmoe_hf.patch_model(model, routing)
+    return model
 
 
 def ernie_vl_text():

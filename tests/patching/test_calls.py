@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
 from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
 from torch.utils.checkpoint import checkpoint
 
@@ -55,8 +55,7 @@ def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind,
     del model
     if left == "nothing":
         del out
-    other = build("qwen3_moe", use_cache=False, seed=1)
-    sonicmoe_hf.patch_model(other)
+    other = patched("qwen3_moe", use_cache=False, seed=1)
     gradients = []
     for checkpointing in (None, CHECKPOINTING[kind]):
         other.zero_grad()
@@ -69,8 +68,7 @@ def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind,
 
 
 def test_a_hook_may_call_the_model_that_it_is_in():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     with torch.no_grad():
         alone = model(**batch(seed=1)).logits
@@ -107,8 +105,7 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
 
 
 def test_a_part_of_the_model_called_after_an_interrupted_call_is_no_part_of_that_call():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     handle = fail_in(model.model.layers[1], KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt) as kept:  # and with it the frames of the interrupted call
         model(**batch())
@@ -140,8 +137,7 @@ def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call():
 def test_a_whole_model_that_non_reentrant_checkpointing_runs_again_is_recorded_once_and_replayed_alike():
     model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
     sonicmoe_hf.patch_model(model)
-    other = build("qwen3_moe", use_cache=False, seed=1)
-    sonicmoe_hf.patch_model(other)
+    other = patched("qwen3_moe", use_cache=False, seed=1)
     with torch.no_grad(), sonicmoe_hf.record_routing(other) as others_routing:
         other(**inputs)
     with sonicmoe_hf.record_routing(model) as routing:
@@ -265,8 +261,7 @@ def run_by(apply, function, hidden, **options):
 
 
 def test_a_call_on_an_earlier_calls_output_leaves_it_its_own_recomputation():
-    model = build("qwen3_moe", use_cache=False)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY, use_cache=False)
     again = twin(model)
     again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     padded, gradients = batch(padding=True), []

@@ -9,6 +9,7 @@ from helpers.models import (
     batch,
     build,
     loss_and_gradients,
+    patched,
     relative_error,
     twin,
 )
@@ -32,8 +33,7 @@ WITH_TOP_K = ("deepseek_v3", "gpt_oss")  # Qwen3-MoE follows the mode below; OLM
 )
 def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing):
     torch._dynamo.reset()
-    model = build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
-    sonicmoe_hf.patch_model(model, routing)
+    model = patched(family, routing, **({} if family == "deepseek_v3" else ONE_LAYER))
     start_counting(model)
     inputs = batch(padding=True)
     expected = loss_and_gradients(model, inputs)
@@ -62,8 +62,7 @@ def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
 @pytest.mark.slow
 def test_a_compiled_model_follows_the_policy_and_the_mode():
     torch._dynamo.reset()
-    model = build("qwen3_moe", **ONE_LAYER)
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe", **ONE_LAYER)
     inputs = batch()
     expected = loss_and_gradients(model, inputs)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -166,8 +165,7 @@ def compile_with_graph_breaks(model):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(use_reentrant, compiled):
     torch._dynamo.reset()
-    model = build("qwen3_moe", use_cache=False, **ONE_LAYER)
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)
     again = twin(model)
     again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     compiled_again, inputs = compiled(again), batch(padding=True)
@@ -181,8 +179,7 @@ def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forwa
 @pytest.mark.slow
 def test_a_compiled_model_takes_any_length_and_falls_back_where_tokens_are_few():
     torch._dynamo.reset()
-    model = build("qwen3_moe", **ONE_LAYER)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY, **ONE_LAYER)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for length in (24, 32, 12):  # the second compiles for any length, the third is too short for rounding
         expected, actual = (loss_and_gradients(m, batch(length=length))["logits"] for m in (model, compiled))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients
+from helpers.models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, patched
 from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -57,8 +57,7 @@ def computed(monkeypatch):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("modules", [["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ids="+".join)
 def test_what_peft_copies_rounds_counts_and_learns_as_the_original(modules, order, kind):
-    plain = build("qwen3_moe")
-    sonicmoe_hf.patch_model(plain, POLICY)
+    plain = patched("qwen3_moe", POLICY)
     start_counting(plain)
     expected = loss_and_gradients(plain, batch(padding=True))
     counts = [hook.load.take() for hook in router_hooks(plain)]
@@ -132,8 +131,7 @@ def test_a_trainer_counts_on_the_copies_of_a_model_from_pretrained(tmp_path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_deep_copied_layer_put_back_rounds_and_follows_its_models_policy(family):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     model.model.layers[1] = copy.deepcopy(model.model.layers[1])
     watch = Watch(model)
@@ -145,8 +143,7 @@ def test_a_deep_copied_layer_put_back_rounds_and_follows_its_models_policy(famil
 
 
 def test_a_layer_copied_to_a_new_place_is_counted_under_its_own_name(tmp_path):
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
     model.model.config.num_hidden_layers = 3
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
@@ -157,8 +154,7 @@ def test_a_layer_copied_to_a_new_place_is_counted_under_its_own_name(tmp_path):
 
 
 def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     inner = copy.deepcopy(model.model)
     sonicmoe_hf.set_routing(model, None)
     assert sonicmoe_hf.is_patched(inner) and patch_state(inner).policy == POLICY
@@ -178,8 +174,7 @@ def a_new_router(model):
 
 
 def test_a_router_put_in_after_patching_raises_and_is_named(tmp_path):
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     a_new_router(model)
     assert model(**batch()).loss.isfinite(), "top-k needs no hook"
     words = r"model.layers.1.mlp: its Qwen3MoeTopKRouter came into the model after patch_model"

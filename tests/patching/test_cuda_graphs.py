@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import batch, build
+from helpers.models import batch, build, patched
 from helpers.training import POLICY, TILE, trainer_for
 from packaging.version import Version
 from torch._dynamo.backends.common import aot_autograd
@@ -65,8 +65,7 @@ def traced(monkeypatch, model, padding=False):
 
 
 def full(routing=None, family="qwen3_moe"):
-    model = build(family, **(SIZES if family == "qwen3_moe" else {"use_cache": False}))
-    sonicmoe_hf.patch_model(model, routing)
+    model = patched(family, routing, **(SIZES if family == "qwen3_moe" else {"use_cache": False}))
     return model
 
 

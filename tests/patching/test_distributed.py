@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, twin
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, twin
 from helpers.parallel import (
     HAS_EP_SIZE,
     OWN_BATCH,
@@ -26,8 +26,7 @@ from sonicmoe_hf.patching.support import find_layers
 
 
 def ddp_step(rank, family, checkpointing):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY)
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     watch = Watch(model)
@@ -49,8 +48,7 @@ def ddp_step(rank, family, checkpointing):
     ],
 )
 def test_under_ddp_every_rank_rounds_its_own_tokens_and_gradients_are_averaged(ranks, family, checkpointing):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY)
     losses, expected = mean_of_ranks(model)
     for own_loss, (loss, actual) in zip(losses, ranks.run(ddp_step, family, checkpointing)):
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
@@ -130,8 +128,7 @@ ODD = {  # experts, their size and adapters' rank: none of them divides over two
 
 
 def odd(family, adapted):
-    model = build(family, **ODD[family])
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY, **ODD[family])
     return with_lora(model, target_modules=["q_proj"], r=3) if adapted else model
 
 
@@ -170,8 +167,7 @@ def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_g
 
 
 def adapted(family):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY)
     return with_lora(model, target_modules=["q_proj"])
 
 

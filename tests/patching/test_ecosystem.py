@@ -16,6 +16,7 @@ from helpers.models import (
     batch,
     build,
     loss_and_gradients,
+    patched,
     relative_error,
     twin,
 )
@@ -247,8 +248,7 @@ def test_a_copy_trains_as_the_original_and_on_its_own(family, copied):
         copied(build(family))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         pytest.skip(f"Transformers' own model does not: {error}")
-    model = build(family)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY)
     start_counting(model)
     expected = loss_and_gradients(model, batch(padding=True))
     model.zero_grad()
@@ -262,8 +262,7 @@ def test_a_copy_trains_as_the_original_and_on_its_own(family, copied):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_trained_with_rounding_reloads_plain(family, tmp_path):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched(family, POLICY)
     loss_and_gradients_step(model)
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")

@@ -14,7 +14,16 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.models import (
+    ORDER_OF_SUMS,
+    assert_all_close,
+    batch,
+    build,
+    loss_and_gradients,
+    patched,
+    relative_error,
+    twin,
+)
 from helpers.training import TILE, Watch, trainer_for
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -219,8 +228,7 @@ def test_a_native_model_built_after_liger_replaced_the_experts_class_is_refused_
 def test_the_trainers_liger_trains_with_our_experts_and_rounds(tmp_path):
     losses = []
     for options in ({}, {"use_liger_kernel": True, "liger_kernel_config": EXPERTS_ALONE}):
-        model = build("qwen3_moe")
-        sonicmoe_hf.patch_model(model)
+        model = patched("qwen3_moe")
         watch = Watch(model)
         trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], **options)
         sonicmoe_hf.attach(trainer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.adapters import fused, random_factors
 from helpers.checkpoints import tensors_in
-from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, twin
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, patched, twin
 from helpers.training import POLICY, Watch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -170,8 +170,7 @@ def test_packed_experts_compute_what_their_values_do_and_are_saved(name, tmp_pat
 
 def test_it_compiles_without_a_graph_break():
     torch._dynamo.reset()
-    model = build("nemotron_h")
-    sonicmoe_hf.patch_model(model)
+    model = patched("nemotron_h")
     block = next(find_layers(model)).block
     x = torch.randn(2, 16, 32)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

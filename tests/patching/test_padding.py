@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from helpers.models import batch, build, ernie_vl_text, image_tokens
+from helpers.models import batch, ernie_vl_text, image_tokens, patched
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import DynamicCache
 
@@ -27,14 +27,8 @@ def counted(model, **inputs):
     return totals
 
 
-def patched():
-    model = build("qwen3_moe", use_cache=True)
-    sonicmoe_hf.patch_model(model)
-    return model
-
-
 def test_a_masks_columns_of_a_cached_prompt_are_not_the_calls_own():
-    model, inputs = patched(), batch(padding=True)
+    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
     prompt, cache = batch(length=5, seed=1)["input_ids"], DynamicCache(config=model.config)
     model(input_ids=prompt, past_key_values=cache)
     mask = torch.cat([torch.ones_like(prompt), inputs["attention_mask"]], dim=1)
@@ -43,13 +37,13 @@ def test_a_masks_columns_of_a_cached_prompt_are_not_the_calls_own():
 
 
 def test_a_masks_columns_of_a_tuned_prefix_are_not_the_calls_own():
-    model, inputs = patched(), batch(padding=True)
+    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
     tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert set(counted(tuned, **inputs).values()) == {int(inputs["attention_mask"].sum())}
 
 
 def test_a_mask_that_numbers_the_sequences_it_packs_leaves_out_its_zeros_alone():
-    model, inputs = patched(), batch(padding=True)
+    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
     inputs["attention_mask"] = inputs["attention_mask"] * torch.arange(1, 5).unsqueeze(1)
     assert set(counted(model, **inputs).values()) == {int((inputs["attention_mask"] > 0).sum())}
 
@@ -66,13 +60,13 @@ class Reshaping(torch.nn.Module):
 
 
 def test_an_inner_model_without_a_2d_mask_has_that_of_the_model_around_it():
-    model, inputs = patched(), batch(padding=True)
+    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
     model.model = Reshaping(model.model, lambda mask: mask[:, None, None, :].bool())
     assert set(counted(model, **inputs).values()) == {int(inputs["attention_mask"].sum())}
 
 
 def test_a_mask_that_does_not_fit_is_said_once(caplog, monkeypatch):
-    model, inputs = patched(), batch(padding=True)
+    model, inputs = patched("qwen3_moe", use_cache=True), batch(padding=True)
     model.model = Reshaping(model.model, lambda mask: mask[:2])
     for layer in model.model.inner.layers:  # attention would not take it
         layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.models import CONFIGS, batch, build, loss_and_gradients, relative_error, twin
+from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, relative_error, twin
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -91,8 +91,7 @@ def test_the_report_names_every_layer():
 
 
 def test_a_copy_has_its_own_state():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    model = patched("qwen3_moe", TokenRounding(tile=4))
     copied = copy.deepcopy(model)
     sonicmoe_hf.set_routing(copied, None)
     assert patch_state(model).policy is not None and patch_state(copied).policy is None
@@ -159,8 +158,7 @@ def test_saving_a_patched_model_saves_the_plain_one(tmp_path):
 
 
 def test_a_layer_called_alone_uses_top_k():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    model = patched("qwen3_moe", TokenRounding(tile=4))
     loss_and_gradients(model, batch())
     received = []
     block = model.model.layers[0].mlp
@@ -170,8 +168,7 @@ def test_a_layer_called_alone_uses_top_k():
 
 
 def test_another_implementation_under_token_rounding_raises_and_is_named():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    model = patched("qwen3_moe", TokenRounding(tile=4))
     model.set_experts_implementation("eager")
     with pytest.raises(RuntimeError, match=r'model.layers.0.mlp: experts_implementation is "eager".*needs'):
         model(**batch())
@@ -180,8 +177,7 @@ def test_another_implementation_under_token_rounding_raises_and_is_named():
 
 
 def test_data_parallel_replicas_raise_and_name_the_remedy():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=4))
+    model = patched("qwen3_moe", TokenRounding(tile=4))
     replica = model._replicate_for_data_parallel()
     with pytest.raises(RuntimeError, match=r"nn.DataParallel.*one process per GPU"):
         replica(**batch())

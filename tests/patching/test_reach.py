@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.models import batch, build, loss_and_gradients, relative_error
+from helpers.models import batch, build, loss_and_gradients, patched, relative_error
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -17,7 +17,7 @@ from sonicmoe_hf.patching.support import UnsupportedModelError, supports
 
 SUBCLASS = """
 import torch
-from helpers.models import batch, build, loss_and_gradients, relative_error
+from helpers.models import batch, build, loss_and_gradients, patched, relative_error
 from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 import sonicmoe_hf
 from sonicmoe_hf.kernels import eager
@@ -119,8 +119,7 @@ def test_a_wrapper_that_says_what_it_wraps_is_taken_at_its_word_until_the_first_
 
 
 def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatch):
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "sonicmoe_hf", ALL_EXPERTS_FUNCTIONS["grouped_mm"])
     with pytest.raises(
         RuntimeError, match=r"never reached sonicmoe_hf: another function is registered under that name"
@@ -132,8 +131,7 @@ def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatc
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(fullgraph):
     torch._dynamo.reset()
-    model = build("qwen3_moe", num_hidden_layers=1)
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe", num_hidden_layers=1)
     model.model.layers[0].mlp.experts.forward = of_somebody_else
     with pytest.raises(RuntimeError, match=r"Observed exception|its forward is .*of_somebody_else"):
         torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
@@ -156,8 +154,7 @@ def test_a_model_compiles_after_another_whose_compilation_raised():
 
 
 def test_the_first_call_is_looked_at_once():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     experts = model.model.layers[0].mlp.experts
     assert len(experts._forward_hooks) == 1
     model(**batch())

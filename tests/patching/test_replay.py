@@ -10,6 +10,7 @@ from helpers.models import (
     ernie_vl_text,
     image_tokens,
     loss_and_gradients,
+    patched,
     relative_error,
     twin,
 )
@@ -19,12 +20,6 @@ from torch.overrides import TorchFunctionMode
 import sonicmoe_hf
 from sonicmoe_hf import UnsupportedModelError, record_routing, replay_routing
 from sonicmoe_hf.patching.support import find_layers
-
-
-def patched(family, **changes):
-    model = build(family, **changes)
-    sonicmoe_hf.patch_model(model)
-    return model
 
 
 def changed(model):

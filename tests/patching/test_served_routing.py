@@ -8,10 +8,9 @@ import numpy
 import pytest
 import torch
 from helpers.architectures import EXPERTS, HIDDEN, TOKENS, TOP_K, architectures, family_of, layers_of
-from helpers.models import CONFIGS, build, relative_error, twin
+from helpers.models import CONFIGS, patched, relative_error, twin
 from torch.overrides import TorchFunctionMode
 
-import sonicmoe_hf
 from sonicmoe_hf import RecordedRouting, record_routing, replay_routing, serving_divergence
 from sonicmoe_hf.patching.recorded import replayed
 from sonicmoe_hf.patching.support import find_layers
@@ -24,12 +23,6 @@ PADDING = {  # where each sequence begins in its row
     "right": [0] * len(LENGTHS),
     "both": [3, 1, 8, 10],
 }
-
-
-def patched(family="qwen3_moe"):
-    model = build(family)
-    sonicmoe_hf.patch_model(model)
-    return model.eval()
 
 
 def server_of(model):
@@ -83,7 +76,7 @@ def gradients(model):
 def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, start):
     """Beside each sequence alone, unpadded, with the same experts: logits and all gradients. The sequence of one token has
     no row of the server's; with a cut prompt the cut is -1 there too."""
-    model = patched()
+    model = patched("qwen3_moe").eval()
     arrays = served_arrays(server_of(model))
     ids, mask = padded(PADDING[side])
     cut = [array[start:] for array in arrays]
@@ -117,7 +110,7 @@ def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, s
 
 @pytest.mark.parametrize("dtype", [numpy.uint8, numpy.uint16, numpy.int32, numpy.int64])
 def test_arrays_of_any_integers_lists_and_tensors_on_the_network_give_the_same(dtype):
-    server = server_of(patched())
+    server = server_of(patched("qwen3_moe").eval())
     _, mask = padded(PADDING["left"])
     expected = RecordedRouting.from_server(served_arrays(server), mask).tensors()[0]
     arrays = served_arrays(server, dtype)
@@ -140,7 +133,7 @@ def with_layers_of_zeros(array):
 
 
 def test_layers_without_experts_that_a_server_counts_are_left_out():
-    model = patched()
+    model = patched("qwen3_moe").eval()
     _, mask = padded(PADDING["left"])
     arrays = served_arrays(server_of(model))
     arrays[0][0] = -1  # where nothing is known, nothing says that a layer is empty
@@ -168,7 +161,7 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
 def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_way_to_read_them():
     """vLLM: .npy in base64 (vllm/utils/serial_utils.py); SGLang: the array's bytes in base64."""
     _, mask = padded(PADDING["left"])
-    arrays = served_arrays(server_of(patched()), numpy.uint8)
+    arrays = served_arrays(server_of(patched("qwen3_moe").eval()), numpy.uint8)
     texts = []
     for array in arrays:
         numpy.save(file := io.BytesIO(), array, allow_pickle=False)
@@ -187,7 +180,7 @@ def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers():
-    model = patched()
+    model = patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["left"])
     arrays = served_arrays(server_of(model))
     changed = {
@@ -293,7 +286,7 @@ def test_tokens_with_given_experts_beside_tokens_with_their_own_have_the_routers
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_divergence_counts_the_tokens_whose_sets_of_experts_differ(family):
-    model = patched(family)
+    model = patched(family).eval()
     ids, mask = padded(PADDING["left"])
     inputs = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad(), record_routing(model) as own:
@@ -317,7 +310,7 @@ def test_divergence_counts_the_tokens_whose_sets_of_experts_differ(family):
 
 
 def test_divergence_of_a_server_is_between_none_and_all_and_unknown_tokens_are_refused():
-    model = patched()
+    model = patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["right"])
     routing = RecordedRouting.from_server(served_arrays(server_of(model)), mask)
     shares = serving_divergence(model, routing, input_ids=ids, attention_mask=mask)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
 from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
 from torch.utils.checkpoint import checkpoint
 
@@ -48,8 +48,7 @@ def in_threads(*functions):
 
 
 def test_inference_in_one_thread_leaves_training_in_another_rounding():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     with torch.no_grad():
         top_k_logits = model(**batch(seed=1)).logits
@@ -110,8 +109,7 @@ def gradients_by_backward(model, inputs):
 def test_two_threads_train_two_models(kind):
     models, expected = [], []
     for family, routing in (("qwen3_moe", POLICY), ("qwen3_moe", TokenRounding(rounding="up", tile=4))):
-        model = build(family, use_cache=False)
-        sonicmoe_hf.patch_model(model, routing)
+        model = patched(family, routing, use_cache=False)
         expected.append(gradients_by_backward(twin(model), batch(padding=True, seed=len(models))))
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
         models.append(model)
@@ -129,8 +127,7 @@ def test_two_threads_train_two_models(kind):
 
 def test_two_threads_differentiate_one_model():
     """Each recomputes with its own padding. (Reentrant checkpointing has no autograd.grad.)"""
-    model = build("qwen3_moe", use_cache=False)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY, use_cache=False)
     batches = [batch(padding=True), batch(seed=1)]
     expected = [gradients_of(model, inputs) for inputs in batches]
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -142,8 +139,7 @@ def test_two_threads_differentiate_one_model():
 
 @pytest.mark.parametrize("inner", CHECKPOINTING)
 def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(inner):
-    model = build("qwen3_moe", use_cache=False)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY, use_cache=False)
     again = twin(model)
     again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     for layer in again.model.layers:
@@ -161,8 +157,7 @@ def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(
 
 @pytest.mark.parametrize("place", ["model.layers.1.mlp.experts", "model.layers.1.mlp.gate", "lm_head", "model.norm"])
 def test_a_forward_that_raises_leaves_no_call_behind(place):
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     handle = fail_in(model.get_submodule(place), OutOfMemory())
     with pytest.raises(OutOfMemory):
         model(**batch())
@@ -174,8 +169,7 @@ def test_a_forward_that_raises_leaves_no_call_behind(place):
 
 
 def test_an_interrupted_call_is_forgotten_when_its_model_is_called_again():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     handle = fail_in(model.model.layers[1], KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         model(**batch())
@@ -203,8 +197,7 @@ def test_a_model_called_inside_another_keeps_its_own_settings():
 
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_nothing_holds_a_model_or_its_calls_after_training(kind):
-    model = build("qwen3_moe", use_cache=False)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY, use_cache=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
     loss_and_gradients(model, batch())
     out = model(**batch())

@@ -12,7 +12,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
-from helpers.models import CONFIGS, assert_all_close, batch, build
+from helpers.models import CONFIGS, assert_all_close, batch, build, patched
 from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks, pretend_to_have_gpus
 from helpers.ranks import WORLD
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
@@ -36,12 +36,6 @@ def assert_mean_of_ranks(model, results):
     losses, expected = mean_of_ranks(model)
     for own_loss, (loss, actual) in zip(losses, results):
         assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
-
-
-def patched(family, routing):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, routing)
-    return model
 
 
 # DeepSpeed
