@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from helpers.models import batch, loss_and_gradients
+from helpers.models import assert_all_close, batch, loss_and_gradients
 from helpers.ranks import WORLD
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM
@@ -42,6 +42,13 @@ def mean_of_ranks(model, batches=OWN_BATCH):
     for result in results:
         del result["logits"]
     return losses, {name: sum(result[name].float() for result in results) / len(batches) for name in results[0]}
+
+
+def assert_mean_of_ranks(model, results):
+    """Each rank's (loss, gradients) are the loss of its own batch and the mean gradients, of `model` unsharded."""
+    losses, expected = mean_of_ranks(model)
+    for own_loss, (loss, actual) in zip(losses, results, strict=True):
+        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
 def pretend_to_have_gpus():

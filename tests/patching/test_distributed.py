@@ -5,15 +5,7 @@ import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, twin
-from helpers.parallel import (
-    HAS_EP_SIZE,
-    OWN_BATCH,
-    SUMMATION,
-    gathered,
-    gradients,
-    load_parallel,
-    mean_of_ranks,
-)
+from helpers.parallel import HAS_EP_SIZE, OWN_BATCH, assert_mean_of_ranks, gathered, gradients, load_parallel
 from helpers.ranks import WORLD
 from helpers.training import POLICY, Watch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -48,10 +40,7 @@ def ddp_step(rank, family, checkpointing):
     ],
 )
 def test_under_ddp_every_rank_rounds_its_own_tokens_and_gradients_are_averaged(ranks, family, checkpointing):
-    model = patched(family, POLICY)
-    losses, expected = mean_of_ranks(model)
-    for own_loss, (loss, actual) in zip(losses, ranks.run(ddp_step, family, checkpointing)):
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+    assert_mean_of_ranks(patched(family, POLICY), ranks.run(ddp_step, family, checkpointing))
 
 
 # FSDP2
@@ -107,18 +96,13 @@ def test_under_fsdp2_token_rounding_gives_the_unsharded_models_loss_and_gradient
 ):
     model = in_precision(build(family), precision)
     sonicmoe_hf.patch_model(model, POLICY)
-    losses, expected = mean_of_ranks(model)
     options = (family, precision, experts_on_their_own, checkpointing, patch_last, POLICY)
-    for own_loss, (loss, actual) in zip(losses, ranks.run(fsdp_step, *options)):
-        # in bf16, too: every rank computes the same bf16 numbers, and their sum over ranks is in fp32
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+    # in bf16, too: every rank computes the same bf16 numbers, and their sum over ranks is in fp32
+    assert_mean_of_ranks(model, ranks.run(fsdp_step, *options))
 
 
 def test_under_fsdp2_top_k_gives_the_unsharded_models_gradients(ranks):
-    model = build("olmoe")
-    _, expected = mean_of_ranks(model)
-    for _, actual in ranks.run(fsdp_step, "olmoe", torch.float32, True, False, True, None):
-        assert_all_close(actual, expected, 1e-5, SUMMATION)
+    assert_mean_of_ranks(build("olmoe"), ranks.run(fsdp_step, "olmoe", torch.float32, True, False, True, None))
 
 
 ODD = {  # experts, their size and adapters' rank: none of them divides over two ranks
@@ -148,9 +132,7 @@ def odd_step(rank, family, adapted):
 def test_under_fsdp2_sizes_that_do_not_divide_over_the_ranks_give_the_unsharded_models_gradients(
     ranks, family, adapted
 ):
-    losses, expected = mean_of_ranks(odd(family, adapted))
-    for own_loss, (loss, actual) in zip(losses, ranks.run(odd_step, family, adapted)):
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+    assert_mean_of_ranks(odd(family, adapted), ranks.run(odd_step, family, adapted))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -158,9 +140,7 @@ def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_g
     model = build(family)
     model.save_pretrained(tmp_path)
     sonicmoe_hf.patch_model(model, POLICY)
-    losses, expected = mean_of_ranks(model)
-    for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "data", POLICY)):
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+    assert_mean_of_ranks(model, ranks.run(own_batch_step, str(tmp_path), "data", POLICY))
 
 
 # adapters of the experts
@@ -188,10 +168,9 @@ def adapted_step(rank, family, kind):
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapted_experts_under_data_parallelism_get_the_unsharded_models_gradients(ranks, family, kind):
-    losses, expected = mean_of_ranks(adapted(family))
-    assert sum(".experts." in name for name in expected) == 2 * 4
-    for own_loss, (loss, actual) in zip(losses, ranks.run(adapted_step, family, kind)):
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+    results = ranks.run(adapted_step, family, kind)
+    assert all(sum(".experts." in name for name in gradients) == 2 * 4 for _, gradients in results)
+    assert_mean_of_ranks(adapted(family), results)
 
 
 # expert and tensor parallelism
@@ -250,9 +229,7 @@ def own_batch_step(rank, folder, kind, routing=None):
 def test_ranks_that_exchange_tokens_of_different_batches_get_the_mean_gradients(ranks, family, tmp_path):
     model = build(family)
     model.save_pretrained(tmp_path)
-    losses, expected = mean_of_ranks(model)
-    for own_loss, (loss, actual) in zip(losses, ranks.run(own_batch_step, str(tmp_path), "both")):
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
+    assert_mean_of_ranks(model, ranks.run(own_batch_step, str(tmp_path), "both"))
 
 
 def refusals(rank, folder, kind):

@@ -13,7 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build, patched
-from helpers.parallel import OWN_BATCH, SUMMATION, mean_of_ranks, pretend_to_have_gpus
+from helpers.parallel import OWN_BATCH, SUMMATION, assert_mean_of_ranks, mean_of_ranks, pretend_to_have_gpus
 from helpers.ranks import WORLD
 from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
 from safetensors.torch import load_file
@@ -29,13 +29,6 @@ from sonicmoe_hf.demo.corpus import standard_library
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
-
-
-def assert_mean_of_ranks(model, results):
-    """Each rank's (loss, gradients) are the loss of its own batch and the mean gradients, of `model` unsharded."""
-    losses, expected = mean_of_ranks(model)
-    for own_loss, (loss, actual) in zip(losses, results):
-        assert_all_close({"loss": loss, **actual}, {"loss": own_loss, **expected}, 1e-5, SUMMATION)
 
 
 # DeepSpeed
