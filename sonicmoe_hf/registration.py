@@ -1,5 +1,5 @@
-"""What `import sonicmoe_hf` changes in other packages, all of it, and `uninstall`, which undoes it. docs/patching.md has
-the list for users.
+"""What `import sonicmoe_hf` changes in other packages, all of it, and `uninstall`, which puts their functions back.
+docs/patching.md has the list for users.
 
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
 replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to
@@ -34,8 +34,6 @@ from .layer.experts_module import IMPLEMENTATION, has_expert_parallelism
 from .patching.experts import sonicmoe_hf_experts_forward
 from .private.transformers import (
     experts_implementation,
-    forget_auto_classes,
-    forget_implementation,
     scalars_read_whole,
 )
 from .private.versions import TESTED, untested_versions
@@ -102,21 +100,8 @@ def _replace(replacements: Iterable[tuple[Any, str, Any]]) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: Transformers knows our names no longer, and PEFT's functions are its own again.
-
-    What another package has since put in the place of ours stays. Models that need our names no longer work.
-    """
-    forget_implementation(ALL_EXPERTS_FUNCTIONS, IMPLEMENTATION)
-    forget_implementation(AttentionInterface, ATTENTION)
-    forget_implementation(AttentionMaskInterface, ATTENTION)
-    AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
-    AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
-    for classes in NATIVE.values():
-        forget_auto_classes(classes.config)
-    if has_expert_parallelism():
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-
-        forget_implementation(EPImplementationInterface, IMPLEMENTATION)
+    """Put back the functions of Transformers and PEFT that `install` has replaced, unless another package has since put
+    one in the place of ours. Our names stay in Transformers' registers, where they concern only models that use them."""
     unguard_deepspeed()
     while _replaced:
         owner, name, original, ours = _replaced.pop()

@@ -22,7 +22,6 @@ from ..patching.patch import check_routers_live, is_patched, patch_model, set_ro
 from ..patching.quantize import FOR_FILE, with_packed_experts
 from ..patching.support import every_experts
 from ..private.peft import before_adapters
-from ..private.torch import remove_hooks
 from .report import ComputedBy, describe
 from .settings import RunSettings, from_environment
 
@@ -36,6 +35,7 @@ class Session:
         self.settings = settings
         self.policy = settings.policy()
         self.reasons: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+        self.watched: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()  # handles of hooks
         self.said: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
         self.texts: set[str] = set()
         self.adapted: list[Any] = []  # LoRA configs that got the experts
@@ -107,7 +107,8 @@ class Session:
             check_routers_live(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
             set_routing(model, self.policy)
         self.reasons[model] = None
-        _watch(model)
+        self._stop_watching(model)
+        self.watched[model] = every_experts(model)[0].register_forward_pre_hook(_first_training_call)
 
     def prepare(self, trainer: Any) -> None:
         """A Trainer begins to train: have it log the experts' load and restore experts, where its model is patched.
@@ -178,7 +179,11 @@ class Session:
                 self.texts.add(text)
         for model in list(self.reasons):
             self.said.add(model)
-            _unwatch(model)
+            self._stop_watching(model)
+
+    def _stop_watching(self, model: PreTrainedModel) -> None:
+        if model in self.watched:
+            self.watched.pop(model).remove()
 
     def at_exit(self) -> None:
         """A program that trained nothing is told what was patched when it ends."""
@@ -217,14 +222,3 @@ def _first_training_call(experts: nn.Module, args: tuple) -> None:
         return
     if _current is not None:
         _current.say(ComputedBy.of_call(args[0]))
-
-
-def _watch(model: nn.Module) -> None:
-    _unwatch(model)
-    for experts in every_experts(model)[:1]:
-        experts.register_forward_pre_hook(_first_training_call)
-
-
-def _unwatch(model: nn.Module) -> None:
-    for experts in every_experts(model):
-        remove_hooks(experts, lambda hook: hook is _first_training_call)

@@ -70,6 +70,7 @@ class SonicMoEExperts(nn.Module):
         self.c_fc = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
         self.c_fc_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate)) if has_bias else None
         self._is_expert_parallel = False
+        self.register_load_state_dict_pre_hook(_check_native_names)
 
     @classmethod
     def like(cls, experts: Any) -> SonicMoEExperts:
@@ -98,22 +99,21 @@ class SonicMoEExperts(nn.Module):
             else:
                 init.normal_(parameter, mean=0.0, std=std)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        foreign = [name for name in state_dict if name.startswith(prefix)]
-        foreign = [name for name in foreign if name[len(prefix) :] not in stored_names(self)]
-        if foreign:
-            raise CheckpointError(
-                f"{foreign[0]} is not a weight of the native layout (experts.c_fc, experts.c_proj): it belongs to the "
-                "hub layout or to an adapter trained on it, whose rows stand in another order; convert it first: "
-                "sonicmoe-hf convert SRC DST --layout native"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def extra_repr(self) -> str:
         """Sizes and activation."""
         return (
             f"num_experts={self.num_experts}, hidden_dim={self.hidden_dim}, intermediate_dim={self.intermediate_dim}, "
             f"activation={self.activation.name!r}"
+        )
+
+
+def _check_native_names(experts: nn.Module, state_dict, prefix: str, *_) -> None:
+    foreign = [name for name in state_dict if name.startswith(prefix)]
+    foreign = [name for name in foreign if name[len(prefix) :] not in stored_names(experts)]
+    if foreign:
+        raise CheckpointError(
+            f"{foreign[0]} is not a weight of the native layout (experts.c_fc, experts.c_proj): it belongs to the "
+            f"hub layout or to an adapter trained on it, whose rows stand in another order; {CONVERT}"
         )
 
 

@@ -20,7 +20,6 @@ from ..formats.quantizer import is_transposed, mark_model_packed, order_of, pack
 from ..formats.shares import hide_when_split, show
 from ..formats.state import hold_packed, local_shape
 from ..layer.packed_weight import PackedWeight
-from ..patching.ranks import check_ranks
 from ..streaming.placement import placement_of
 from .random_bytes import random_packed
 
@@ -187,7 +186,6 @@ def _random_weight(experts: nn.Module, name: str, format: str, std: float, devic
 
 def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, experts: str | None) -> Any:
     """Split a model on the meta device over ranks as from_pretrained does; returns this rank's device."""
-    check_ranks(model.config, distributed_config)
     modules = [module for module in model.modules() if experts is not None and packable(module)]
     for module in modules:
         hide_when_split(module, packable(module), experts or "")

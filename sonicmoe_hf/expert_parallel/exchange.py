@@ -17,7 +17,7 @@ from ..layer import backends
 from ..layer.dispatch import dispatch
 from ..layer.routing import Routing
 from ..patching import calls
-from .collectives import exchange, gather, largest, rows_of_tokens, scatter_sum, sum_of_rows
+from .collectives import exchange, gather, max_over_ranks, rows_of_tokens, scatter_sum, sum_of_rows
 
 NOBODY = -1  # the expert of a pair that is none
 
@@ -73,9 +73,9 @@ def _agreed(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> lis
     own = [num_tokens, num_pairs, int(is_list)]
     forward = calls.in_progress()
     if forward is None:
-        return largest(own, ranks.group)
+        return max_over_ranks(own, ranks.group)
     if forward.agreed is None:
-        forward.agreed = own, largest(own, ranks.group)
+        forward.agreed = own, max_over_ranks(own, ranks.group)
     if forward.agreed[0] != own:
         raise RuntimeError(
             f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
@@ -88,24 +88,24 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
     """Every rank gets all tokens, and the sum over ranks of what their experts give: for two ranks, where few tokens have
     all their experts on one. All shapes are known on the host, so nothing waits for the device."""
     num_tokens, num_pairs = len(x_TH), routing.expert_index.numel()
-    most_tokens, most_pairs, is_list = _agreed(num_tokens, num_pairs, routing.token_index is not None, ranks)
-    if not most_tokens:
+    max_tokens, max_pairs, is_list = _agreed(num_tokens, num_pairs, routing.token_index is not None, ranks)
+    if not max_tokens:
         here = ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, here, routing.weights)
     works: list = []
     if is_list:
         expert, token, weight = pairs_of(routing, num_tokens)
         is_pair = (expert >= 0) & (expert < ranks.size * ranks.num_local)
-        token = torch.where(is_pair, token.to(torch.int32) + ranks.rank * most_tokens, NOBODY)
+        token = torch.where(is_pair, token.to(torch.int32) + ranks.rank * max_tokens, NOBODY)
         expert = torch.where(is_pair, expert.to(torch.int32), NOBODY)
-        pairs = _padded(torch.stack((expert, token), dim=1), most_pairs, NOBODY)
-        weight = _padded(weight, most_pairs)
+        pairs = _padded(torch.stack((expert, token), dim=1), max_pairs, NOBODY)
+        weight = _padded(weight, max_pairs)
     else:
-        pairs = _padded(routing.expert_index.to(torch.int32), most_tokens, NOBODY)
-        weight = _padded(routing.weights, most_tokens)
+        pairs = _padded(routing.expert_index.to(torch.int32), max_tokens, NOBODY)
+        weight = _padded(routing.weights, max_tokens)
     all_pairs = gather(pairs, ranks.group, works)
     all_weights = gather(weight, ranks.group, works)
-    all_x = gather(_padded(x_TH, most_tokens), ranks.group, works)
+    all_x = gather(_padded(x_TH, max_tokens), ranks.group, works)
     for work in works[:-1]:
         work.wait()
     all_experts, all_tokens = all_pairs.unbind(1) if is_list else (all_pairs, None)

@@ -13,7 +13,7 @@ from ..layer.experts_module import IMPLEMENTATION, is_native
 from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
-from .collectives import mean_of_gradients, sum_gradients, sum_over_ranks, with_the_same_part
+from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradients, sum_over_ranks
 from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
 
 
@@ -48,11 +48,11 @@ class SonicMoEExpertParallelism(EPImplementation):
         """A tensor of this rank's experts, which have tokens of all batches: its gradient becomes that of the mean of the
         batches' losses, the same on all ranks that hold these experts."""
         num_batches = dist.get_world_size() // self.tp_mesh.size()
-        return mean_of_gradients(tensor, num_batches, with_the_same_part(self.ranks.group))
+        return mean_of_gradients(tensor, num_batches, ranks_with_same_experts(self.ranks.group))
 
-    def begin_alike(self, tensor: torch.Tensor) -> None:
+    def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
         """Have all ranks that hold these experts begin with the first one's values of a tensor."""
-        group = with_the_same_part(self.ranks.group)
+        group = ranks_with_same_experts(self.ranks.group)
         if group is not None:
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
 

@@ -60,7 +60,7 @@ class ExpertParallelism(Protocol):
     def with_mean_gradient(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this rank's experts."""
 
-    def begin_alike(self, tensor: torch.Tensor) -> None:
+    def take_values_of_first_rank(self, tensor: torch.Tensor) -> None:
         """Of ranks with the same experts, all take the first one's values."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..kernels.quantized import Quantized, check_quantized, dequantize, quantize, requantize, weight_shape
-from ..private.torch import to_copy, tree_leaves, without_torch_function, wrapper_of
+from ..private.torch import to_copy, without_torch_function, wrapper_of
 
 aten = torch.ops.aten
 FROZEN = (
@@ -137,7 +137,8 @@ class PackedWeight(torch.Tensor):
             result = operation(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls))
+        listed = (argument if isinstance(argument, (list, tuple)) else (argument,) for argument in args)
+        first = next(tensor for tensors in listed for tensor in tensors if isinstance(tensor, cls))
         first._refuse(function)
 
     def _refuse(self, operation: Any) -> NoReturn:

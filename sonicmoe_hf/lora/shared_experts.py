@@ -99,7 +99,7 @@ def _update_layer(self, adapter_name, *args, **kwargs):
     for side in SIDES:
         linear: Any = getattr(self, side)[adapter_name]
         part = own_part(linear.weight.detach(), side, parallelism)
-        parallelism.begin_alike(part.to_local())
+        parallelism.take_values_of_first_rank(part.to_local())
         linear.weight = nn.Parameter(part, requires_grad=linear.weight.requires_grad)
     if not hasattr(self, attributes.HAS_SHARDED_FACTORS):
         setattr(self, attributes.HAS_SHARDED_FACTORS, True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -32,11 +30,8 @@ from ..layer.experts_module import (
 from ..layer.moe_experts import Activation, moe_experts
 from ..layer.routing import MISPLACED, Routing
 from ..private import attributes
-from ..private.transformers import default_apply_gate
 from .active_adapters import adapters_of
-from .forwards import LIGERS, why_not_reached
-
-DEFAULT_GATE = default_apply_gate()
+from .forwards import DEFAULT_APPLY_GATE, LIGERS, why_not_reached
 
 ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our name of it, without a gate
     SiLUActivation: "silu",
@@ -85,8 +80,6 @@ SOFTCAPPED_GATES = {  # the class of such an act_fn
 
 FP8_EXPERTS = "transformers.integrations.finegrained_fp8.FP8Experts"  # whose gate its attributes decide
 
-_thread = threading.local()  # reached: a weak reference to the module that we last computed in this thread
-
 
 class ExpertsFacts(NamedTuple):
     """What of an experts module decides which function it computes."""
@@ -105,7 +98,7 @@ def _refuse(
 def _gate(experts: Any) -> tuple[Activation, bool]:
     """(activation, interleaved) of the experts' own `_apply_gate`."""
     gate = type(experts)._apply_gate
-    if gate is not DEFAULT_GATE:
+    if gate is not DEFAULT_APPLY_GATE:
         owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
         name = f"{owner.__module__}.{owner.__name__}"
         if name in CLAMPED_GATES:
@@ -200,8 +193,8 @@ def check_weights(experts: nn.Module) -> None:
     """Raise UnsupportedExpertsError where the weights are not the float tensors of three dimensions we compute with."""
     for name in weight_names(experts):
         weight = getattr(experts, name, None)
-        is_shard = getattr(weight, "_fsdp_flattened", False)  # FSDP1's: flat, and nothing tells its shape
-        if weight is None or (len(whole_shape(weight)) != 3 and not is_shard):
+        # FSDP1's shards have one dimension, and nothing tells their shape
+        if weight is None or len(whole_shape(weight)) not in (1, 3):
             _refuse(experts, f"it has no {name} of three dimensions")
         if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
             _refuse(experts, f"its {name} is stored as {weight.dtype}, quantized", "load the model unquantized")
@@ -215,12 +208,6 @@ def sizes_of(experts: nn.Module) -> Sizes:
     if facts.layout.startswith("transposed"):
         hidden, intermediate = intermediate, hidden
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)
-
-
-def was_reached(experts: nn.Module) -> bool:
-    """Whether this thread's last call that reached us was of this module: patching asks so after a module's first one."""
-    reached = getattr(_thread, "reached", None)
-    return reached is not None and reached() is experts
 
 
 def _known(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
@@ -244,8 +231,6 @@ def sonicmoe_hf_experts_forward(
     Raises:
         ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
     """
-    if not torch.compiler.is_compiling():
-        _thread.reached = weakref.ref(self)
     act_fn, known = vars(self).get(attributes.KNOWN_FACTS, (None, None))
     is_known = known is not None and act_fn is self.act_fn and not torch.compiler.is_compiling()
     facts, names, total = known if is_known else _known(self)

@@ -24,7 +24,8 @@ LIGER_SWITCH = (
 
 @use_experts_implementation
 class _Example(nn.Module):
-    """All classes of the experts interface share the code of their forward."""
+    """All classes of the experts interface share the code of their forward, and those without a gate of their own its
+    `_apply_gate`."""
 
     def __init__(self, config):
         super().__init__()
@@ -34,6 +35,7 @@ class _Example(nn.Module):
 
 
 INTERFACE_CODE = _Example.forward.__code__
+DEFAULT_APPLY_GATE: Callable = vars(_Example)["_apply_gate"]
 
 
 def _name(function) -> str:
@@ -56,17 +58,14 @@ def _innermost(experts: nn.Module) -> Callable:
     """The forward that a call of these experts ends in, below the wrappers of accelerate and of `functools.wraps`."""
     forward = vars(experts).get("forward", type(experts).forward)
     while not _is_interface(forward):
-        if isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks":
-            forward = experts._old_forward
-        elif hasattr(forward, "__wrapped__"):
-            forward = forward.__wrapped__
-        else:
+        if not hasattr(forward, "__wrapped__"):
             break
+        forward = forward.__wrapped__
     return forward
 
 
-def _is_ligers(forward: Callable | None) -> bool:
-    return forward is not None and _name(forward).startswith("liger_kernel.")
+def _is_ligers(function: Any) -> bool:
+    return callable(function) and _name(function).startswith("liger_kernel.")
 
 
 def is_bound_by_liger(module: nn.Module) -> bool:
@@ -74,9 +73,9 @@ def is_bound_by_liger(module: nn.Module) -> bool:
     return _is_ligers(vars(module).get("forward"))
 
 
-def _can_put_back(experts: nn.Module) -> bool:
-    instance = vars(experts)
-    return is_bound_by_liger(experts) and not {"_hf_hook", "_is_hooked"} & set(instance)
+def _can_unbind(experts: nn.Module) -> bool:
+    """Whether nothing else stood there before Liger, whose forward Liger's now hides."""
+    return is_bound_by_liger(experts) and not {"_hf_hook", "_is_hooked"} & set(vars(experts))
 
 
 def why_not_reached(experts: nn.Module) -> str | None:
@@ -95,30 +94,26 @@ def why_not_reached(experts: nn.Module) -> str | None:
         return None
     remedy = "undo what put it there"
     if _is_ligers(forward):
-        remedy = "sonicmoe_hf.patch_model(model) undoes that" if _can_put_back(experts) else LIGER_SWITCH
+        remedy = "sonicmoe_hf.patch_model(model) undoes that" if _can_unbind(experts) else LIGER_SWITCH
     return f"{name}: its forward is {_name(forward)}, which never reaches sonicmoe_hf; {remedy}"
 
 
-def put_back(experts: nn.Module) -> bool:
-    """Undo what Liger bound to these experts, or to a wrapper of them, where nothing else stood there before it; whether
-    there was something."""
+def unbind_liger(experts: nn.Module) -> bool:
+    """Take from these experts, or from a wrapper of them, what Liger bound to them, where that is possible; whether it
+    did."""
     instance = vars(experts)
-    if _is_ligers(instance.get("_old_forward")):  # accelerate's hook came after Liger
-        instance[attributes.LIGER_FORWARD] = instance["_old_forward"].__func__
-        instance["_old_forward"] = types.MethodType(type(experts).forward, experts)
-    elif _can_put_back(experts):
-        instance[attributes.LIGER_FORWARD] = instance.pop("forward").__func__
-    else:
+    if not _can_unbind(experts):
         return False
-    instance.pop("_get_name", None)
+    instance[attributes.LIGER_FORWARD] = instance["forward"].__func__
+    for name in [
+        name for name, value in instance.items() if isinstance(value, types.MethodType) and _is_ligers(value)
+    ]:
+        del instance[name]  # Liger's name for `repr` goes with its forward
     return True
 
 
-def restore(experts: nn.Module) -> None:
-    """Bind again what `put_back` undid."""
-    instance = vars(experts)
-    forward = instance.pop(attributes.LIGER_FORWARD, None)
+def rebind_liger(experts: nn.Module) -> None:
+    """Bind again the forward that `unbind_liger` took."""
+    forward = vars(experts).pop(attributes.LIGER_FORWARD, None)
     if forward is not None:
-        name = forward.__qualname__.partition(".")[0]
-        instance["_old_forward" if "_old_forward" in instance else "forward"] = types.MethodType(forward, experts)
-        instance["_get_name"] = types.MethodType(lambda self: name, experts)
+        vars(experts)["forward"] = types.MethodType(forward, experts)

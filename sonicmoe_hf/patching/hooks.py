@@ -1,5 +1,4 @@
-"""The hooks that patching installs: on each router, on each experts module until its first call, and one pair on each
-model that contains routers.
+"""The hooks that patching installs: on each router, and one pair on each model that contains experts.
 
 All are module-level classes. A router's know nothing of its model but its state, and what the call in progress says
 (calls.py), so that patched models, and any part of one, copy, pickle and compile as before. On and off is an attribute of
@@ -18,21 +17,31 @@ from torch import nn
 from ..layer.config import TokenRounding
 from ..layer.experts_module import IMPLEMENTATION, expert_parallelism
 from ..layer.routing import MISPLACED
-from ..private.torch import forward_hooks, guard_module_hooks, is_compiled, remove_hooks
+from ..private import attributes
+from ..private.torch import guard_module_hooks, is_compiled
 from ..private.transformers import experts_implementation, parallel_mesh
 from . import calls, handlers, routing_contexts
 from .balance import TokenCounts, hook_loss, share_of_batch
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
-from .experts import was_reached
-from .forwards import why_not_reached
 from .padding import given_mask, given_token_types
 from .support import Layer, experts_and_wrappers, find_layers, undo_liger_and_check
 
 
-def find_hook(hooks: list, kind: type):
-    """The hook of that class among a module's, or None."""
-    return next((hook for hook in hooks if isinstance(hook, kind)), None)
+def note_installed(module: nn.Module, hook: Any, handle: Any) -> None:
+    """Keep what `installed` and `remove_installed` need."""
+    vars(module).setdefault(attributes.HOOKS, []).append((hook, handle))
+
+
+def installed(module: nn.Module, kind: type) -> Any:
+    """The hook of that class that patching installed on a module, or None."""
+    return next((hook for hook, _ in vars(module).get(attributes.HOOKS, ()) if isinstance(hook, kind)), None)
+
+
+def remove_installed(module: nn.Module) -> None:
+    """Remove what patching installed on a module."""
+    for _, handle in vars(module).pop(attributes.HOOKS, ()):
+        handle.remove()
 
 
 class RouterHook:
@@ -81,58 +90,35 @@ class RouterHook:
         return run.output()
 
 
-class FirstUseHook:
-    """Forward hook of an experts module: its first call that is not compiled must have reached us; then it goes.
-
-    Compiled calls only look whether a forward was put on the instance since; `had_forward`: there was one before.
-    """
-
-    def __init__(self, had_forward: bool):
-        self.had_forward = had_forward
-
-    def __call__(self, experts: Any, args, output):
-        if torch.compiler.is_compiling():
-            known = self.had_forward or "_hf_hook" in experts.__dict__ or "_is_hooked" in experts.__dict__
-            if "forward" in experts.__dict__ and not known:
-                raise RuntimeError("another forward took the place of these experts' own: see patch_model")
-        elif experts_implementation(experts.config) == IMPLEMENTATION:
-            self._check(experts)
-
-    def _check(self, experts: nn.Module) -> None:
-        if was_reached(experts):
-            remove_hooks(experts, lambda hook: hook is self)
-            return
-        reason = why_not_reached(experts)
-        if reason is None and is_compiled():
-            return  # Dynamo left the model to Python and compiled these experts alone: compiled calls note nothing
-        raise RuntimeError(
-            f'{type(experts).__name__} was called with experts_implementation="{IMPLEMENTATION}", but never reached '
-            f"sonicmoe_hf: {reason or 'another function is registered under that name'}"
-        )
-
-
 class ModelEntryHook:
     """Forward pre-hook (with kwargs) of a model: notes whether gradients are on, and which tokens are padding.
 
-    Before the first call, and the first under a policy, it also checks that the layers can do what is asked: quantizers,
-    use_kernels, parallelism and Liger may have changed them since patching. Later calls look whether a forward of the
-    experts was replaced again.
+    Before the first call, and the first under a policy, it also checks that the layers support it: quantizers,
+    use_kernels, parallelism and Liger may have changed them since patching. Later and compiled calls check only whether a
+    forward of the experts was replaced again.
 
     parameters: the names of the model's forward's parameters, in order.
     """
 
     def __init__(self, parameters: list[str]):
         self.parameters = parameters
-        self.checked: list[tuple[nn.Module, Callable | None]] | None = None  # experts and wrappers, their own forward
-        self.layers: list[Layer] = []
+        self.is_checked = False
         self.checked_policy: TokenRounding | None = None
+        self.layers: list[Layer] = []
+        self.forwards: list[
+            tuple[nn.Module, Callable | None]
+        ] = []  # experts and wrappers, with a forward of their own
 
-    def join(self, state: PatchState, name: str) -> None:
-        """Belong to a model with these settings, in which the hook's module is called `name`."""
+    def join(self, state: PatchState, name: str, model: nn.Module) -> None:
+        """Belong to a model with these settings, in which `model`, the hook's module, is called `name`."""
         self.state, self.name = state, name
+        self._list_forwards(model)
+
+    def _list_forwards(self, model: nn.Module) -> None:
+        self.forwards = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
 
     def __getstate__(self):
-        return {**vars(self), "checked": None, "layers": []}  # a copy is checked afresh
+        return {**vars(self), "is_checked": False, "layers": [], "forwards": []}  # a copy is checked afresh
 
     def __setstate__(self, attributes):
         vars(self).update(attributes)
@@ -144,7 +130,9 @@ class ModelEntryHook:
         forward, is_new = calls.begin(state, self.name)
         call = forward.call
         if is_new:
-            if not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                self._check_compiled()
+            else:
                 self._check(model)
             self._prepare(model, call, kwargs)
         if call.in_training:
@@ -197,18 +185,26 @@ class ModelEntryHook:
         implementations = (expert_parallelism(layer.experts) for layer in self.layers)
         return next((ours.batch_group for ours in implementations if ours is not None), None)
 
+    def _check_compiled(self) -> None:
+        """What Dynamo can trace. Forwards of accelerate's and Transformers' parallelism call the one that was there."""
+        for module, forward in self.forwards:
+            attributes = module.__dict__
+            is_known = "_hf_hook" in attributes or "_is_hooked" in attributes
+            if attributes.get("forward") is not forward and not is_known:
+                raise RuntimeError("another forward took the place of these experts' own: see patch_model")
+
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
-        is_checked = self.checked is not None and (policy is None or policy == self.checked_policy)
-        for module, forward in self.checked or ():
+        is_checked = self.is_checked and (policy is None or policy == self.checked_policy)
+        for module, forward in self.forwards:
             is_checked = is_checked and vars(module).get("forward") is forward
         if not is_checked:
             undo_liger_and_check(model, policy)
             self.layers = list(find_layers(model))
             if policy is not None:
                 check_live(self.layers)
-            self.checked = [(module, vars(module).get("forward")) for module in experts_and_wrappers(model)]
-            self.checked_policy = policy
+            self._list_forwards(model)
+            self.is_checked, self.checked_policy = True, policy
         if policy is not None and model.training and torch.is_grad_enabled():
             for layer in self.layers:
                 _check_implementation(layer)
@@ -217,7 +213,7 @@ class ModelEntryHook:
 def check_live(layers: list[Layer]) -> None:
     """Raise RuntimeError where the router of a layer that has one would not tell us what it routes."""
     for layer in layers:
-        if layer.router is not None and find_hook(forward_hooks(layer.router), RouterHook) is None:
+        if layer.router is not None and installed(layer.router, RouterHook) is None:
             raise RuntimeError(
                 f"{layer.name}: its {type(layer.router).__name__} came into the model after patch_model, whose hook it "
                 "lacks; call sonicmoe_hf.patch_model(model) again"

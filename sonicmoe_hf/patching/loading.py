@@ -21,8 +21,7 @@ from ..private.transformers import loaded_one_by_one
 from ..streaming.placement import LoadingPlacement, check_memory
 from .experts import is_fp8_experts
 from .patch import guard_streamed, patch_model
-from .quantize import check_not_packed, config_for, with_packed_experts
-from .ranks import check_ranks
+from .quantize import check_not_packed, with_packed_experts
 from .support import REMEDIES
 
 
@@ -60,8 +59,7 @@ def from_pretrained(
     Raises:
         ValueError: experts_implementation names another implementation, or the checkpoint is quantized otherwise; or
             experts_compute without experts in FP8.
-        UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None; or
-            distributed_config has experts shared by ranks whose number does not divide them.
+        UnsupportedModelError: as patch_model; or the checkpoint is in FP8 or NVFP4, and experts_quantization is None.
         UnsupportedExpertsError: experts of a size that the format does not take, or that experts_memory does not.
         MemoryError: host memory does not hold the experts.
     """
@@ -77,8 +75,6 @@ def from_pretrained(
             f"experts_implementation={asked!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or load with "
             f"{auto_class.__name__}.from_pretrained"
         )
-    if kwargs.get("distributed_config") is not None:
-        check_ranks(config_for(pretrained_model_name_or_path, kwargs), kwargs["distributed_config"])
     if experts_quantization is None:
         check_not_packed(pretrained_model_name_or_path, kwargs)
     else:

@@ -23,7 +23,7 @@ from ..layer.config import SAVE_POLICIES, TokenRounding, as_routing_policy, chec
 from ..layer.experts_module import IMPLEMENTATION
 from ..model_patches import Family
 from ..private import attributes
-from ..private.torch import forward_hooks, forward_pre_hooks, guard_module_hooks, remove_hooks
+from ..private.torch import guard_module_hooks
 from ..private.transformers import (
     experts_implementation,
     parallel_mesh,
@@ -33,9 +33,17 @@ from ..streaming.placement import place_experts
 from . import calls
 from .calls import PatchState
 from .experts import is_fp8_experts
-from .forwards import restore
+from .forwards import rebind_liger
 from .fp8_experts import give_back_weights, take_weights
-from .hooks import FirstUseHook, ModelEntryHook, ModelExitHook, RouterHook, check_live, find_hook
+from .hooks import (
+    ModelEntryHook,
+    ModelExitHook,
+    RouterHook,
+    check_live,
+    installed,
+    note_installed,
+    remove_installed,
+)
 from .layer_ranges import collapse
 from .own_configs import use_own_configs
 from .support import (
@@ -46,8 +54,6 @@ from .support import (
     find_layers,
     undo_liger_and_check,
 )
-
-HOOKS = (RouterHook, FirstUseHook, ModelEntryHook, ModelExitHook)
 
 
 class PatchReport(NamedTuple):
@@ -89,12 +95,8 @@ def _root(model: nn.Module) -> PreTrainedModel:
 
 
 def _state(root: nn.Module) -> PatchState | None:
-    entries = (find_hook(forward_pre_hooks(module), ModelEntryHook) for module in root.modules())
+    entries = (installed(module, ModelEntryHook) for module in root.modules())
     return next((entry.state for entry in entries if entry is not None), None)
-
-
-def _remove_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
-    remove_hooks(module, lambda hook: isinstance(hook, kinds))
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -115,8 +117,6 @@ def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> N
         setattr(experts, attributes.UNPATCHED, before.setdefault(id(experts.config), implementation))
         setattr(experts, attributes.SAVE, save)
         setattr(experts, attributes.COMPUTE, compute)
-        _remove_hooks(experts, (FirstUseHook,))
-        experts.register_forward_hook(FirstUseHook("forward" in vars(experts)))
     root.get_correct_experts_implementation(IMPLEMENTATION)  # tells registration.py of the model
     for experts in every:
         set_experts_implementation(experts.config, IMPLEMENTATION)
@@ -145,20 +145,21 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
     guard_module_hooks()
     calls.capture()
     for family, layer_name, router in routers(root):
-        hook = find_hook(forward_hooks(router), RouterHook)
+        hook = installed(router, RouterHook)
         if hook is None:
             hook = RouterHook(family.name, layer_name)
-            router.register_forward_hook(hook)
+            note_installed(router, hook, router.register_forward_hook(hook))
         hook.layer_name = layer_name
         hook.join(state)
     every = set(every_experts(root))
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
-            if find_hook(forward_pre_hooks(module), ModelEntryHook) is None:
-                module.register_forward_pre_hook(ModelEntryHook(_parameters(module)), with_kwargs=True)
-                module.register_forward_hook(ModelExitHook(), always_call=True)
-            find_hook(forward_pre_hooks(module), ModelEntryHook).join(state, name)
-            find_hook(forward_hooks(module), ModelExitHook).join(state, name)
+            if installed(module, ModelEntryHook) is None:
+                entry, exit = ModelEntryHook(_parameters(module)), ModelExitHook()
+                note_installed(module, entry, module.register_forward_pre_hook(entry, with_kwargs=True))
+                note_installed(module, exit, module.register_forward_hook(exit, always_call=True))
+            installed(module, ModelEntryHook).join(state, name, module)
+            installed(module, ModelExitHook).join(state, name)
 
 
 def patch_model(
@@ -218,9 +219,9 @@ def unpatch_model(model: nn.Module) -> None:
     if _state(root) is None:
         return
     for module in root.modules():
-        _remove_hooks(module, HOOKS)
+        remove_installed(module)
     for module in experts_and_wrappers(root):
-        restore(module)
+        rebind_liger(module)
     experts: Any
     for experts in every_experts(root):
         give_back_weights(experts)
@@ -281,7 +282,7 @@ def router_hooks(model: nn.Module) -> list[RouterHook]:
     """The hooks of a patched model's routers in use, in the order of its layers, under the names of these layers."""
     hooks = []
     for layer in find_layers(_root(model)):
-        hook = None if layer.router is None else find_hook(forward_hooks(layer.router), RouterHook)
+        hook = None if layer.router is None else installed(layer.router, RouterHook)
         if hook is not None:
             hook.layer_name = layer.name
             hooks.append(hook)
@@ -296,7 +297,7 @@ def clear_counts(model: nn.Module) -> None:
     """
     check_routers_live(model)
     for *_, router in routers(model):
-        find_hook(forward_hooks(router), RouterHook).load.start(router.num_experts, router.weight.device)
+        installed(router, RouterHook).load.start(router.num_experts, router.weight.device)
 
 
 def start_counting(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from ..layer.experts_module import (
 )
 from ..model_patches import FAMILIES, Family
 from .experts import check_weights, experts_facts, is_fp8_experts
-from .forwards import LIGERS, is_bound_by_liger, put_back, restore, why_not_reached
+from .forwards import LIGERS, is_bound_by_liger, rebind_liger, unbind_liger, why_not_reached
 from .fp8_experts import why_not_taken
 
 REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
@@ -271,13 +271,13 @@ def undo_liger_and_check(
     Raises:
         UnsupportedModelError: one cannot; the model is as it was.
     """
-    undone = [module for module in experts_and_wrappers(model) if put_back(module)]
+    undone = [module for module in experts_and_wrappers(model) if unbind_liger(module)]
     try:
         layers = check_accelerated(model)
         check_rounding(layers, policy, remedy)
     except UnsupportedModelError:
         for module in undone:
-            restore(module)
+            rebind_liger(module)
         raise
     return layers
 

@@ -1,5 +1,8 @@
 """The attributes that sonicmoe_hf puts on objects of other packages, all of them. Copies and pickles take them along."""
 
+# modules that patch_model changes
+HOOKS = "_sonicmoe_hf_hooks"  # what it installed there: (hook, the handle that removes it) of each
+
 # experts modules
 SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactivation" or "input"
 COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "fp8"

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
@@ -39,9 +38,7 @@ __all__ = [
     "disable_dynamo",
     "flash_backward",
     "flash_forward",
-    "forward_hooks",
     "forward_mode_level",
-    "forward_pre_hooks",
     "guard_module_hooks",
     "has_checkpointing",
     "has_compiled_parts",
@@ -49,10 +46,8 @@ __all__ = [
     "is_in_torch_dispatch_mode",
     "is_legacy_batchedtensor",
     "mark_as_static",
-    "remove_hooks",
     "strided_shard",
     "to_copy",
-    "tree_leaves",
     "will_engine_execute_node",
     "without_torch_function",
     "wrapper_of",
@@ -130,27 +125,3 @@ def mark_as_static(tensor: torch.Tensor) -> None:
     import torch._dynamo as dynamo
 
     dynamo.mark_static_address(tensor)
-
-
-def forward_hooks(module: nn.Module) -> list:
-    """The forward hooks of a module, in order."""
-    return list(module._forward_hooks.values())
-
-
-def forward_pre_hooks(module: nn.Module) -> list:
-    """The forward pre-hooks of a module, in order."""
-    return list(module._forward_pre_hooks.values())
-
-
-def remove_hooks(module: nn.Module, remove) -> None:
-    """Remove the forward hooks and pre-hooks of a module for which `remove(hook)` is true."""
-    about = (
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-        module._forward_pre_hooks_with_kwargs,
-    )
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in list(hooks.items()) if remove(hook)]:
-            hooks.pop(key, None)
-            for keys in about:
-                keys.pop(key, None)

@@ -23,13 +23,6 @@ LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
 _WARNING_METHOD = "_issue_warnings_after_load"
 
 
-def default_apply_gate():
-    """The `_apply_gate` of experts classes that define none."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    return _default_apply_gate
-
-
 def fp8_experts_functions() -> Any:
     """Where what computes Transformers' FP8Experts is registered; None while nothing has imported their module."""
     return getattr(sys.modules.get(FP8_FUNCTIONS), "ALL_FP8_EXPERTS_FUNCTIONS", None)
@@ -37,7 +30,7 @@ def fp8_experts_functions() -> Any:
 
 def experts_implementation(config) -> str | None:
     """The experts implementation that a config asks for."""
-    return getattr(config, "_experts_implementation", None)
+    return getattr(config, "_experts_implementation_internal", None)
 
 
 def experts_implementation_at_once(config) -> str | None:
@@ -86,25 +79,6 @@ def loaded_one_by_one(take: Callable[[Any, str], None]) -> Iterator[None]:
 def mark_initialized(parameter: Any) -> None:
     """Note that a checkpoint brought a parameter, so that loading does not initialise it."""
     parameter._is_hf_initialized = True
-
-
-def forget_implementation(interface, name: str) -> None:
-    """Undo `interface.register(name, ...)` of one of Transformers' interfaces."""
-    interface._global_mapping.pop(name, None)
-
-
-def forget_auto_classes(config: type) -> None:
-    """Undo the registration of a config class, and of the models that belong to it, with the Auto classes."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-
-    name = config.model_type  # type: ignore[attr-defined]
-    CONFIG_MAPPING._extra_content.pop(name, None)
-    for auto_class in auto_classes():
-        if auto_class._model_mapping is not None:
-            auto_class._model_mapping._extra_content.pop(config, None)
-    for names in (MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        names.pop(name, None)
 
 
 def auto_classes() -> list:

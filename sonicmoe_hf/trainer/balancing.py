@@ -10,10 +10,9 @@ from ..errors import UnsupportedModelError
 from ..layer.experts_module import expert_parallel_remedy, expert_parallelism, is_expert_parallel
 from ..patching.balance import ScaleHook, update_bias
 from ..patching.calls import Balancing
-from ..patching.hooks import RouterHook, find_hook
+from ..patching.hooks import RouterHook, installed
 from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
 from ..patching.support import Layer, find_layers
-from ..private.torch import forward_hooks
 from .callbacks import StepCallback
 
 DEFAULTS = {"per_layer_loss": 0.05, "bias_update": 1e-3}
@@ -85,7 +84,7 @@ class LoadBalancing(StepCallback):
         if self.bias_update is not None:
             _check_saved(model, layers)
             for *_, router in routers(model):
-                counts = find_hook(forward_hooks(router), RouterHook).balance
+                counts = installed(router, RouterHook).balance
                 bias = counts.keep_bias(router.e_score_correction_bias)
                 counts.start(bias.numel(), bias.device)
         return Balancing(self.per_layer_loss or 0.0, self.bias_update is not None)
@@ -95,7 +94,7 @@ class LoadBalancing(StepCallback):
         if self.bias_update is None:
             return
         live = [layer.router for layer in find_layers(model)]
-        balance = [find_hook(forward_hooks(router), RouterHook).balance for router in live]
+        balance = [installed(router, RouterHook).balance for router in live]
         counts = [layer.counted_E for layer in balance]
         flat = torch.cat([count_E.to(counts[0].device) for count_E in counts])
         if dist.is_available() and dist.is_initialized():

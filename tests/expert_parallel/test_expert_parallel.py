@@ -58,7 +58,7 @@ def step(model, inputs):
 
 
 def largest(rank):
-    return collectives.largest([rank, 3, 5 - rank], torch.distributed.group.WORLD)
+    return collectives.max_over_ranks([rank, 3, 5 - rank], torch.distributed.group.WORLD)
 
 
 def test_ranks_agree_on_the_maximum_of_each_number(ranks):

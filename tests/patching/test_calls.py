@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
 from sonicmoe_hf.patching import calls
+from sonicmoe_hf.patching.hooks import remove_installed
 from sonicmoe_hf.patching.patch import router_hooks, start_counting
-from sonicmoe_hf.private.torch import remove_hooks
 
 SAME = "the same computation"
 
@@ -90,8 +90,7 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
     model, refused = build("qwen3_moe"), build("qwen3_moe", seed=1)
     sonicmoe_hf.patch_model(model, POLICY)
     sonicmoe_hf.patch_model(refused, POLICY)
-    gate = refused.model.layers[0].mlp.gate
-    remove_hooks(gate, lambda hook: True)
+    remove_installed(refused.model.layers[0].mlp.gate)
 
     def call_the_other(block, args):
         for _ in range(2):  # as often as calls are in progress: of the model, and of its stack of layers

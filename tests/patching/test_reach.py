@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.models import batch, build, loss_and_gradients, patched, relative_error
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import sonicmoe_hf
 from sonicmoe_hf.patching.support import UnsupportedModelError, supports
@@ -105,26 +104,13 @@ def test_a_class_that_overrides_the_experts_forward_is_refused_by_name():
         sonicmoe_hf.patch_model(model)
 
 
-def test_a_wrapper_that_says_what_it_wraps_is_taken_at_its_word_until_the_first_call():
+def test_a_wrapper_that_says_what_it_wraps_is_taken_at_its_word():
     model, expected = build("qwen3_moe"), loss_and_gradients(build("qwen3_moe"), batch())
     experts = model.model.layers[0].mlp.experts
     honest, calls = experts.forward, []
     experts.forward = functools.wraps(honest)(lambda *args: calls.append(1) or honest(*args))
     sonicmoe_hf.patch_model(model)
     assert relative_error(loss_and_gradients(model, batch())["logits"], expected["logits"]) < 1e-5 and calls == [1]
-    experts.forward = functools.wraps(honest)(lambda hidden_states, *routing: hidden_states)
-    sonicmoe_hf.patch_model(model)
-    with pytest.raises(RuntimeError, match=r"Qwen3MoeExperts was called .* but never reached sonicmoe_hf"):
-        model(**batch())
-
-
-def test_another_function_under_our_name_is_noticed_at_the_first_call(monkeypatch):
-    model = patched("qwen3_moe")
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "sonicmoe_hf", ALL_EXPERTS_FUNCTIONS["grouped_mm"])
-    with pytest.raises(
-        RuntimeError, match=r"never reached sonicmoe_hf: another function is registered under that name"
-    ):
-        model(**batch())
 
 
 @pytest.mark.slow
@@ -133,7 +119,9 @@ def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(f
     torch._dynamo.reset()
     model = patched("qwen3_moe", num_hidden_layers=1)
     model.model.layers[0].mlp.experts.forward = of_somebody_else
-    with pytest.raises(RuntimeError, match=r"Observed exception|its forward is .*of_somebody_else"):
+    with pytest.raises(
+        (RuntimeError, UnsupportedModelError), match=r"Observed exception|its forward is .*of_somebody"
+    ):
         torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
 
 
@@ -146,19 +134,11 @@ def test_a_model_compiles_after_another_whose_compilation_raised():
     for each in (wrong, model):
         sonicmoe_hf.patch_model(each)
     wrong.model.layers[0].mlp.experts.forward = of_somebody_else
-    with pytest.raises(RuntimeError, match=r"its forward is .*of_somebody_else"):
+    with pytest.raises(UnsupportedModelError, match=r"its forward is .*of_somebody_else"):
         torch.compile(wrong, backend="eager")(**batch())
     assert relative_error(torch.compile(model, backend="eager")(**batch()).logits, expected["logits"]) < 1e-5
-    assert model(**batch()).loss.isfinite() and not model.model.layers[0].mlp.experts._forward_hooks
+    assert model(**batch()).loss.isfinite()
     torch._dynamo.reset()
-
-
-def test_the_first_call_is_looked_at_once():
-    model = patched("qwen3_moe")
-    experts = model.model.layers[0].mlp.experts
-    assert len(experts._forward_hooks) == 1
-    model(**batch())
-    assert not experts._forward_hooks
 
 
 # outside the experts interface
