@@ -6,6 +6,13 @@ A is [E, r, in], or [r*E, in] with the expert slowest; B is [E, out, r], or [out
 from __future__ import annotations
 
 
+def by_expert(a, b, num_experts: int):
+    """Views [E, r, in] of an A and [E, out, r] of a B of either form, which autograd differentiates for nothing."""
+    a = a if a.dim() == 3 else a.reshape(num_experts, -1, a.shape[1])
+    b = b if b.dim() == 3 else b.reshape(len(b), -1, num_experts).permute(2, 0, 1)
+    return a, b
+
+
 def a_by_expert(shape, strides, num_experts: int):
     """Shape [E, r, in] and strides of an A of either form."""
     if len(shape) == 3:

@@ -22,12 +22,12 @@ class ComputedBy(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of_call(cls, hidden_states: torch.Tensor) -> ComputedBy:
+    def from_call(cls, hidden_states: torch.Tensor) -> ComputedBy:
         """Of a call of the experts with this input."""
         return cls(hidden_states.device, _under_autocast(hidden_states.device, hidden_states.dtype))
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> ComputedBy:
+    def from_model(cls, model: nn.Module) -> ComputedBy:
         """Of a model whose calls were not seen, as compiled ones: by its weights and accelerate's mixed precision."""
         weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
         state = sys.modules.get("accelerate.state")
@@ -67,7 +67,7 @@ def describe(model: PreTrainedModel, reason: str | None, computed_by: ComputedBy
     if reason is not None:
         return f"{name} is not patched: {reason}"
     report = PatchReport(supports(model), patch_state(model).policy)
-    device, dtype = computed_by or ComputedBy.of_model(model)
+    device, dtype = computed_by or ComputedBy.from_model(model)
     choice = backends.choose(device, dtype)
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}"]
     return "\n".join([*lines, f"  experts: {_training(model)}"] if trains else lines)

@@ -36,8 +36,8 @@ class Session:
         self.policy = settings.policy()
         self.reasons: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
         self.watched: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()  # handles of hooks
-        self.said: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-        self.texts: set[str] = set()
+        self.reported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+        self.printed: set[str] = set()
         self.adapted: list[Any] = []  # LoRA configs that got the experts
         self.has_packed = False
         self.thread = threading.local()  # is_loading: from_pretrained patches what it has loaded
@@ -46,7 +46,7 @@ class Session:
     def install(self) -> None:
         """Follow the process's optimizers, Trainers and adapters, and its end."""
         atexit.register(self.at_exit)
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.say())
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.report())
         if self.settings.adapt_experts is not None:
             before_adapters(self.adapt)
         train: Any = Trainer.train
@@ -146,13 +146,13 @@ class Session:
         has_weights = [model for model in models if any(not weight.is_meta for weight in model.parameters())]
         return [model for model in has_weights if model not in inner]
 
-    def say(self, computed_by: ComputedBy | None = None) -> None:
+    def report(self, computed_by: ComputedBy | None = None) -> None:
         """The first training step: say what was patched, and why not the rest. Later steps only where models are new.
 
         Raises:
             RuntimeError: --adapt-experts or --experts-quantization had no effect.
         """
-        if self.has_trained and all(model in self.said for model in self.reasons):
+        if self.has_trained and all(model in self.reported for model in self.reasons):
             return
         self.has_trained = True
         self._check_effects()
@@ -172,13 +172,13 @@ class Session:
 
     def _print(self, computed_by: ComputedBy | None) -> None:
         for model in self._outermost():
-            if model not in self.said:
+            if model not in self.reported:
                 text = describe(model, self.reasons[model], computed_by, self.has_trained)
-                if text not in self.texts:
+                if text not in self.printed:
                     _write(text)
-                self.texts.add(text)
+                self.printed.add(text)
         for model in list(self.reasons):
-            self.said.add(model)
+            self.reported.add(model)
             self._stop_watching(model)
 
     def _stop_watching(self, model: PreTrainedModel) -> None:
@@ -221,4 +221,4 @@ def _first_training_call(experts: nn.Module, args: tuple) -> None:
     if torch.compiler.is_compiling() or not experts.training or not torch.is_grad_enabled():
         return
     if _current is not None:
-        _current.say(ComputedBy.of_call(args[0]))
+        _current.report(ComputedBy.from_call(args[0]))

@@ -65,30 +65,31 @@ def _padded(tensor: torch.Tensor, length: int, value: float = 0) -> torch.Tensor
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing), value=value) if missing else tensor
 
 
-def _agreed(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> list[int]:
-    """The largest T and P of the ranks, and whether any of them lists its pairs with their tokens.
+def _max_sizes(num_tokens: int, num_pairs: int, is_list: bool, ranks: Ranks) -> list[int]:
+    """The maximum T and P of the ranks, and whether any of them lists its pairs with their tokens.
 
-    Asked once for each call of a patched model, whose layers all have the same tokens.
+    Exchanged once for each call of a patched model, whose layers all have the same tokens.
     """
     own = [num_tokens, num_pairs, int(is_list)]
     forward = calls.in_progress()
     if forward is None:
         return max_over_ranks(own, ranks.group)
-    if forward.agreed is None:
-        forward.agreed = own, max_over_ranks(own, ranks.group)
-    if forward.agreed[0] != own:
+    if forward.max_sizes is None:
+        forward.max_sizes = own, max_over_ranks(own, ranks.group)
+    first, maxima = forward.max_sizes
+    if first != own:
         raise RuntimeError(
             f"this layer has {own[0]} tokens and {own[1]} pairs, but an earlier one of the same model call had "
-            f'{forward.agreed[0][0]} and {forward.agreed[0][1]}: use ep_implementation="all_to_all" for such a model'
+            f'{first[0]} and {first[1]}: use ep_implementation="all_to_all" for such a model'
         )
-    return forward.agreed[1]
+    return maxima
 
 
 def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
     """Every rank gets all tokens, and the sum over ranks of what their experts give: for two ranks, where few tokens have
     all their experts on one. All shapes are known on the host, so nothing waits for the device."""
     num_tokens, num_pairs = len(x_TH), routing.expert_index.numel()
-    max_tokens, max_pairs, is_list = _agreed(num_tokens, num_pairs, routing.token_index is not None, ranks)
+    max_tokens, max_pairs, is_list = _max_sizes(num_tokens, num_pairs, routing.token_index is not None, ranks)
     if not max_tokens:
         here = ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0)
         return experts(x_TH, here, routing.weights)
@@ -117,10 +118,10 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
 
 def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Experts) -> torch.Tensor:
     """Each rank gets the tokens that one of its experts wants: for three ranks or more. Sizes are read on the host."""
-    num_tokens, group, per = len(x_TH), ranks.group, ranks.num_local
+    num_tokens, group, num_local = len(x_TH), ranks.group, ranks.num_local
     expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
-    is_pair_P = (expert_P >= 0) & (expert_P < ranks.size * per)
-    rank_P = torch.where(is_pair_P, expert_P // per, ranks.size).long()
+    is_pair_P = (expert_P >= 0) & (expert_P < ranks.size * num_local)
+    rank_P = torch.where(is_pair_P, expert_P // num_local, ranks.size).long()
     token_P = torch.where(is_pair_P, token_P, num_tokens).long()
     is_sent_TN = x_TH.new_zeros(num_tokens + 1, ranks.size + 1, dtype=torch.bool)
     is_sent_TN[token_P, rank_P] = True
@@ -137,8 +138,8 @@ def by_all_to_all(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: E
 
     pair_P = pairs.pair[: sum(pairs_out)].long()
     place_P = place_TN[token_P[pair_P], rank_P[pair_P]]
-    whereto = torch.stack((expert_P[pair_P] % per, place_P), dim=1).to(torch.int32)
-    expert, place = exchange(whereto, pairs_out, pairs_in, group).unbind(1)
+    target = torch.stack((expert_P[pair_P] % num_local, place_P), dim=1).to(torch.int32)
+    expert, place = exchange(target, pairs_out, pairs_in, group).unbind(1)
     weights = exchange(weight_P[pair_P], pairs_out, pairs_in, group)
     x = exchange(rows_of_tokens(x_TH, rows, sum(tokens_out)), tokens_out, tokens_in, group)
     counts = received.long()

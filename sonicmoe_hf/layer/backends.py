@@ -25,17 +25,17 @@ HOPPER_PACKAGES = (  # module, how to install it
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _once(function):
-    """Ask once for every device; torch.compile takes the answer for a constant and traces nothing of how it is found."""
-    answers = {}
+def _cached_by_device(function):
+    """Call it once for every device; torch.compile takes the result for a constant and traces nothing of its making."""
+    results = {}
 
     @torch.compiler.assume_constant_result
-    def ask(device: torch.device):
-        if device not in answers:
-            answers[device] = function(device)
-        return answers[device]
+    def cached(device: torch.device):
+        if device not in results:
+            results[device] = function(device)
+        return results[device]
 
-    return ask
+    return cached
 
 
 class Choice(NamedTuple):
@@ -47,10 +47,10 @@ class Choice(NamedTuple):
 
 def missing_for_hopper() -> str | None:
     """Which package the Hopper kernels lack here, in words, or None."""
-    return next((words for module, words in HOPPER_PACKAGES if importlib.util.find_spec(module) is None), None)
+    return next((remedy for module, remedy in HOPPER_PACKAGES if importlib.util.find_spec(module) is None), None)
 
 
-@_once
+@_cached_by_device
 def _without_triton(device: torch.device) -> str | None:
     """Why the Triton kernels cannot run on `device`, or None if they can."""
     if importlib.util.find_spec("triton") is None:
@@ -63,7 +63,7 @@ def _without_triton(device: torch.device) -> str | None:
     return None if major >= 8 else f"the GPU is sm_{major}{minor}; the Triton kernels need sm_80 or newer"
 
 
-@_once
+@_cached_by_device
 def _without_hopper(device: torch.device) -> str | None:
     """Why the Hopper kernels cannot run on `device`, or None if they can."""
     if obstacle := _without_triton(device):
@@ -99,8 +99,8 @@ def choose(device: torch.device, dtype: torch.dtype, backend: str | None = None)
         if name is not None:
             check_choice(source.rstrip("="), name, BACKENDS)
             if obstacle := _obstacle(name, device, dtype):
-                asked = f"{source.rstrip('=')} asks for {name!r}"
-                raise ValueError(f"{asked}, but {obstacle}; leave the choice to sonicmoe_hf, or use 'eager'")
+                request = f"{source.rstrip('=')} asks for {name!r}"
+                raise ValueError(f"{request}, but {obstacle}; leave the choice to sonicmoe_hf, or use 'eager'")
             return Choice(name, f"asked for by {source}")
     if device.type != "cuda":
         return Choice("eager", f"{NO_FASTER}: the device is {device.type}")

@@ -94,7 +94,7 @@ def _fields_of(projection: str):
 _GATE_UP, _DOWN = _fields_of("gate_up"), _fields_of("down")
 
 
-class SavePlan(NamedTuple):
+class SaveFlags(NamedTuple):
     """Which results of forward backward is given: h, u = scale x A1^T, v = scale a A2^T."""
 
     h: bool
@@ -180,28 +180,31 @@ class _Layer:
         return self.kernels.down(a_RI, self.operand(self.down), self.down.bias, self.rows, extra=extra)
 
 
-def _experts_forward(inputs: Inputs, rows: Rows, options: Options, plan: SavePlan) -> list[torch.Tensor]:
-    """[out_TH], and after it what `plan` says."""
+def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
+    """[out_TH], and after it what `flags` name."""
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
     with _without_autocast(x_TH.device, options.backend), fetched(inputs, rows, options) as inputs:
         layer = _Layer(inputs, rows, options, x_TH.dtype)
         kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
-        u_PJ, h_R2I, a_RI = layer.up(None, want_h=plan.h, want_a=True)
+        u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
         if adapter is not None:
             v_PJ = kernels.lora_shrink(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
             extra = adapter.forward_term(v_PJ)
         out_TH = kernels.combine(layer.y(a_RI, extra), inputs.weight.reshape(-1), rows, x_TH.shape[0])
-    return [out_TH, *(tensor for tensor, wanted in zip((h_R2I, u_PJ, v_PJ), plan) if wanted)]
+    return [out_TH, *(tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved)]
 
 
-def _fake_forward(inputs, rows, options, plan):
+def _fake_forward(inputs, rows, options, flags):
     num_rows, x = rows.token.shape[0], inputs.x
     widths = (
         inputs.gate_up.shape[2 if options.transposed and not options.gate_up_format else 1],
         *(None if a is None else padded_rank(a, rows.offsets.shape[0] - 1) for a in (inputs.gate_up_a, inputs.down_a)),
     )
-    return [x.new_empty(x.shape), *(x.new_empty(num_rows, width) for width, wanted in zip(widths, plan) if wanted)]
+    return [
+        x.new_empty(x.shape),
+        *(x.new_empty(num_rows, width) for width, is_saved in zip(widths, flags) if is_saved),
+    ]
 
 
 def _experts_backward(
@@ -291,15 +294,15 @@ def _fake_backward(dout, saved, inputs, rows, options, needs):
 
 
 def _setup_context(ctx, arguments, output):
-    inputs, rows, ctx.options, plan = arguments
+    inputs, rows, ctx.options, flags = arguments
     ctx.set_materialize_grads(False)
     needs = Inputs._make(ctx.needs_input_grad[: len(inputs)])
     results = iter(output[1:])
-    saved = [next(results) if wanted else None for wanted in plan]
+    saved = [next(results) if is_saved else None for is_saved in flags]
     ctx.mark_non_differentiable(*output[1:])
     ctx.given = [tensor is not None for tensor in inputs]
     x, *others = inputs
-    keep_x = not plan.h or needs.gate_up or needs.gate_up_a
+    keep_x = not flags.h or needs.gate_up or needs.gate_up_a
     ctx.save_for_backward(*saved, x if keep_x else None, *others, *rows)
 
 
@@ -328,6 +331,6 @@ _FORWARD = torch_op.Op(_experts_forward, _fake_forward, WHAT, _setup_context, _b
 _BACKWARD = torch_op.GradientOp(_experts_backward, _fake_backward, WHAT)
 
 
-def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, plan: SavePlan) -> torch.Tensor:
-    """out_TH. `plan` is what backward will have, where there is one (`differentiable`)."""
-    return _FORWARD(differentiable, inputs, rows, options, plan)[0]
+def run(differentiable: bool, inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> torch.Tensor:
+    """out_TH. `flags` name what backward will have, where there is one (`differentiable`)."""
+    return _FORWARD(differentiable, inputs, rows, options, flags)[0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels import eager
-from ..kernels.factors import a_by_expert, b_by_expert, swapped
+from ..kernels.factors import a_by_expert, b_by_expert, by_expert, swapped
 from ..kernels.interface import LoraTerm
 
 RANK_MULTIPLE = 8
@@ -41,19 +41,9 @@ def side_by_side(adapter: LowRank | Sequence[LowRank], num_experts: int) -> LowR
         return adapter[0]
     factors = (factor for one in adapter for factor in (one.a, one.b))
     dtype = functools.reduce(torch.promote_types, (factor.dtype for factor in factors), torch.float32)
-    by_expert = [of_experts(one, num_experts) for one in adapter]
-    a = torch.cat([one.a.to(dtype) for one in by_expert], dim=1)
-    return LowRank(a, torch.cat([one.b.to(dtype) * one.scale for one in by_expert], dim=2))
-
-
-def of_experts(adapter: LowRank, num_experts: int) -> LowRank:
-    """The adapter with a [E, r, in] and b [E, out, r]: views, where it is as PEFT stores it."""
-    a, b, scale = adapter
-    if a.dim() != 3:
-        a = a.reshape(num_experts, -1, a.shape[1])
-    if b.dim() != 3:
-        b = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
-    return LowRank(a, b, scale)
+    views = [by_expert(one.a, one.b, num_experts) for one in adapter]
+    b = torch.cat([b.to(dtype) * one.scale for one, (_, b) in zip(adapter, views)], dim=2)
+    return LowRank(torch.cat([a.to(dtype) for a, _ in views], dim=1), b)
 
 
 def check_low_rank(name: str, adapter: LowRank, shape_EON: torch.Size, device: torch.device) -> None:
@@ -131,22 +121,22 @@ def pack_all(
             described.append((a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), in_last))
     if not factors:
         return [None] * len(adapters)
-    plan = _plan(num_experts, dtype, tuple(described))
-    if plan.elements:
-        buffer = torch.empty(plan.elements, dtype=dtype, device=factors[0].device)
+    packing = _packing(num_experts, dtype, tuple(described))
+    if packing.elements:
+        buffer = torch.empty(packing.elements, dtype=dtype, device=factors[0].device)
     copies: list[torch.Tensor] = []
     packed: list[torch.Tensor] = []
-    for factor, (is_copied, *view) in zip(factors, plan.views):
+    for factor, (is_copied, *view) in zip(factors, packing.views):
         packed.append((buffer if is_copied else factor).as_strided(*view))
         if is_copied:
             copies += factor, packed[-1]
     if copies:
-        kernels.reorder(*copies, jobs=plan.jobs)
+        kernels.reorder(*copies, jobs=packing.jobs)
     pairs = iter(packed)
     return [None if a is None else LoraOperands(next(pairs), next(pairs), scale) for a, _, scale, _ in adapters]
 
 
-class _Plan(NamedTuple):
+class _Packing(NamedTuple):
     """How factors are packed: the elements of the copies' buffer; of each factor, whether it is copied, and as_strided's
     arguments for the buffer or itself; the jobs of the copies, for the backend's `reorder`."""
 
@@ -156,7 +146,7 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(num_experts: int, dtype: torch.dtype, described: tuple) -> _Plan:
+def _packing(num_experts: int, dtype: torch.dtype, described: tuple) -> _Packing:
     elements, views = 0, []
     jobs: list[tuple] = []
     for a_dtype, a_shape, a_strides, b_dtype, b_shape, b_strides, in_last in described:
@@ -172,4 +162,4 @@ def _plan(num_experts: int, dtype: torch.dtype, described: tuple) -> _Plan:
             if is_copied:
                 elements += num_experts * size * padded
                 jobs += (source_dtype, shape, source_strides), (dtype, packed, strides)
-    return _Plan(elements, views, tuple(jobs))
+    return _Packing(elements, views, tuple(jobs))

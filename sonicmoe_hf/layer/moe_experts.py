@@ -11,7 +11,7 @@ from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
 from . import backends, experts_op
 from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
-from .experts_op import Inputs, Options, Projection, SavePlan
+from .experts_op import Inputs, Options, Projection, SaveFlags
 from .lora_operands import FLOAT_DTYPES, LowRank, check_low_rank, side_by_side
 from .packed_weight import PackedWeight
 from .routing import Routing
@@ -210,5 +210,5 @@ def moe_experts(
     keep_h = differentiable and save == "preactivation"
     keep_u = differentiable and first.b is not None and (first.b.requires_grad or not keep_h)
     keep_v = differentiable and second.b is not None and second.b.requires_grad
-    out = experts_op.run(differentiable, inputs, rows, options, SavePlan(keep_h, keep_u, keep_v))
+    out = experts_op.run(differentiable, inputs, rows, options, SaveFlags(keep_h, keep_u, keep_v))
     return out if out.dtype == dtype_out else out.to(dtype_out)

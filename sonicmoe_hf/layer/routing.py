@@ -179,12 +179,12 @@ def _round_rows(
     valid: torch.Tensor | None,
     uniform: torch.Tensor | None,
     weighting: Weighting,
-    how: _Rounding,
+    options: _Rounding,
 ) -> list[torch.Tensor]:
     """[weight_P, expert_P, *rows], and fell_back after them where `valid` is given."""
-    result = backends.load(how.backend).round_rows(
-        scores, ranking, top_k_index, valid, uniform, how.rounding, how.tile, how.min_pairs, how.num_pairs,
-        weighting, how.dtype,
+    result = backends.load(options.backend).round_rows(
+        scores, ranking, top_k_index, valid, uniform,
+        options.rounding, options.tile, options.min_pairs, options.num_pairs, weighting, options.dtype,
     )  # fmt: skip
     tensors = [result.weight_P, result.expert_P, *result.rows]
     return tensors if valid is None else [*tensors, result.fell_back]

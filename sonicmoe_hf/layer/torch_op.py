@@ -154,8 +154,8 @@ def _autograd_function(op: Op, setup_context, backward):
         def backward(ctx, *gradients):
             if gradients[0] is not None and is_legacy_batchedtensor(gradients[0]):
                 raise NotImplementedError(_unsupported(op.what))
-            found = backward(ctx, gradients[0])
-            return *found, *(None,) * (len(ctx.needs_input_grad) - len(found))
+            inputs = backward(ctx, gradients[0])
+            return *inputs, *(None,) * (len(ctx.needs_input_grad) - len(inputs))
 
     return Differentiable
 

@@ -21,10 +21,11 @@ from ..checkpoints.converters import WITH_PEFT
 from ..checkpoints.files import ADAPTER_CONFIG, headers_of, opened, refuse_model_beside_adapter
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import CheckpointError
+from ..kernels.factors import by_expert
 from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
 from ..model_patches import NATIVE_FAMILIES
 from ..patching.experts import experts_facts
-from .factors import Factors, from_peft, fused_gate_up, interchanged, scale_of, stacked
+from .factors import Factors, fused_gate_up, interchanged, scale_of, stacked
 from .hub_names import HubNames
 from .rules import (
     ADAPTER_WEIGHTS,
@@ -260,7 +261,7 @@ class _Reader:
             factors = self._read(pair)
             if num_experts is None:
                 return factors
-            a, b = from_peft(factors.a, factors.b, num_experts)
+            a, b = by_expert(factors.a, factors.b, num_experts)
             factors = Factors(a, b, pair.scale, is_transposed)
             return interchanged(factors, interleaved=self.native) if rows_differ else factors
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..kernels.factors import a_by_expert, b_by_expert
-
 
 class Factors(NamedTuple):
     """A and B of one weight, and what their product is multiplied by.
@@ -82,16 +80,8 @@ def as_alpha(alpha: float) -> float:
     return whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha
 
 
-def from_peft(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """PEFT's lora_A [r*E, in] and lora_B [out, r*E] -> A [E, r, in] and B [E, out, r]; views."""
-    return (
-        a.as_strided(*a_by_expert(a.shape, a.stride(), num_experts)),
-        b.as_strided(*b_by_expert(b.shape, b.stride(), num_experts)),
-    )
-
-
 def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of `from_peft`, copied; those of a matrix as they are."""
+    """lora_A [r*E, in] and lora_B [out, r*E] as PEFT stores them, copied; those of a matrix as they are."""
     a, b = factors.a, factors.b
     if a.dim() == 3:
         a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)

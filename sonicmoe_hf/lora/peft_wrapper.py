@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
+from ..kernels.factors import by_expert
 from ..layer.experts_module import (
     IMPLEMENTATION,
     expert_parallel_remedy,
@@ -31,7 +32,7 @@ from ..layer.experts_module import (
     is_tensor_parallel,
     weight_names,
 )
-from ..layer.lora_operands import LowRank, of_experts
+from ..layer.lora_operands import LowRank
 from ..layer.moe_experts import FLOAT_DTYPES
 from ..layer.packed_weight import PackedWeight
 from ..patching.active_adapters import ActiveAdapters
@@ -157,7 +158,7 @@ def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank
         num_experts = parallelism.ranks.num_local
     if not checked.is_swapped:
         return LowRank(slow, fast, scale)
-    a, b, _ = of_experts(LowRank(slow, fast), num_experts)
+    a, b = by_expert(slow, fast, num_experts)
     return LowRank(b.transpose(1, 2), a.transpose(1, 2), scale)
 
 

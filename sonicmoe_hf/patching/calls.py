@@ -39,9 +39,9 @@ class PatchState:
     """The settings that all hooks of one model share.
 
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
-    balance, or None. said_top_k, said_mask: whether it was said that calls are too small for token rounding, and that a
-    mask does not fit. last: the call that ended last, while `balancing` wants its scale. of_loss: those that ended since
-    a Trainer began to compute its loss, None outside. configs: (the config that the model was built from, its own copy).
+    balance, or None. has_warned_of_top_k, has_warned_of_mask: that calls are too small for token rounding, that a mask
+    does not fit. last: the call that ended last, while `balancing` needs its scale. calls_of_loss: those that ended
+    since a Trainer began to compute its loss, None outside. configs: (that which the model was built from, its own copy).
     before_step: what of these attributes a training step has changed, as it was.
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
     has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
@@ -52,16 +52,16 @@ class PatchState:
         self.counting = False
         self.balancing: Balancing | None = None
         self.last: ModelCall | None = None
-        self.of_loss: list[ModelCall] | None = None
-        self.said_top_k = False
-        self.said_mask = False
+        self.calls_of_loss: list[ModelCall] | None = None
+        self.has_warned_of_top_k = False
+        self.has_warned_of_mask = False
         self.configs: Copies = []
         self.before_step: dict[str, Any] = {}
         self.reports = self.reported = False
         self.has_trained = False
 
     def __getstate__(self):  # a copy has had no calls
-        return {**vars(self), "last": None, "of_loss": None}
+        return {**vars(self), "last": None, "calls_of_loss": None}
 
 
 class ModelCall:
@@ -97,8 +97,8 @@ class Forward:
     name: of the module in the model, "" for the whole. outer: the forward around it in this thread, of any model.
     depth: how many Python frames there were below it. attention_mask: [B, S] or None; token_types: [B, S] or None, see
     `Family.token_types`; both are the outer forward's of the same call where this one has none.
-    recomputing: whether checkpointing runs it again. agreed: under expert parallelism, this rank's numbers of tokens and
-    pairs, and the largest of all ranks.
+    recomputing: whether checkpointing runs it again. max_sizes: under expert parallelism, this rank's numbers of tokens
+    and pairs, and the maximum over the ranks.
     """
 
     def __init__(self, call: ModelCall, name: str, outer: Forward | None, depth: int):
@@ -109,14 +109,14 @@ class Forward:
         self.attention_mask: torch.Tensor | None = None
         self.token_types: torch.Tensor | None = None
         self.recomputing = False
-        self.agreed: tuple[list[int], list[int]] | None = None
+        self.max_sizes: tuple[list[int], list[int]] | None = None
 
 
 class Checkpoint:
     """What one use of torch.utils.checkpoint computes, and computes again in backward.
 
-    forward: that which it is part of; outer: the checkpoint around it. calls: those that began inside it. again: whether
-    this is the second time, in which calls that begin are these, in their order.
+    forward: that which it is part of; outer: the checkpoint around it. calls: those that began inside it.
+    is_recomputation: whether this is the second time, in which calls that begin are these, in their order.
     """
 
     def __init__(self, outer: Checkpoint | None, forward: Forward | None, is_reentrant: bool):
@@ -124,7 +124,7 @@ class Checkpoint:
         self.forward = forward
         self.is_reentrant = is_reentrant
         self.calls: list[ModelCall] = []
-        self.again = False
+        self.is_recomputation = False
 
     def run(self, function: Callable, *args, **kwargs):
         """The first time."""
@@ -137,16 +137,16 @@ class Checkpoint:
     def run_again(self, function: Callable, *args, **kwargs):
         """In backward: the forward that this is part of is in progress once more, in whichever thread this is."""
         forward, before = in_progress(), checkpoint_in_progress()
-        again = copy.copy(self)
-        again.again, again.calls, again.outer = True, list(self.calls), before
-        _thread.checkpoint, _thread.forward = again, _again(self.forward)
+        recomputation = copy.copy(self)
+        recomputation.is_recomputation, recomputation.calls, recomputation.outer = True, list(self.calls), before
+        _thread.checkpoint, _thread.forward = recomputation, _recomputing(self.forward)
         try:
             return function(*args, **kwargs)
         finally:
             _thread.checkpoint, _thread.forward = before, forward
 
 
-def _again(forward: Forward | None) -> Forward | None:
+def _recomputing(forward: Forward | None) -> Forward | None:
     if forward is None:
         return None
     forward = copy.copy(forward)
@@ -199,7 +199,7 @@ def begin(state: PatchState, name: str) -> tuple[Forward, bool]:
     call = ModelCall(state) if repeated is None else repeated
     _thread.forward = forward = Forward(call, name, outer, depth)
     forward.recomputing = repeated is not None
-    while checkpoint is not None and not checkpoint.again:
+    while checkpoint is not None and not checkpoint.is_recomputation:
         checkpoint.calls.append(call)
         checkpoint = checkpoint.outer
     return forward, repeated is None
@@ -219,7 +219,7 @@ def _next_call(checkpoint: Checkpoint, state: PatchState) -> ModelCall | None:
     """The next of the calls of that model that a checkpoint, or one around it, runs again."""
     around: Checkpoint | None = checkpoint
     while around is not None:
-        for number, call in enumerate(around.calls if around.again else ()):
+        for number, call in enumerate(around.calls if around.is_recomputation else ()):
             if call.state is state:
                 return around.calls.pop(number)
         around = around.outer
@@ -243,7 +243,7 @@ def end(state: PatchState, name: str) -> Forward | None:
     return forward
 
 
-def check_known(state: PatchState, layer: str, call: ModelCall | None) -> None:
+def check_checkpointing(state: PatchState, layer: str, call: ModelCall | None) -> None:
     """Raise RuntimeError where a router with something to do, or of a model that had, is run by a checkpointing that we
     do not hear of: without gradients in a call that has them, or in backward outside any call."""
     if torch.compiler.is_compiling() or checkpoint_in_progress() is not None:

@@ -83,7 +83,7 @@ def round_tokens(run: RouterRun) -> None:
     policy, top_k = run.call.policy, run.index_TK.shape[1]
     if not policy.applies(run.num_tokens, top_k, run.num_experts):
         run.fell_back = True
-        _say_top_k(run.call.state, policy, run.num_tokens, top_k, run.num_experts)
+        _warn_of_top_k(run.call.state, policy, run.num_tokens, top_k, run.num_experts)
         return
     run.routing, run.fell_back = rounded_routing(
         run.family,
@@ -97,9 +97,9 @@ def round_tokens(run: RouterRun) -> None:
     )
 
 
-def _say_top_k(state: PatchState, policy, num_tokens: int, top_k: int, num_experts: int) -> None:
-    if not state.said_top_k and not torch.compiler.is_compiling():
-        state.said_top_k = True
+def _warn_of_top_k(state: PatchState, policy, num_tokens: int, top_k: int, num_experts: int) -> None:
+    if not state.has_warned_of_top_k and not torch.compiler.is_compiling():
+        state.has_warned_of_top_k = True
         logger.warning(
             f"sonicmoe_hf: {num_tokens} tokens with top-{top_k} of {num_experts} experts are "
             f"{num_tokens * top_k / num_experts:.0f} rows per expert, fewer than {policy.min_tiles_per_expert:g} "

@@ -56,8 +56,8 @@ class RouterHook:
         self.load = ExpertLoad()
         self.balance = TokenCounts()
 
-    def join(self, state: PatchState) -> None:
-        """Belong to a model with these settings."""
+    def bind(self, state: PatchState) -> None:
+        """Take the settings of a model."""
         self.state = state
 
     def __deepcopy__(self, memo):
@@ -65,7 +65,7 @@ class RouterHook:
         routers) of the same model."""
         copied = memo[id(self)] = type(self)(self.family_name, self.layer_name)
         copied.load, copied.balance = copy.deepcopy((self.load, self.balance), memo)
-        copied.join(memo.get(id(self.state), self.state))
+        copied.bind(memo.get(id(self.state), self.state))
         return copied
 
     def __call__(self, router: nn.Module, args, output):
@@ -73,7 +73,7 @@ class RouterHook:
         forward = calls.in_progress(state)
         if forward is None:
             if state.has_trained:
-                calls.check_known(state, self.layer_name, None)
+                calls.check_checkpointing(state, self.layer_name, None)
             return None
         call = forward.call
         work = call.in_training if router.training else call.handlers
@@ -81,7 +81,7 @@ class RouterHook:
             return None
         run = handlers.RouterRun(self, router, output, forward)
         if router.training and call.gradients:
-            calls.check_known(state, self.layer_name, call)
+            calls.check_checkpointing(state, self.layer_name, call)
             run.find_valid_tokens()
             if state.reports:
                 state.reported = True
@@ -109,8 +109,8 @@ class ModelEntryHook:
             tuple[nn.Module, Callable | None]
         ] = []  # experts and wrappers, with a forward of their own
 
-    def join(self, state: PatchState, name: str, model: nn.Module) -> None:
-        """Belong to a model with these settings, in which `model`, the hook's module, is called `name`."""
+    def bind(self, state: PatchState, name: str, model: nn.Module) -> None:
+        """Take the settings of a model in which `model`, the hook's module, is called `name`."""
         self.state, self.name = state, name
         self._list_forwards(model)
 
@@ -148,7 +148,7 @@ class ModelEntryHook:
         recording, replay = routing_contexts.active(state)
         if policy is None and balancing is None and recording is None and replay is None and not state.counting:
             return
-        _check_seen(model, policy is not None or balancing is not None or state.counting)
+        _check_call(model, policy is not None or balancing is not None or state.counting)
         work: list[Callable] = []
         if recording is not None or replay is not None:
             if is_compiled() or policy is not None:
@@ -226,10 +226,10 @@ def _check_implementation(layer: Layer) -> None:
         raise RuntimeError(f'{layer.name}: experts_implementation is "{implementation}". {MISPLACED}')
 
 
-def _check_seen(model: nn.Module, asked: bool) -> None:
-    """Raise RuntimeError where a call with something to do is not one that is seen in training: of a replica, or one that
+def _check_call(model: nn.Module, is_for_training: bool) -> None:
+    """Raise RuntimeError where a call whose routers have work would leave it out: of a replica, in training, or one that
     reentrant checkpointing runs without gradients at first."""
-    if asked and getattr(model, "_is_replica", False):
+    if is_for_training and getattr(model, "_is_replica", False):
         raise RuntimeError(
             "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
             "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "
@@ -248,7 +248,7 @@ def _check_seen(model: nn.Module, asked: bool) -> None:
 class ModelExitHook:
     """Forward hook of a model, called after errors too: its forward is over."""
 
-    def join(self, state: PatchState, name: str) -> None:
+    def bind(self, state: PatchState, name: str) -> None:
         """As ModelEntryHook."""
         self.state, self.name = state, name
 
@@ -267,5 +267,5 @@ class ModelExitHook:
         if state.balancing is not None and call.gradients and not torch.compiler.is_compiling():
             hook_loss(call, output)
             state.last = call
-            if state.of_loss is not None:
-                state.of_loss.append(call)
+            if state.calls_of_loss is not None:
+                state.calls_of_loss.append(call)

@@ -69,11 +69,11 @@ def from_pretrained(
         raise ValueError(
             f"experts_compute='fp8' takes experts_quantization='fp8', not {experts_quantization!r}; leave it out"
         )
-    asked = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
-    if asked != IMPLEMENTATION:
+    implementation = kwargs.setdefault("experts_implementation", IMPLEMENTATION)
+    if implementation != IMPLEMENTATION:
         raise ValueError(
-            f"experts_implementation={asked!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or load with "
-            f"{auto_class.__name__}.from_pretrained"
+            f"experts_implementation={implementation!r} contradicts sonicmoe_hf.from_pretrained; leave it out, or "
+            f"load with {auto_class.__name__}.from_pretrained"
         )
     if experts_quantization is None:
         check_not_packed(pretrained_model_name_or_path, kwargs)
@@ -89,7 +89,7 @@ def from_pretrained(
         check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
     if any(map(is_fp8_experts, model.modules())):
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
-    if not _asks_for_attention(kwargs) and attention_runs_here(model):
+    if not _names_attention(kwargs) and attention_runs_here(model):
         model.set_attn_implementation(ATTENTION)
     if loading is not None:
         loading.finish(model)
@@ -115,6 +115,6 @@ def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tu
     return kwargs, LoadingPlacement(experts_memory)
 
 
-def _asks_for_attention(kwargs: dict[str, Any]) -> bool:
+def _names_attention(kwargs: dict[str, Any]) -> bool:
     config = kwargs.get("config")
     return kwargs.get("attn_implementation") is not None or getattr(config, "_attn_implementation", None) is not None

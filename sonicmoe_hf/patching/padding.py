@@ -65,7 +65,7 @@ def valid_tokens(
     )
     if torch.compiler.is_compiling():
         raise RuntimeError(message)
-    if not forward.call.state.said_mask:
-        forward.call.state.said_mask = True
+    if not forward.call.state.has_warned_of_mask:
+        forward.call.state.has_warned_of_mask = True
         logger.warning(f"sonicmoe_hf: {message}; all tokens count")
     return None

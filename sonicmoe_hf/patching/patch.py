@@ -150,7 +150,7 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
             hook = RouterHook(family.name, layer_name)
             note_installed(router, hook, router.register_forward_hook(hook))
         hook.layer_name = layer_name
-        hook.join(state)
+        hook.bind(state)
     every = set(every_experts(root))
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
@@ -158,8 +158,8 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
                 entry, exit = ModelEntryHook(_parameters(module)), ModelExitHook()
                 note_installed(module, entry, module.register_forward_pre_hook(entry, with_kwargs=True))
                 note_installed(module, exit, module.register_forward_hook(exit, always_call=True))
-            installed(module, ModelEntryHook).join(state, name, module)
-            installed(module, ModelExitHook).join(state, name)
+            installed(module, ModelEntryHook).bind(state, name, module)
+            installed(module, ModelExitHook).bind(state, name)
 
 
 def patch_model(

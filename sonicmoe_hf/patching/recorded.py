@@ -13,7 +13,7 @@ from torch import nn
 
 from ..kernels.rounding import chosen_weights
 from ..model_patches import Family
-from . import served
+from . import server_arrays
 
 if TYPE_CHECKING:
     import numpy
@@ -30,7 +30,7 @@ class RecordedRouting:
     def __init__(self, layers: Sequence[str]):
         self.layers = tuple(layers)
         self.calls: list[dict[str, list[torch.Tensor]]] = []
-        self.is_served = False
+        self.is_from_server = False
 
     @classmethod
     def from_server(
@@ -68,10 +68,10 @@ class RecordedRouting:
             with sonicmoe_hf.replay_routing(model, routing):
                 logits = model(input_ids, attention_mask).logits
         """
-        index_LTK = served.aligned(completions, attention_mask, prompt_start, layers)
+        index_LTK = server_arrays.aligned_with_batch(completions, attention_mask, prompt_start, layers)
         routing = cls([f"layer {number} of the server's" for number in range(len(index_LTK))])
         routing.calls.append({name: [index_TK] for name, index_TK in zip(routing.layers, index_LTK)})
-        routing.is_served = True
+        routing.is_from_server = True
         return routing
 
     def tensors(self) -> list[torch.Tensor]:

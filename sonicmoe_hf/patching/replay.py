@@ -54,7 +54,7 @@ def _calls_of(
     device: torch.device | None,
 ):
     """{layer: [indices [T, K]]} for each call, checked, and moved to the device at once."""
-    if isinstance(routing, RecordedRouting) and routing.is_served:
+    if isinstance(routing, RecordedRouting) and routing.is_from_server:
         routing = routing.tensors()
     if isinstance(routing, RecordedRouting):
         if routing.layers != tuple(layers):

@@ -28,11 +28,11 @@ class LossWithScale:
             return self.compute_loss(model, inputs, *args, **kwargs)
         share = self._share(inputs, kwargs.get("num_items_in_batch"))  # before the Trainer takes the labels out
         calls: list[ModelCall] = []
-        state.of_loss = calls
+        state.calls_of_loss = calls
         try:
             result = self.compute_loss(model, inputs, *args, **kwargs)
         finally:
-            state.of_loss = None
+            state.calls_of_loss = None
         loss = result[0] if isinstance(result, tuple) else result
         if calls and loss.requires_grad:
             loss.register_hook(ScaleHook(calls, share / len(calls)))

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 
-def aligned(
+def aligned_with_batch(
     completions: Sequence[Any],
     attention_mask: torch.Tensor | numpy.ndarray,
     prompt_start: int | Sequence[int],
@@ -56,7 +56,7 @@ def aligned(
                 f"first {start} (prompt_start)"
             )
         index_BSLK[number, positions] = array
-    places = _recorded(index_BSLK) if layers is None else _places(layers, index_BSLK.shape[2])
+    places = _layers_with_experts(index_BSLK) if layers is None else _places(layers, index_BSLK.shape[2])
     index_BSLK = index_BSLK[:, :, places]
     _check_distinct(index_BSLK, places)
     return index_BSLK.permute(2, 0, 1, 3).flatten(1, 2)
@@ -92,7 +92,7 @@ def _decoded(text: str, number: int) -> numpy.ndarray:
         ) from error
 
 
-def _recorded(index_BSLK: torch.Tensor) -> list[int]:
+def _layers_with_experts(index_BSLK: torch.Tensor) -> list[int]:
     """The layers of which something was recorded; all, if nothing was. Servers count decoder layers without experts too,
     whose rows are the zeros that they were made with. A layer of the model's that is left out here is missed there."""
     is_known_BSL = (index_BSLK >= 0).all(-1)
