@@ -13,6 +13,7 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from .calls import ModelCall
+from .expert_load import ExpertLoad, tokens_per_expert
 
 NO_SCALE = (
     "LoadBalancing(per_layer_loss=...): the backward of a model call began without that of a loss it knows, so it cannot "
@@ -20,17 +21,6 @@ NO_SCALE = (
     "that loss. With a loss computed outside the model, as TRL's trainers and label smoothing do, call "
     "sonicmoe_hf.attach(trainer); in a loop of your own, balancing.scaled_as(model, loss) before loss.backward()"
 )
-
-
-def tokens_per_expert(
-    top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Tokens that top-k sends to every expert, [E]; without padding, which `valid_T` marks False."""
-    index_TK = top_k_index_TK.long()
-    ones_TK = torch.ones_like(index_TK, dtype=dtype)
-    if valid_T is not None:
-        ones_TK = ones_TK * valid_T.to(dtype).unsqueeze(1)
-    return ones_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), ones_TK.reshape(-1))
 
 
 def layer_loss(scores_TE: torch.Tensor, top_k_index_TK: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
@@ -128,26 +118,12 @@ def hook_loss(call: ModelCall, output) -> None:
         loss.register_hook(ScaleHook([call], call.share))
 
 
-class TokenCounts:
-    """Tokens per expert of one layer since the last bias update, int64 on the router's device; the bias itself, fp32."""
+class BiasLoad(ExpertLoad):
+    """Top-k's rows since the last update of a router's correction bias; bias_E: the bias itself, fp32."""
 
     def __init__(self) -> None:
-        self.counted_E: torch.Tensor | None = None
+        super().__init__()
         self.bias_E: torch.Tensor | None = None
-
-    def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
-        """Count from zero; the counter."""
-        self.counted_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        return self.counted_E
-
-    @torch.no_grad()
-    def record(self, top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None) -> None:
-        """Count one forward."""
-        now_E = tokens_per_expert(top_k_index_TK, num_experts, valid_T, torch.int64)
-        counted_E = self.counted_E
-        if counted_E is None or counted_E.device != now_E.device:
-            counted_E = self.start(num_experts, now_E.device)
-        counted_E.add_(now_E)
 
     def keep_bias(self, bias_E: torch.Tensor) -> torch.Tensor:
         """Make a router's correction bias fp32, in which alone 1e-3 does not vanish, and have it stay so; returns it.

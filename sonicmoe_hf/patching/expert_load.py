@@ -5,9 +5,19 @@ from __future__ import annotations
 import torch
 
 from ..private.torch import mark_as_static
-from .balance import tokens_per_expert
 
 TOTALS = ("calls", "top_k_fallbacks", "rows_added", "rows_dropped", "padded_rows_avoided")
+
+
+def tokens_per_expert(
+    top_k_index_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Tokens that top-k sends to every expert, [E]; without padding, which `valid_T` marks False."""
+    index_TK = top_k_index_TK.long()
+    ones_TK = torch.ones_like(index_TK, dtype=dtype)
+    if valid_T is not None:
+        ones_TK = ones_TK * valid_T.to(dtype).unsqueeze(1)
+    return ones_TK.new_zeros(num_experts).scatter_add_(0, index_TK.reshape(-1), ones_TK.reshape(-1))
 
 
 class ExpertLoad:
@@ -15,6 +25,11 @@ class ExpertLoad:
 
     def __init__(self) -> None:
         self.counted: torch.Tensor | None = None
+
+    @property
+    def rows_E(self) -> torch.Tensor | None:
+        """Every expert's rows so far."""
+        return None if self.counted is None else self.counted[: -len(TOTALS)]
 
     def start(self, num_experts: int, device: torch.device) -> torch.Tensor:
         """Count from zero; the counter. (torch.compile takes a checkpointed layer only where there was one before.)"""

@@ -123,10 +123,11 @@ def count_load(run: RouterRun) -> None:
     )
 
 
+@torch.no_grad()
 def count_tokens(run: RouterRun) -> None:
     """Count the tokens that top-k sends to every expert, for the next update of the router's bias."""
     if not run.forward.recomputing:
-        run.hook.balance.record(run.index_TK, run.num_experts, run.valid_T)
+        run.hook.balance.record(run.index_TK, run.num_experts, valid_T=run.valid_T)
 
 
 def add_layer_loss(run: RouterRun) -> None:

@@ -21,7 +21,7 @@ from ..private import attributes
 from ..private.torch import guard_module_hooks, is_compiled
 from ..private.transformers import experts_implementation, parallel_mesh
 from . import calls, handlers, routing_contexts
-from .balance import TokenCounts, hook_loss, share_of_batch
+from .balance import BiasLoad, hook_loss, share_of_batch
 from .calls import ModelCall, PatchState
 from .expert_load import ExpertLoad
 from .padding import given_mask, given_token_types
@@ -54,7 +54,7 @@ class RouterHook:
         self.family_name = family_name
         self.layer_name = layer_name
         self.load = ExpertLoad()
-        self.balance = TokenCounts()
+        self.balance = BiasLoad()
 
     def bind(self, state: PatchState) -> None:
         """Take the settings of a model."""

@@ -95,14 +95,14 @@ class LoadBalancing(StepCallback):
             return
         live = [layer.router for layer in find_layers(model)]
         balance = [installed(router, RouterHook).balance for router in live]
-        counts = [layer.counted_E for layer in balance]
+        counts = [layer.rows_E for layer in balance]
         flat = torch.cat([count_E.to(counts[0].device) for count_E in counts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
         for router, layer, total_E in zip(live, balance, flat.split([len(count_E) for count_E in counts])):
             bias_E = layer.keep_bias(router.e_score_correction_bias)
             update_bias(bias_E, total_E.to(bias_E.device), self.bias_update)
-            layer.counted_E.zero_()
+            layer.counted.zero_()
 
     def stop(self, model: nn.Module) -> None:
         """Balance no longer; the biases stay as they are."""

@@ -4,7 +4,8 @@ tests/trainer/test_balancing.py."""
 import pytest
 import torch
 
-from sonicmoe_hf.patching.balance import TokenCounts, layer_loss, tokens_per_expert, update_bias
+from sonicmoe_hf.patching.balance import BiasLoad, layer_loss, update_bias
+from sonicmoe_hf.patching.expert_load import tokens_per_expert
 
 pytestmark = pytest.mark.pinned
 RATE = 0.25  # exact in fp32
@@ -46,11 +47,11 @@ def test_tokens_are_counted_for_every_expert_they_go_to_and_padding_is_not():
 
 
 def test_micro_batches_add_up_with_one_of_padding_alone_among_them():
-    counts = TokenCounts()
-    counts.record(INDEX_TK, 5, None)
-    counts.record(INDEX_TK, 5, torch.zeros(4, dtype=torch.bool))
-    counts.record(INDEX_TK[:1], 5, torch.ones(1, dtype=torch.bool))
-    assert counts.counted_E.tolist() == [5, 3, 1, 1, 0] and counts.counted_E.dtype == torch.int64
+    counts = BiasLoad()
+    counts.record(INDEX_TK, 5)
+    counts.record(INDEX_TK, 5, valid_T=torch.zeros(4, dtype=torch.bool))
+    counts.record(INDEX_TK[:1], 5, valid_T=torch.ones(1, dtype=torch.bool))
+    assert counts.rows_E.tolist() == [5, 3, 1, 1, 0] and counts.rows_E.dtype == torch.int64
 
 
 def test_the_loss_of_a_layer_is_switch_transformers_over_the_tokens_that_are_no_padding():

@@ -93,7 +93,7 @@ def test_layers_that_are_recomputed_count_their_tokens_once(kind):
     LoadBalancing(bias_update=1e-3).start(model)
     model(**inputs).loss.backward()
     for hook in router_hooks(model):
-        assert hook.balance.counted_E.sum() == K * inputs["attention_mask"].sum()
+        assert hook.balance.rows_E.sum() == K * inputs["attention_mask"].sum()
 
 
 def test_a_loss_computed_outside_the_model_gives_the_scale():
