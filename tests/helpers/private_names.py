@@ -11,6 +11,7 @@ USED = {  # the name, or "place: what its source sets"
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "errors in compiled models",
     "torch._C._will_engine_execute_node": "leaving out gradients that nobody needs",
     "torch._C._disabled_torch_function_impl": "packed weights",
+    "torch.Tensor._version": "positions that attention with sinks has seen already",
     "torch.Tensor._make_wrapper_subclass": "packed weights",
     "torch.ops._c10d_functional": "gathering packed weights that FSDP2 has sharded",
     "torch.ops.aten._to_copy": "moving packed weights",
