@@ -1,9 +1,9 @@
-"""The charts of README.md and docs/performance.md: one MoE layer beside other implementations, from moe_layer.csv, and
-whole training steps, from train_step.csv.
+"""The charts of README.md and docs/performance.md: one MoE layer beside other implementations, from moe_layer.csv, whole
+training steps, from train_step.csv, and steps of few tokens, from small_batches.csv.
 
     python -m benchmarks.charts [--results FOLDER] [--out FOLDER]
 
-Writes docs/images/moe_layer.png and docs/images/train_step.png. Needs matplotlib and no GPU.
+Writes moe_layer.png, train_step.png and small_batches.png to docs/images. Needs matplotlib and no GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 
 from benchmarks.common.paths import RESULTS, ROOT
 
@@ -26,6 +26,8 @@ CONTENDERS = {  # as the CSVs name it: (as the chart does, colour)
     "sonicmoe-hf": ("sonicmoe-hf", "#e0712c"),
 }
 GROUP_WIDTH = 0.8
+EXECUTIONS = {"eager": ":", "layers": "--", "reduce-overhead": "-"}
+BUSY = ("ms", "busy_ms")
 
 
 class Chart(NamedTuple):
@@ -113,6 +115,50 @@ def draw_panel(axis, chart: Chart, medians: dict[tuple[str, str, str, str], floa
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
+def draw_small_batches(results: Path, path: Path) -> None:
+    """Milliseconds a step over tokens a step: a panel a model and mode, a colour a contender, a line style an execution;
+    below each in grey what the GPU computes of ours as CUDA graphs."""
+    rows = [row for row in csv.DictReader(results.read_text(encoding="utf-8").splitlines()) if row["metric"] in BUSY]
+    panels, lines = {}, {}
+    for row in rows:
+        layers, tokens = map(int, row["shape"].split(","))
+        panel = panels.setdefault((row["config"], layers, row["mode"]), {})
+        is_ours = row["contender"] == "sonicmoe-hf" and row["launch"] == "reduce-overhead"
+        if row["metric"] == "ms" or is_ours:
+            line = panel.setdefault((row["contender"], row["launch"], row["metric"]), {})
+            line[tokens] = float(row["median"])
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.3 * len(panels), 3.9), squeeze=False)
+    for axis, ((config, layers, mode), panel) in zip(axes[0], panels.items()):
+        for (contender, execution, metric), points in panel.items():
+            name, colour = CONTENDERS[contender]
+            label = f"{name}, {execution}" if metric == "ms" else "the GPU's part of it"
+            style = {"color": colour if metric == "ms" else "#444444", "linestyle": EXECUTIONS[execution]}
+            [lines[label]] = axis.plot(*zip(*sorted(points.items())), marker="o", markersize=3, label=label, **style)
+        axis.loglog()
+        counts = sorted({tokens for points in panel.values() for tokens in points})
+        axis.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=8, minor=False)
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(ticker.StrMethodFormatter("{x:.0f}"))
+        axis.tick_params(axis="y", which="both", labelsize=8)
+        axis.set_title(f"{config}, {layers} layers, {mode}", fontsize=11, loc="left")
+        axis.set_xlabel("tokens a step", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("milliseconds a step", fontsize=8)
+    figure.legend(lines.values(), lines.keys(), loc="upper center", ncols=3, frameon=False, fontsize=8)
+    origins = sorted({(row["gpu"], row["commit"]) for row in rows})
+    conditions = "; ".join(f"{gpu}, commit {commit}" for gpu, commit in origins)
+    figure.text(0.5, 0.01, f"Whole steps, random weights, balanced rows; {conditions}", ha="center", fontsize=8)
+    figure.tight_layout(rect=(0, 0.04, 1, 0.8))
+    save(figure, path)
+
+
+def save(figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def draw(chart: Chart, results: Path, path: Path) -> None:
     """Both panels, with the legend above and the origin below."""
     medians, origin = read_medians(results, chart)
@@ -124,9 +170,7 @@ def draw(chart: Chart, results: Path, path: Path) -> None:
     conditions = chart.conditions.format(gpu=origin["gpu"], commit=origin["commit"])
     figure.text(0.5, 0.01, conditions, ha="center", fontsize=8, color="#555555")
     figure.tight_layout(rect=(0, 0.04, 1, 0.92))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def main():
@@ -137,6 +181,8 @@ def main():
     for chart in (LAYER, STEP):
         if (results := options.results / f"{chart.name}.csv").exists():
             draw(chart, results, options.out / f"{chart.name}.png")
+    if (results := options.results / "small_batches.csv").exists():
+        draw_small_batches(results, options.out / "small_batches.png")
 
 
 if __name__ == "__main__":

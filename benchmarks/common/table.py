@@ -26,6 +26,8 @@ FIELDS = (
     "date",
 )
 
+RUN = FIELDS[: FIELDS.index("metric")]  # what was measured, in several metrics
+
 
 def quantiles(values):
     return [torch.tensor(values).double().quantile(q).item() for q in (0.5, 0.2, 0.8)]
@@ -46,13 +48,22 @@ class Table:
             | self.common
         )
 
-    def write(self, path):
-        """Anew; raises SystemExit rather than put figures without a GPU in the place of a GPU's."""
-        provenance.write_rows(path, FIELDS, self.rows)
+    def write(self, path, keep=False):
+        """Anew, or with what the file has of other runs; raises SystemExit rather than put figures without a GPU in the
+        place of a GPU's."""
+        others = read_rows([path]) if keep and Path(path).exists() else []
+        own = {run_of(row) for row in self.rows}
+        kept = [row for row in others if row["gpu"] == self.common["gpu"] and run_of(row) not in own]
+        provenance.write_rows(path, FIELDS, kept + self.rows)
 
     def get(self, **wanted):
         found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]
         return found[0] if found else float("nan")
+
+
+def run_of(row: dict[str, str]) -> tuple[str, ...]:
+    """Which run a row is of."""
+    return tuple(row[name] for name in RUN)
 
 
 def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
@@ -61,6 +72,5 @@ def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
     for path in paths:
         with open(path, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                key = tuple(row[name] for name in ("config", "shape", "contender", "mode", "launch", "metric"))
-                found[key] = row
+                found[(*run_of(row), row["metric"])] = row
     return list(found.values())

@@ -20,7 +20,6 @@ optimiser, zero_grad. Rows of other parts that the CSV has stay in it. --device 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import importlib.util
 import time
@@ -33,8 +32,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.provenance import write_rows
-from benchmarks.common.table import FIELDS, Table
+from benchmarks.common.table import Table
 from benchmarks.step.models import MODELS
 from benchmarks.step.qlora_step import ATTENTION, GPT_OSS, RANK, SEQUENCE, TINY
 from benchmarks.step.training import LEARNING_RATE, one_step
@@ -417,16 +415,6 @@ def largest(run: Run):
 PARTS = {part.__name__: part for part in (check, bandwidth, qwen3, few, layer, dense_layer, gpt_oss, largest)}
 
 
-def write(run: Run):
-    """The CSV with this run's rows, and those of configs and shapes that it did not measure."""
-    path, others = run.options.csv, []
-    own = {(row["config"], row["shape"]) for row in run.table.rows}
-    if path.exists():
-        with path.open(newline="") as file:
-            others = [row for row in csv.DictReader(file) if (row["config"], row["shape"]) not in own]
-    write_rows(path, FIELDS, others + run.table.rows)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="default: check, bandwidth and qwen3")
@@ -451,7 +439,7 @@ def main():
         PARTS[name](run)
         run.forget_peak()
         print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
-        write(run)
+        run.table.write(run.options.csv, keep=True)
     print("\n" + "\n".join(run.lines))
 
 

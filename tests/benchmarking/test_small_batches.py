@@ -33,6 +33,17 @@ def test_compiled_steps_go_on_training_and_are_one_table(monkeypatch, tmp_path, 
     assert small_batches.markdown(small_batches.read_rows([path])) in shown
 
 
+def test_a_second_call_measures_what_the_first_left_out(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    for arguments in (("--seconds", "-1"), ("--execution", "eager"), ("--execution", "eager", "--missing")):
+        run(monkeypatch, "--no-check", "--csv", str(path), *arguments)
+    shown = capsys.readouterr().out
+    assert shown.count("left out, -1 s are over") == 3 and shown.count("eager: ms") == 1
+    run(monkeypatch, "--no-check", "--csv", str(path), "--execution", "eager", "--tokens", "32")
+    with open(path, newline="") as file:
+        assert {row["shape"] for row in csv.DictReader(file)} == {"1,64", "1,32"}
+
+
 def test_a_compiled_step_that_computes_something_else_fails_the_check(monkeypatch):
     from benchmarks.step import small_batches
 

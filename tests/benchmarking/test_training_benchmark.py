@@ -209,3 +209,20 @@ def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
     write([*rows, {**rows[0], "commit": "2"}])
     with pytest.raises(ValueError, match="mixes runs"):
         charts.read_medians(path, charts.STEP)
+
+
+def test_the_chart_of_few_tokens_has_a_panel_for_each_mode(tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from benchmarks import charts
+
+    lines = ["config,shape,contender,mode,launch,metric,median,gpu,commit"]
+    for shape, mode in (("2,64", "full"), ("2,128", "full"), ("4,64", "LoRA")):
+        for contender, launch in (("grouped_mm", "eager"), ("sonicmoe-hf", "reduce-overhead")):
+            lines += [
+                f'Qwen3,"{shape}",{contender},{mode},{launch},{metric},9,a GPU,1' for metric in ("ms", "busy_ms")
+            ]
+    (tmp_path / "small_batches.csv").write_text("\n".join(lines))
+    charts.draw_small_batches(tmp_path / "small_batches.csv", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 1000
