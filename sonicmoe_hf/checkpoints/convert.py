@@ -91,7 +91,7 @@ def convert_checkpoint(
             or NVFP4 already keep their blocks in that format. In the hub layout "mxfp4" for gpt-oss and "fp8" for the
             other families, as Transformers and engines read it.
         max_shard_size: bytes, or text such as "5GB". It, one file of `src` and, packing, one weight bound the memory.
-        verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
+        verify: raise an error for NaN and infinity, and read back and compare every byte that is written.
         revision: of a hub id. on_progress: called with (bytes done, bytes in all).
     Returns:
         What was done.

@@ -79,7 +79,7 @@ def convert_adapter(
         trained_on: folder or hub id of the model it was trained on, of which config.json is read; by default what the
             adapter says.
         base_model: the model that the converted adapter will say it belongs to; by default it says none.
-        verify: refuse NaN and infinity, and read back and compare every byte before the result appears.
+        verify: raise an error for NaN and infinity, and read back and compare every byte that is written.
     Returns:
         The new folder.
     Raises:

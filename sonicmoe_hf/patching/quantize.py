@@ -42,7 +42,7 @@ FOR_CONFIG = (*FOR_FILE, "trust_remote_code")
 def quantize_experts(
     model: PreTrainedModel, format: str = "nf4", *, experts_memory: str | int | None = None
 ) -> PreTrainedModel:
-    """Hold the experts of a model in memory packed and frozen, one weight after the other, on their devices.
+    """Pack and freeze the experts of a model in memory, one weight after the other, on their devices.
 
     Args:
         model: a Transformers model, not yet in PEFT, DDP, FSDP or DeepSpeed. It computes with packed experts once it is

@@ -90,7 +90,7 @@ class LoadBalancing(StepCallback):
         return Balancing(self.per_layer_loss or 0.0, self.bias_update is not None)
 
     def step(self, model: nn.Module) -> None:
-        """Call it after every optimiser step: updates the biases, with the tokens of all ranks since the last call."""
+        """Update the biases after an optimiser step, with the tokens of all ranks since the last call."""
         if self.bias_update is None:
             return
         live = [layer.router for layer in find_layers(model)]
@@ -105,7 +105,7 @@ class LoadBalancing(StepCallback):
             layer.counted.zero_()
 
     def stop(self, model: nn.Module) -> None:
-        """Balance no longer; the biases stay as they are."""
+        """Stop balancing; the biases stay as they are."""
         state = patch_state(model)
         state.balancing = state.last = None
 
@@ -140,7 +140,7 @@ class LoadBalancing(StepCallback):
             )
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Patch the model if nobody has; check it."""
+        """Patch the model if it is not patched, and check it."""
         super().on_train_begin(args, state, control, model, **kwargs)
         self._balancing = self._prepare(model)
 

@@ -54,7 +54,7 @@ class StepCallback(TrainerCallback):
     attached = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Patch the model if nobody has.
+        """Patch the model if it is not patched.
 
         Raises:
             RuntimeError: without `attach` the Trainer would resume, or end, without its checkpoint's experts.
@@ -130,11 +130,11 @@ class TokenRoundingCallback(StepCallback):
         return step(self.start) <= global_step < step(self.end)
 
     def on_init_end(self, args, state, control, **kwargs):
-        """Refuse policy and preference trainers."""
+        """Raise an error in trainers of reinforcement learning and preference optimization."""
         self._check_trainer(args)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Patch the model if nobody has; refuse one that cannot round."""
+        """Patch the model if it is not patched, and check that it can round."""
         self._check_trainer(args)
         super().on_train_begin(args, state, control, model, **kwargs)
         check_routers_live(model, self.policy, remedy="leave TokenRoundingCallback out")
@@ -214,7 +214,7 @@ class ExpertLoadCallback(StepCallback):
             self.begin_step(model, counting=True)
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        """Sum up, unless `attach` already did."""
+        """Collect the counts, unless `attach` already did."""
         if not self.attached and "loss" in (logs or {}):
             self.collect(model, state.global_step)
 
@@ -236,7 +236,7 @@ class ExpertLoadCallback(StepCallback):
             logger.warning(f"ExpertLoadCallback: no picture in {path}: {error}")
 
     def collect(self, model, step: int) -> dict[str, float]:
-        """Sum the counts over layers and ranks, note them in `history`, start again; {} where nothing was counted."""
+        """Sum the counts over layers and ranks, append them to `history`, start again; {} where nothing was counted."""
         hooks = router_hooks(model)
         counts = [count for hook in hooks if (count := hook.load.take()) is not None]
         if not counts or len(counts) < len(hooks):
@@ -305,8 +305,8 @@ class _TrainToTheEnd:
 
 
 def attach(trainer) -> ExpertLoadCallback:
-    """Have a Trainer log the experts' load, restore checkpoints whole and scale balancing; call it before training, when
-    the Trainer has its callbacks.
+    """Log the experts' load in a Trainer, restore its checkpoints whole and scale balancing. Call it before training,
+    when the Trainer has its callbacks.
 
     The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
     load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
