@@ -6,7 +6,7 @@ class CheckpointError(ValueError):
 
 
 class DoctorError(Exception):
-    """A config.json that is missing or describes no model; the message names the file, the entry and its value."""
+    """A model that cannot be planned for; the message names the layer or the entry of its config."""
 
 
 class WarmupError(Exception):

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..errors import CheckpointError, DoctorError
+from ..errors import CheckpointError
 from ..formats.declared import declared_quantization
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers, supported_layers, supports
@@ -62,14 +62,11 @@ def build_on_meta(name: str) -> PreTrainedModel:
     """The modules of a hub model or a local folder, with weights that take no memory. Only its config.json is read.
 
     Raises:
-        DoctorError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
+        CheckpointError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
     """
-    try:
-        path = local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE
-        entries = read_json(path)
-        declared_quantization(entries, where=str(path))  # where it is no object, Transformers' error would not name it
-    except CheckpointError as error:
-        raise DoctorError(str(error)) from error
+    path = local_folder(name, only=[CONFIG_FILE]) / CONFIG_FILE
+    entries = read_json(path)
+    declared_quantization(entries, where=str(path))  # where it is no object, Transformers' error would not name it
     return build_from_config(entries, path)
 
 
@@ -77,7 +74,7 @@ def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
     """`build_on_meta`, of the entries of the config.json at `path`.
 
     Raises:
-        DoctorError: they describe no model that can be built.
+        CheckpointError: they describe no model that can be built.
     """
     _check_model_type(path, entries)
     _check_counts(path, entries)
@@ -85,7 +82,9 @@ def build_from_config(entries: dict, path: Path) -> PreTrainedModel:
         return _build(entries)
     except UNREADABLE as error:
         reason = " ".join([f"{type(error).__name__}:", *str(error).split()])
-        raise DoctorError(f"{path} describes no model that Transformers {__version__} can build: {reason}") from error
+        raise CheckpointError(
+            f"{path} describes no model that Transformers {__version__} can build: {reason}"
+        ) from error
 
 
 def _check_model_type(path: Path, entries: dict) -> None:
@@ -95,7 +94,7 @@ def _check_model_type(path: Path, entries: dict) -> None:
     reason = f"{path}: model_type is {model_type!r}, which Transformers {__version__} does not know"
     if "auto_map" in entries:
         reason += "; its code comes with the checkpoint (auto_map), and is not run here"
-    raise DoctorError(reason)
+    raise CheckpointError(reason)
 
 
 def _check_counts(path: Path, entries: dict) -> None:
@@ -106,7 +105,7 @@ def _check_counts(path: Path, entries: dict) -> None:
         many = [number for number in _numbers(value) if number > MAX_COUNT]
         negative = isinstance(value, int) and value < 0 and keys[-1].startswith(("n_", "num_"))
         if many or negative:
-            raise DoctorError(f"{path}: {'.'.join(keys)} is {reprlib.repr(value)}; 0 to {MAX_COUNT} are built")
+            raise CheckpointError(f"{path}: {'.'.join(keys)} is {reprlib.repr(value)}; 0 to {MAX_COUNT} are built")
 
 
 def _numbers(value: object) -> list[int | float]:

@@ -10,7 +10,8 @@ import itertools
 import os
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,13 +28,14 @@ from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
 from .comparing import same_bytes
 from .configs import hub_config, native_config
+from .converters import WeightGroup
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
-from .kept_format import Changes, plan_dense, plan_kept
-from .packed import Quantizer
-from .packed_hub import plan_packed_hub, quantization_config
-from .plan import TARGETS, Planned, plan, target_layout
-from .roundings import LayerRounding, Roundings
+from .packed_hub import check_hub_format, quantization_config
+from .plan import TARGETS, Planned
+from .relayout import Relayout
+from .rewriting import ChangedParameters, Rewriting
+from .roundings import LayerRounding
 from .source import Source
 from .stored import DTYPES, StoredWeights
 
@@ -117,19 +119,18 @@ def convert_checkpoint(
 class Target(NamedTuple):
     """What is to be written.
 
-    family, source_layout, target_layout: as Conversion's. planned, config: the tensors, and config.json. notices, and
-    notices_after: those that are known once it is written. roundings: what rounding does. keeps_format: whether the
-    format is the source's own.
+    family, source_layout, target_layout: as Conversion's. rewriting, planned, config: the tensors, and config.json.
+    notices, and notices_after: those that are known once it is written. keeps_format: whether the format is the source's.
     """
 
     family: str
     source_layout: str
     target_layout: str
+    rewriting: Rewriting
     planned: list[Planned]
     config: dict
     notices: list[str]
     notices_after: Callable[[], list[str]]
-    roundings: Roundings
     keeps_format: bool = False
 
 
@@ -164,73 +165,83 @@ def write_checkpoint(
         nbytes,
         len(shards),
         notices + target.notices_after(),
-        target.roundings.layers(),
+        target.rewriting.roundings.layers(),
     )
 
 
 def target_of(
-    source: Source, layout: str, dtype: str | None = None, dequantize: bool | None = None, quantize: str | None = None
+    source: Source,
+    layout: str,
+    dtype: str | None = None,
+    dequantize: bool | None = None,
+    quantize: str | None = None,
+    changed: ChangedParameters | None = None,
 ) -> Target:
-    """What `convert_checkpoint` writes of `source` under these of its arguments."""
-    if quantize is None or layout == "native":
-        return _plain_target(source, layout, dtype, dequantize, quantize)
-    if layout != "hub" or dtype is not None:
+    """What `convert_checkpoint` writes of `source` under these of its arguments, where it has `changed` weights."""
+    check_choice("layout", layout, TARGETS)
+    target_layout = "native" if layout == "native" else source.family.hub_layout
+    layouts = source.family.name, source.layout, target_layout
+    is_hubs = quantize is not None and layout == "hub"
+    if is_hubs and dtype is not None:
         raise CheckpointError(
             f"quantize={quantize!r} writes the hub's layout and leaves other tensors their dtype; leave layout and dtype "
             "out"
         )
-    layouts = source.family.name, source.layout, source.family.hub_layout
-    if quantize == source.quantization and not source.packed_here and source.layout == source.family.hub_layout:
-        return kept_target(source, None, *layouts)
-    roundings = Roundings()
-    config = _config(source, layout, None, quantization_config(source, quantize))
-    planned = plan_packed_hub(source, quantize, roundings)
-    return Target(*layouts, planned, config, [], lambda: roundings.notices(quantize), roundings)
-
-
-def kept_target(
-    stored: StoredWeights, changes: Changes | None, family: str, source_layout: str, target_layout: str
-) -> Target:
-    """`stored` in its own format, with `changes`."""
-    roundings, format = Roundings(), str(stored.quantization)
-    planned = plan_kept(stored, changes, roundings)
-    notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {format}"]
-    layouts = family, source_layout, target_layout
-    return Target(
-        *layouts,
-        planned,
-        dict(stored.config),
-        notices,
-        lambda: roundings.notices(format),
-        roundings,
-        keeps_format=True,
-    )
-
-
-def dense_target(stored: StoredWeights, changes: Changes, family: str, layout: str) -> Target:
-    """`stored` with `changes` under the names of its files, dequantized where it is quantized."""
-    notices = _quantization_notices(stored, None)
-    planned, config = plan_dense(stored, changes), dense_config(stored, stored.config)
-    return Target(family, layout, layout, planned, config, notices, list, Roundings())
-
-
-def _plain_target(
-    source: Source, layout: str, dtype: str | None, dequantize: bool | None, quantize: str | None
-) -> Target:
-    """Dense, or with experts packed in the native layout."""
     keeps = quantize is not None and source.quantization == quantize
-    notices = [] if keeps else _quantization_notices(source, dequantize)
-    quantizer = None if quantize is None else Quantizer(quantize)
-    planned = plan(source, layout, None if dtype is None else DTYPES[dtype], quantizer)
-    packed = None if quantize is None else ExpertsQuantizationConfig(quantize).to_dict()
+    if is_hubs and keeps and not source.packed_here and source.layout == target_layout:
+        return own_target(source, source.groups, None, layouts, keeps_format=True)
+    packed = None
+    if quantize is not None and is_hubs:
+        check_hub_format(source, quantize)
+        packed = quantization_config(source, quantize)
+    elif quantize is not None:
+        packed = ExpertsQuantizationConfig(quantize).to_dict()
+    notices = [] if keeps or is_hubs else _quantization_notices(source, dequantize)
+    rewriting = Relayout(source, target_layout, None if dtype is None else DTYPES[dtype], quantize, changed)
 
     def notices_after() -> list[str]:
-        if quantizer is None:
+        if quantize is None:
             return []
-        return [f"the experts' {quantize} blocks are those of {source.folder}" if keeps else quantizer.notice()]
+        if is_hubs:
+            return rewriting.roundings.notices(quantize)
+        kept = f"the experts' {quantize} blocks are those of {source.folder}"
+        return [kept if keeps else rewriting.roundings.loss_notice(quantize)]
 
-    layouts = source.family.name, source.layout, target_layout(source, layout)
-    return Target(*layouts, planned, _config(source, layout, dtype, packed), notices, notices_after, Roundings())
+    config = _config(source, layout, dtype, packed)
+    return Target(*layouts, rewriting, rewriting.plan(), config, notices, notices_after)
+
+
+def own_target(
+    stored: StoredWeights,
+    groups: Mapping[str, WeightGroup],
+    changed: ChangedParameters | None,
+    layouts: tuple[str, str, str],
+    keeps_format: bool,
+) -> Target:
+    """`stored` with `changed` parameters under the names of its files, in its own format, or dequantized where it is
+    quantized. layouts: as Target's first.
+
+    Raises:
+        CheckpointError: the format is to be kept of weights that are not quantized, or by this package, for training.
+    """
+    rewriting = Rewriting(stored, groups, changed, keeps_format)
+    if not keeps_format:
+        notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
+        return Target(*layouts, rewriting, rewriting.plan(), config, notices, list)
+    format = stored.quantization
+    if format is None:
+        raise CheckpointError(
+            f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
+            "(gpt-oss) or fp8"
+        )
+    if stored.packed_here:
+        raise CheckpointError(
+            f"{stored.folder} was packed for training, in names that no engine reads; leave quantize out, and convert "
+            "the result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
+        )
+    notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {format}"]
+    after = partial(rewriting.roundings.notices, format)
+    return Target(*layouts, rewriting, rewriting.plan(), dict(stored.config), notices, after, keeps_format=True)
 
 
 def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:

@@ -1,12 +1,12 @@
 """Transformers' own conversions of checkpoints, forth and back: which weights of the files become which parameters of a
-model, so that a changed parameter can be written under the files' own names for every family that Transformers loads.
+model, so that a parameter can be written under the files' own names, or under those of another layout.
 
 E is the number of experts. Where a conversion takes each expert alone, so does a group, so that memory is that of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -26,21 +26,20 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ..errors import CheckpointError
-
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 NOT_INVERTED = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, StopIteration, ValueError)
 Tensors = dict[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _Shapes:
     """Stands for a model where an operation looks up the shape of what it makes."""
 
-    def __init__(self, shapes: dict[str, torch.Size]):
+    def __init__(self, shapes: Shapes):
         self._shapes = shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A tensor of this parameter's shape, in fp32, as all that is converted here."""
+        """A tensor of this parameter's shape."""
         return torch.empty(self._shapes[name], device="meta")
 
 
@@ -49,6 +48,10 @@ class WeightGroup:
 
     sources: the weights' names by the converter's pattern, of experts in their order. targets: the parameters' names, in
     the order of the converter's patterns. num_experts: E where experts are converted one by one; None otherwise.
+    shapes: those of the weights. places: the experts whose own they are; None of one that holds all, or all are needed.
+
+    Of packed weights, each of the tensors that store them is converted, as [E, rows, ...] or an expert's own [rows, ...]:
+    they are stored as [E, out, in] whatever dense ones are, so nothing transposes them.
     """
 
     def __init__(self, converter: WeightConverter | None, target: str, state: Tensors, config: PreTrainedConfig):
@@ -56,76 +59,56 @@ class WeightGroup:
         patterns = [target] if converter is None else converter.target_patterns
         self.targets = [target.replace(patterns[0], pattern) for pattern in patterns]
         self.sources: dict[str, list[str]] = {}
-        self._shapes = {name: state[name].shape for name in self.targets if name in state}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.places: dict[str, int | None] = {}
+        self._of_targets: dict[str, tuple[int, ...]] = {n: tuple(state[n].shape) for n in self.targets if n in state}
         each_alone = converter is None or _takes_each_expert_alone(converter.operations)
-        is_3d = all(len(shape) == 3 for shape in self._shapes.values())
+        is_3d = all(len(shape) == 3 for shape in self._of_targets.values())
         self.num_experts = state[target].shape[0] if each_alone and is_3d else None
         self._is_checked = False
 
-    @property
-    def weights(self) -> list[str]:
-        """The names of the weights."""
-        return [name for names in self.sources.values() for name in names]
+    def add(self, pattern: str, name: str, shape: tuple[int, ...]) -> None:
+        """One weight more, of this shape, which the converter's pattern stands for."""
+        names = self.sources.setdefault(pattern, [])
+        self.places[name] = len(names) if "*" in pattern and self.num_experts else None
+        self.shapes[name] = tuple(shape)
+        names.append(name)
 
-    def changed(
-        self,
-        read: Callable[[str, int | None], torch.Tensor],
-        change: Callable[[str, torch.Tensor, int | None], torch.Tensor],
-        expert: int | None = None,
-    ) -> Tensors:
-        """The weights by name, in fp32, after the parameters that they become were changed.
+    def needed(self, expert: int | None) -> dict[str, int | None]:
+        """By name, the weights that make the parameters, or one expert of them, and the expert to take of those that hold
+        all."""
+        sources = self._names(expert).items()
+        return {name: None if "*" in pattern else expert for pattern, names in sources for name in names}
 
-        Args:
-            read: a weight by its name, or the [1, ...] of one expert where it holds all of them. change: the changed
-                parameter, or [1, ...] of it, from its name, itself and the expert. expert: of a group with num_experts.
-        Returns:
-            All weights; with `expert` those of this expert, [1, ...] of one that holds all.
+    def parameters(self, weights: Tensors, expert: int | None = None, is_packed: bool = False) -> Tensors:
+        """The parameters by name, or one expert's [1, ...] of them, of the weights that are `needed`.
+
         Raises:
-            CheckpointError: the weights do not become the model's parameters, or the conversion has no inverse.
+            ValueError: one has another shape than the model's; and whatever the operations raise.
         """
-        names = {
-            pattern: [names[expert]] if expert is not None and "*" in pattern else names
-            for pattern, names in self.sources.items()
-        }
-        weights = {
-            pattern: [read(name, None if "*" in pattern else expert).float() for name in found]
-            for pattern, found in names.items()
-        }
-        try:
-            parameters = self._forward(weights, expert)
-            if not self._is_checked:
-                self._check_inverse(names, weights, self._backward(names, weights, parameters))
-        except NOT_INVERTED as error:
-            raise CheckpointError(
-                f"{self.targets[0]} cannot be written back as {self.weights[0]}, since Transformers' conversion of this "
-                f"family has no inverse ({type(error).__name__}: {' '.join(str(error).split())}); {WITH_PEFT}"
-            ) from error
-        changed = {name: change(name, parameter, expert) for name, parameter in parameters.items()}
-        return self._backward(names, weights, changed)
-
-    def _forward(self, weights: dict[str, list[torch.Tensor]], expert: int | None) -> Tensors:
-        """The parameters by name."""
-        shapes = dict(self._shapes)
-        if expert is not None:
-            shapes = {name: torch.Size((1, *shape[1:])) for name, shape in shapes.items()}
+        tensors = {pattern: [weights[name] for name in names] for pattern, names in self._names(expert).items()}
+        shapes = {} if is_packed else _of_one(self._of_targets, self.targets, expert)
         if self._converter is None:
-            parameters = {self.targets[0]: next(iter(weights.values()))[0]}
+            parameters = {self.targets[0]: next(iter(tensors.values()))[0]}
         else:
-            made = self._convert(self._converter, dict(weights), self.targets[0], shapes)
+            made = self._convert(self._converter, tensors, self.targets[0], shapes, is_packed)
             parameters = dict(zip(self.targets, (made[pattern] for pattern in self._converter.target_patterns)))
         for name, parameter in parameters.items():
-            if parameter.shape != shapes.get(name, parameter.shape):
-                raise ValueError(f"it has shape {tuple(parameter.shape)}, the model's {tuple(shapes[name])}")
+            if tuple(parameter.shape) != shapes.get(name, tuple(parameter.shape)):
+                raise ValueError(f"it has shape {tuple(parameter.shape)}, the model's {shapes[name]}")
         return parameters
 
-    def _backward(self, names: dict[str, list[str]], weights, parameters: Tensors) -> Tensors:
-        """The weights by name, of the shapes that `weights` have."""
+    def weights(self, parameters: Tensors, expert: int | None = None, is_packed: bool = False) -> Tensors:
+        """The inverse of `parameters`: the weights by name, or those of one expert, [1, ...] of one that holds all."""
+        names = self._names(expert)
         if self._converter is None:
             return {next(iter(names.values()))[0]: parameters[self.targets[0]]}
         inverse = self._converter.reverse_transform()
-        shapes = {name: weight.shape for pattern in names for name, weight in zip(names[pattern], weights[pattern])}
+        held = [name for pattern in names if "*" not in pattern for name in names[pattern]]
+        shapes = _of_one(self.shapes, held, expert)
         tensors = {pattern: [parameters[name]] for pattern, name in zip(inverse.source_patterns, self.targets)}
-        made = self._convert(inverse, tensors, next(iter(shapes)), shapes)
+        first = next(name for own in names.values() for name in own)
+        made = self._convert(inverse, tensors, first, shapes, is_packed)
         pairs = zip(self._converter.source_patterns, inverse.target_patterns)
         return {
             name: made[ours.replace("*", str(place))]
@@ -133,8 +116,17 @@ class WeightGroup:
             for place, name in enumerate(names.get(theirs, ()))
         }
 
-    def _convert(self, converter: Any, tensors, name: str, shapes: dict[str, torch.Size]) -> Tensors:
+    def _names(self, expert: int | None) -> dict[str, list[str]]:
+        return {
+            pattern: [names[expert]] if expert is not None and "*" in pattern else names
+            for pattern, names in self.sources.items()
+        }
+
+    def _convert(self, converter: Any, tensors, name: str, shapes: Shapes, is_packed: bool) -> Tensors:
         for operation in converter.operations:
+            if is_packed and isinstance(operation, Transpose):
+                tensors = dict(zip(converter.target_patterns, tensors.values()))
+                continue
             tensors = operation.convert(
                 tensors,
                 source_patterns=converter.source_patterns,
@@ -146,12 +138,21 @@ class WeightGroup:
             )
         return {key: made[0] if isinstance(made, list) else made for key, made in tensors.items()}
 
-    def _check_inverse(self, names: dict[str, list[str]], weights, back: Tensors) -> None:
-        for pattern, found in names.items():
-            for name, weight in zip(found, weights[pattern]):
+    def check_inverse(self, weights: Tensors, parameters: Tensors, expert: int | None) -> None:
+        """Raise ValueError, once for all experts, where the parameters do not become the weights that made them."""
+        if not self._is_checked:
+            back = self.weights(parameters, expert)
+            for name, weight in weights.items():
                 if not torch.equal(back[name], weight):
                     raise ValueError(f"{name} comes back with other values")
-        self._is_checked = True
+            self._is_checked = True
+
+
+def _of_one(shapes: Shapes, names: list[str], expert: int | None) -> dict[str, tuple[int, ...]]:
+    """`shapes`, where those `names` hold all experts, of one expert alone."""
+    if expert is None:
+        return dict(shapes)
+    return {name: (1, *shape[1:]) if name in names else shape for name, shape in shapes.items()}
 
 
 def _takes_each_expert_alone(operations: list[ConversionOps]) -> bool:
@@ -166,9 +167,10 @@ def _takes_each_expert_alone(operations: list[ConversionOps]) -> bool:
     )
 
 
-def weight_groups(model: PreTrainedModel, weights: Iterable[str]) -> list[WeightGroup]:
-    """What Transformers makes of `weights`, the names in a checkpoint's files, when it loads them into `model`, which may
-    be on the meta device. Names that the model does not know, as those of multi-token prediction, are in no group."""
+def weight_groups(model: PreTrainedModel, weights: Shapes) -> list[WeightGroup]:
+    """What Transformers makes of `weights`, the names in a checkpoint's files with their shapes, when it loads them into
+    `model`, which may be on the meta device. Names that the model does not know, as those of multi-token prediction, are
+    in no group."""
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
@@ -183,5 +185,5 @@ def weight_groups(model: PreTrainedModel, weights: Iterable[str]) -> list[Weight
             if target not in groups:
                 converter = None if pattern is None else deepcopy(by_pattern[pattern])
                 groups[target] = WeightGroup(converter, target, state, model.config)
-            groups[target].sources.setdefault(pattern or name, []).append(name)
+            groups[target].add(pattern or name, name, weights[name])
     return list(groups.values())

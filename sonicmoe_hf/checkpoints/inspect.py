@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from .hub import local_folder
-from .layouts import DESCRIPTIONS
-from .plan import TARGETS, Planned, plan, target_layout
+from .layouts import CHECKPOINT_LAYOUTS
+from .plan import TARGETS, Planned
+from .relayout import Relayout
 from .source import Source
 
 
@@ -60,42 +61,39 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
     for header in source.tensors.values():
         name = str(header.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + header.nbytes
-    planned = {target: plan(source, target) for target in TARGETS}
-    sizes = next(iter(source.expected.blocks.values()))
+    layouts = dict(zip(TARGETS, ("native", source.family.hub_layout)))
+    planned = {target: Relayout(source, layout).plan() for target, layout in layouts.items()}
+    sizes = next(iter(source.blocks.values()))
     expert_parameters, expert_nbytes = _experts_weights(source)
     return Inspection(
         folder=source.folder,
         family=source.family.name,
         layout=source.layout,
-        description=DESCRIPTIONS[source.layout],
+        description=CHECKPOINT_LAYOUTS[source.layout],
         quantization=source.quantization,
         dtypes=dtypes,
         parameters=sum(torch.Size(tensor.shape).numel() for tensor in planned["native"]),
         nbytes=sum(dtypes.values()),
         files=len({header.file for header in source.tensors.values()}),
-        layers=len(source.expected.blocks),
+        layers=len(source.blocks),
         num_experts=sizes.num_experts,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
         expert_parameters=expert_parameters,
         expert_nbytes=expert_nbytes,
-        conversions={target: _outlook(source, target, tensors) for target, tensors in planned.items()},
+        conversions={target: _outlook(source, layouts[target], tensors) for target, tensors in planned.items()},
     )
 
 
 def _experts_weights(source: Source) -> tuple[int, int]:
     """Of the experts' weights, biases left out: (how many values, the bytes that store them)."""
-    nbytes = values = 0
-    for block in source.expected.blocks:
-        for named in source.expert_tensors(block):
-            if not named.stored.is_bias:
-                values += torch.Size(named.shape).numel()
-                nbytes += sum(source.tensors[name].nbytes for name in source.weights[named.name])
-    return values, nbytes
+    stored = [name for name, target in source.targets.items() if source.is_experts(target)]
+    values = sum(torch.Size(source.groups[source.targets[name]].shapes[name]).numel() for name in stored)
+    return values, sum(source.tensors[part].nbytes for name in stored for part in source.weights[name])
 
 
-def _outlook(source: Source, target: str, planned: list[Planned]) -> str:
-    if target_layout(source, target) == source.layout and source.quantization is None:
+def _outlook(source: Source, layout: str, planned: list[Planned]) -> str:
+    if layout == source.layout and source.quantization is None:
         return "already in this layout"
     nbytes = sum(tensor.nbytes for tensor in planned)
     experts = [tensor for tensor in planned if ".experts." in tensor.name]

@@ -31,6 +31,7 @@ class Roundings:
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
+        self._first: dict[str, list[float]] = {}
 
     def begin(self, name: str) -> None:
         """Forget what is known of the weight `name`."""
@@ -42,6 +43,19 @@ class Roundings:
         products = (error, error), (change, change), (error, change)
         for place, (first, second) in enumerate(products):
             self._sums[name][place] += torch.sum(first * second, dtype=torch.float64).item()
+
+    def add_first(self, name: str, before: torch.Tensor, rounded: torch.Tensor) -> None:
+        """The first expert of the weight `name`, in fp32, before rounding and after."""
+        self._first.setdefault(name, [(rounded - before).square().sum().item(), before.square().sum().item()])
+
+    def loss_notice(self, format: str) -> str:
+        """What rounding lost of all weights whose first experts it was told."""
+        lost, whole = map(sum, zip(*self._first.values())) if self._first else (0.0, 0.0)
+        error = (lost / whole) ** 0.5 if whole else 0.0
+        return (
+            f"the experts are {format} now, and differ from the weights before by {error:.1%} (root mean square, over "
+            "the first expert of each weight)"
+        )
 
     def layers(self) -> list[LayerRounding]:
         """By layer, in the order of the weights; a weight of no layer stands for itself."""

@@ -11,10 +11,9 @@ from safetensors import SafetensorError
 from ..errors import CheckpointError
 from ..formats.grid import Grid
 from ..formats.mxfp4 import mxfp4_grid
-from ..kernels.quantized import Quantized, weight_shape
+from ..kernels.quantized import Quantized, dequantize_expert, weight_shape
 from .configs import quantization_of
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
-from .packed import checked, dense_expert
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
@@ -51,7 +50,6 @@ class StoredWeights:
         self.tensors = read_headers(folder)
         self.weights = self._names_by_weight()
         self._open: tuple[str, Any] | None = None
-        self._last_expert: tuple[tuple[str, int], torch.Tensor] | None = None
         self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
 
     @property
@@ -149,38 +147,46 @@ class StoredWeights:
         """A whole tensor as it is stored; it owns its memory."""
         return self.raw(name).clone()
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole weight, dequantized where it is quantized; it owns its memory."""
+    def read(self, name: str, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A weight, or one expert's [1, ...] of one that holds all; it owns its memory.
+
+        dtype: of what a quantized weight becomes; None is `dtype_of`.
+        """
+        dtype = dtype or self.dtype_of(name)
         if self.is_packed(name):
-            experts = range(self.shape_of(name)[0])
-            return torch.stack([self.expert_slice(name, expert) for expert in experts])
+            experts = range(self.shape_of(name)[0]) if expert is None else [expert]
+            weight = torch.stack([self._dense_expert(name, each, dtype) for each in experts])
+            return weight.transpose(1, 2) if self.is_transposed else weight
         if self.hub_format is not None and self.is_quantized(name):
-            return self.hub_format.dense(*map(self.stored, self.weights[name])).to(torch.bfloat16)
-        return self.stored(name)
+            return self.hub_format.dense(*map(self.raw, self.weights[name])).to(dtype)
+        return self.raw(name, expert).clone()
 
-    def expert_slice(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's slice of a weight that holds all; the last one is kept, as gate and up are read in turn."""
-        if self._last_expert is None or self._last_expert[0] != (name, expert):
-            if self.is_packed(name):
-                packed, place = self.packed(name, expert)
-                whole = dense_expert(packed, str(self.quantization), self.dense_dtype, place, self.is_transposed)
-            else:
-                whole = self.raw(name, expert)[0]
-            self._last_expert = ((name, expert), whole)
-        return self._last_expert[1]
+    def _dense_expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        packed, place = self._packed(name, expert)
+        return dequantize_expert(packed, str(self.quantization), dtype, place)
 
-    def packed(self, name: str, expert: int) -> tuple[Quantized, int]:
+    def _packed(self, name: str, expert: int) -> tuple[Quantized, int]:
         """What is stored of a packed weight, and the expert's place in it. NF4: of all experts, since its scales have
-        scales that cross experts; else of this expert alone."""
+        scales that cross experts; else of this expert alone. The last one is kept."""
         assert self.packed_format is not None
-        alone = self.packed_format.name != "nf4"
-        if self._last_packed is None or self._last_packed[0] != (name, expert if alone else None):
+        own = None if self.packed_format.name == "nf4" else expert
+        if self._last_packed is None or self._last_packed[0] != (name, own):
             self._last_packed = None
-            stored = [self.raw(part, expert if alone else None) for part in self.packed_format.names(name)]
-            packed = checked(Quantized(*(part.clone() for part in stored)), self.packed_format, name)
-            self._last_packed = (name, expert if alone else None), packed
-        return self._last_packed[1], 0 if alone else expert
+            packed = Quantized(*(self.raw(part, own).clone() for part in self.packed_format.names(name)))
+            try:
+                self.packed_format.check(name, packed)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+            self._last_packed = (name, own), packed
+        return self._last_packed[1], expert if own is None else 0
+
+    def packed_rows(self, name: str, expert: int | None) -> list[torch.Tensor]:
+        """What stores a quantized weight, each as [rows, ...]; one expert's [1, rows, ...] of one that holds all."""
+        if self.packed_format is not None and self.is_packed(name):
+            return self.packed_format.rows(self._packed(name, expert or 0)[0])
+        assert self.hub_format is not None
+        return [part for part in self.hub_format.pack(*map(self.stored, self.weights[name])) if part is not None]
 
     def close(self) -> None:
         """Close the file that is open."""
-        self._open = self._last_expert = None
+        self._open = None

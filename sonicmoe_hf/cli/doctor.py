@@ -115,8 +115,8 @@ def examine(
         name: hub id or folder. batch_size, sequence_length: of one forward on one device; with both, "token_rounding"
             says whether it applies. tile: M, rows; None is the policy's own.
     Raises:
-        DoctorError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
-        CheckpointError: its experts are packed in no format that is known.
+        CheckpointError: no such folder, the hub cannot be reached, config.json describes no model that can be built, or
+            its experts are packed in no format that is known.
     """
     model = build_on_meta(name)
     quantization, support = _quantized(declared_quantization(model.config), supports(model))

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..kernels.minifloat import has_e4m3_nan
-from ..kernels.quantized import Quantized, check_quantized
+from ..kernels.quantized import Quantized, check_quantized, stored_dtypes, stored_shapes
 from ..layer.packed_weight import PackedWeight
 from .grid import Grid
 
@@ -80,6 +80,23 @@ class Format:
         """Whether one of `parts` stands for finite values."""
         return tensor.dtype != torch.float32 or bool(torch.isfinite(tensor).all())
 
+    def stored(
+        self, name: str, shape: tuple[int, ...], order: str
+    ) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """By name, the shape of each of the tensors that store the weight `name` [E, N, K], and the dtypes that it may
+        have, the first where it is made here. Raises CheckpointError where K is no multiple of the format's block."""
+        try:
+            shapes = stored_shapes(self.name, shape, order)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+        fields = zip(self.names(name), Quantized._fields, shapes)
+        return {stored: (part, stored_dtypes(self.name, field)) for stored, field, part in fields if part is not None}
+
+    def rows(self, packed: Quantized) -> list[torch.Tensor]:
+        """What stores a weight, each tensor as [E, rows, ...] with rows in the weight's order, so that whatever moves the
+        rows of a dense weight moves these."""
+        return [part for part in packed if part is not None]
+
     # A rank's part of the experts: whatever belongs to one expert alone goes along with it.
 
     def check_share(self, experts: slice, values_per_expert: int) -> None:
@@ -144,22 +161,20 @@ class HubFormat:
         """One expert's codes, scales and state. Raises CheckpointError as `check`."""
         raise NotImplementedError
 
-    def join_scales(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """A weight's scales, of its gates' and its ups' (or its downs' alone) [E, ...]."""
-        return torch.cat(parts, dim=1)
+    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """A weight's scales, of its gates' and its ups' (or its downs' alone) [E, parts, ...]."""
+        return scales.flatten(1, 2)
 
     def join(self, parts: list[list[Quantized]]) -> Quantized:
         """One weight of the parts [part][expert], gate and up or down alone, one behind the other."""
-        first = parts[0][0]
-        num_parts, num_experts, rows = len(parts), len(parts[0]), first.codes.shape[0]
-        codes = first.codes.new_empty(num_experts, num_parts * rows, *first.codes.shape[1:])
-        for place, experts in enumerate(parts):
-            for expert, part in enumerate(experts):
-                codes[expert, place * rows : (place + 1) * rows] = part.codes
-        scales = self.join_scales([torch.stack([part.scales for part in experts]) for experts in parts])
-        states = [[part.state for part in experts if part.state is not None] for experts in parts]
-        state = None if first.state is None else torch.stack([torch.stack(own) for own in states], dim=1)
-        return Quantized(codes, scales, state)
+        by_expert = [part for of_expert in zip(*parts) for part in of_expert]
+
+        def field(name: str) -> torch.Tensor:
+            """[E, parts, ...]."""
+            return torch.stack([getattr(part, name) for part in by_expert]).unflatten(0, (-1, len(parts)))
+
+        state = None if by_expert[0].state is None else field("state")
+        return Quantized(field("codes").flatten(1, 2), self.join_scales(field("scales")), state)
 
 
 def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], what: str) -> None:

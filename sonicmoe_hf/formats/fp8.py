@@ -25,6 +25,10 @@ class FP8(Format):
             return not has_nan_e4m3(tensor)
         return super().is_sound(part, tensor) and not has_nan_power(tensor)
 
+    def rows(self, packed: Quantized) -> list[torch.Tensor]:
+        """See Format: rows of blocks."""
+        return [packed.codes, packed.scales.flatten(1, 3)]
+
 
 class HubFP8(HubFormat):
     """X.weight float8_e4m3 [N, K], and X.weight_scale_inv [ceil(N / block), ceil(K / block)]: fp32, bf16, or E8M0.
@@ -77,6 +81,6 @@ class HubFP8(HubFormat):
         stored = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales.float()
         return Quantized(weight.view(torch.uint8), stored)
 
-    def join_scales(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""
-        return torch.stack(parts, dim=1).unsqueeze(3)
+        return scales.unsqueeze(3)

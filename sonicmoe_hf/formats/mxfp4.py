@@ -50,6 +50,6 @@ class HubFP4(HubFP8):
         check_matrix(scales, (rows, 2 * bytes_ // BLOCK), (torch.float8_e8m0fnu, torch.uint8), "the scales (scale)")
         return Quantized(weight.view(torch.uint8).unflatten(-1, (-1, BLOCK // 2)), scales.view(torch.uint8))
 
-    def join_scales(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def join_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """See HubFormat."""
-        return torch.cat(parts, dim=1)
+        return scales.flatten(1, 2)

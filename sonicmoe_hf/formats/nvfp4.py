@@ -25,6 +25,12 @@ class NVFP4(Format):
         """See Format."""
         return not has_nan_e4m3(tensor) if part == "scale" else super().is_sound(part, tensor)
 
+    def rows(self, packed: Quantized) -> list[torch.Tensor]:
+        """See Format: a state's rows are the gates' and the ups'."""
+        codes, scales, state = packed
+        assert state is not None  # NVFP4 has one
+        return [codes, scales, state.flatten(1)]
+
 
 class HubNVFP4(HubFormat):
     """X.weight uint8 [N, K/2], two values a byte, the first in the LOW half; X.weight_scale, float8_e4m3 [N, K/16];

@@ -23,7 +23,7 @@ from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, ex
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS, is_finite
-from ..errors import CheckpointError, DoctorError
+from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
 from .engines import ENGINES, served_form
@@ -123,10 +123,7 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
     if native or str(config.get("model_type")).startswith(NATIVE_PREFIX):
         family, _ = family_of(config, path)
         config = native_config(config, family) if native else hub_config(config, family)
-    try:
-        return build_from_config(config, path)
-    except DoctorError as error:
-        raise CheckpointError(str(error)) from error
+    return build_from_config(config, path)
 
 
 def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:

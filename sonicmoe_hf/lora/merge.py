@@ -7,8 +7,8 @@ converted, changed and converted back, and all other tensors are copied.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.atomic_folder import new_folder
 from ..checkpoints.config_only import build_on_meta
-from ..checkpoints.convert import Conversion, Target, dense_target, kept_target, target_of, write_checkpoint
+from ..checkpoints.convert import Conversion, Target, own_target, target_of, write_checkpoint
 from ..checkpoints.converters import WITH_PEFT, WeightGroup, weight_groups
 from ..checkpoints.files import ADAPTER_CONFIG
 from ..checkpoints.hub import local_folder
-from ..checkpoints.kept_format import exact_values
-from ..checkpoints.layouts import NATIVE_PREFIX, holder
+from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS, finite_bounds
+from ..checkpoints.rewriting import ALTERNATING
 from ..checkpoints.source import Source
 from ..checkpoints.stored import StoredWeights
-from ..errors import CheckpointError, DoctorError
+from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
 from .factors import Factors
@@ -33,7 +33,6 @@ from .rules import ADAPTER_WEIGHTS
 
 KEEP = "keep"
 QUANTIZE = (KEEP, "mxfp4", "fp8")
-ALTERNATING = 2  # groups whose weights may alternate in a file: gate and up of an expert, and its down
 
 
 def merge_adapter(
@@ -76,83 +75,62 @@ def merge_adapter(
         if layout == "native":
             raise CheckpointError(f"quantize={quantize!r} writes the hub's layout; leave layout='native' out")
     dst = new_folder(dst)
-    base = local_folder(base, revision)
-    stored = StoredWeights(base)
-    try:
-        model = build_on_meta(str(base))
-    except DoctorError as error:
-        raise CheckpointError(str(error)) from error
-    read = Adapter.read(local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]), model)
-    target = _target(stored, model, read, layout, quantize)
+    stored = StoredWeights(local_folder(base, revision))
+    folder = local_folder(adapter, only=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+    target = _target(stored, folder, layout, quantize)
     return write_checkpoint(stored, target, dst, max_shard_size, verify, on_progress)
 
 
-def _target(
-    stored: StoredWeights, model: PreTrainedModel, adapter: Adapter, layout: str | None, quantize: str | None
-) -> Target:
+def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: str | None) -> Target:
     family = str(stored.config["model_type"])
     own = "native" if family.startswith(NATIVE_PREFIX) else "hub"
     family = family.removeprefix(NATIVE_PREFIX)
-    if quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here):
-        return kept_target(stored, Merged(stored, model, adapter, exact_values), family, own, own)
-    if quantize is None and layout in (None, own) and not stored.packed_here:
-        return dense_target(stored, Merged(stored, model, adapter, _rounded_values), family, own)
-    layout = layout or ("hub" if quantize else own)
-    return target_of(_MergedSource(stored.folder, model, adapter), layout, quantize=quantize)
-
-
-def _rounded_values(stored: StoredWeights, weight: str, expert: int | None = None) -> torch.Tensor:
-    """A weight, or one expert's [1, ...] of it, as it is once a quantized checkpoint is made bf16."""
-    return StoredWeights.read(stored, weight) if expert is None else stored.expert_slice(weight, expert)[None]
+    keeps = quantize == KEEP or (quantize is not None and quantize == stored.quantization and not stored.packed_here)
+    if not keeps and (quantize is not None or layout not in (None, own) or stored.packed_here):
+        source = Source(stored.folder)
+        merged = Merged(source, source.model, adapter, source.groups)
+        return target_of(source, layout or ("hub" if quantize else own), quantize=quantize, changed=merged)
+    model = build_on_meta(str(stored.folder))
+    shapes = {name: stored.shape_of(name) for name in stored.weights}
+    groups = {target: group for group in weight_groups(model, shapes) for target in group.targets}
+    return own_target(stored, groups, Merged(stored, model, adapter, groups), (family, own, own), keeps)
 
 
 class Merged:
-    """The weights of a checkpoint's files that an adapter changes.
+    """The parameters of a checkpoint's model that an adapter changes.
 
     Args:
-        stored: the files. model: theirs, on the meta device. adapter: read for this model.
-        values: gives a weight, or one expert's [1, ...] of it, without the adapter.
+        stored: the checkpoint. model: its model, on the meta device. adapter: its folder. groups: by name of a parameter,
+            the weights that become it.
     Raises:
-        CheckpointError: an adapted parameter is tied to another, or comes of no weight of the files.
+        CheckpointError: an adapted parameter is tied to another, or comes of no weight of the files; or as Adapter.read.
     """
 
     def __init__(
-        self,
-        stored: StoredWeights,
-        model: PreTrainedModel,
-        adapter: Adapter,
-        values: Callable[[StoredWeights, str, int | None], torch.Tensor],
+        self, stored: StoredWeights, model: PreTrainedModel, adapter: Path, groups: Mapping[str, WeightGroup]
     ):
-        self._stored, self._adapter, self._values = stored, adapter, values
-        by_target = {target: group for group in weight_groups(model, stored.weights) for target in group.targets}
-        adapted = {*adapter.factors, *adapter.replaced}
-        if missing := sorted(adapted.difference(by_target)):
-            raise CheckpointError(
-                f"{missing[0]}, which the adapter changes, comes of no weight in {stored.folder}; {WITH_PEFT}"
-            )
-        self._replaced = {name for name in adapter.replaced if not self._is_the_bases(name, by_target[name])}
-        changed = {*adapter.factors, *self._replaced}
-        self._check(model, changed)
-        groups = list({id(group): group for target, group in by_target.items() if target in changed}.values())
-        self._group_of: dict[str, tuple[WeightGroup, int | None]] = {
-            name: (group, place if "*" in pattern and group.num_experts else None)
-            for group in groups
-            for pattern, names in group.sources.items()
-            for place, name in enumerate(names)
-        }
-        self._made: OrderedDict[tuple[str, int | None], dict[str, torch.Tensor]] = OrderedDict()
-        self._factors: OrderedDict[str, Factors] = OrderedDict()
+        self._stored, self._groups, self._adapter = stored, groups, Adapter.read(adapter, model)
+        for name in sorted({*self._adapter.factors, *self._adapter.replaced}):
+            if name not in groups or stored.weights.keys().isdisjoint(groups[name].shapes):
+                raise CheckpointError(
+                    f"{name}, which the adapter changes, comes of no weight in {stored.folder}; {WITH_PEFT}"
+                )
+        self._replaced = {name for name in self._adapter.replaced if not self._is_the_bases(name)}
+        self._changed = {*self._adapter.factors, *self._replaced}
+        self._check(model)
+        self._factors = lru_cache(ALTERNATING)(self._read_factors)
 
-    def _is_the_bases(self, name: str, group: WeightGroup) -> bool:
+    def _is_the_bases(self, name: str) -> bool:
         """Whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
-        if len(group.weights) > 1 or self._stored.is_quantized(group.weights[0]):
+        first, *others = self._groups[name].shapes
+        if others or self._stored.is_quantized(first):
             return False
-        weight, replacement = self._values(self._stored, group.weights[0], None), self._adapter.replaced[name]
+        weight, replacement = self._stored.read(first), self._adapter.replaced[name]
         return weight.shape == replacement.shape and torch.equal(replacement.to(weight.dtype), weight)
 
-    def _check(self, model: PreTrainedModel, changed: set[str]) -> None:
+    def _check(self, model: PreTrainedModel) -> None:
         tied = model.all_tied_weights_keys
-        if names := sorted(changed.intersection({*tied, *tied.values()})):
+        if names := sorted(self._changed.intersection({*tied, *tied.values()})):
             raise CheckpointError(
                 f"the adapter changes {names[0]}, which the base ties to another (tie_word_embeddings); {WITH_PEFT}"
             )
@@ -161,53 +139,40 @@ class Merged:
                 f"the adapter has lora_A and lora_B of {names[0]}, and a whole one that is not the base's; {WITH_PEFT}"
             )
 
-    def __contains__(self, weight: str) -> bool:
-        return weight in self._group_of
+    def changes(self, parameter: str) -> bool:
+        """Whether the adapter changes a parameter of the model."""
+        return parameter in self._changed
 
-    def exact(self, weight: str, expert: int | None = None) -> torch.Tensor:
-        """A changed weight in fp32, or one expert's [1, ...] of one that holds all."""
-        group, place = self._group_of[weight]
-        if expert is not None and group.num_experts is None:
-            return self.exact(weight)[expert : expert + 1]
-        if expert is None and place is None and group.num_experts is not None:
-            return torch.cat([self.exact(weight, each) for each in range(group.num_experts)])
-        place = expert if place is None else place
-        key = group.targets[0], place
-        if key not in self._made:
-            made = group.changed(lambda name, own: self._values(self._stored, name, own), self._change, place)
-            _keep_last(self._made, key, {name: self._checked(name, values) for name, values in made.items()})
-        return self._made[key][weight]
+    def change(self, parameter: str, values: torch.Tensor, expert: int | None) -> torch.Tensor:
+        """A parameter in fp32, or one expert's [1, ...] of it, with the adapter's product, or the adapter's own.
 
-    def _change(self, name: str, parameter: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """A parameter in fp32, or one expert's [1, ...] of it, with the adapter's product, or the adapter's own."""
+        Raises:
+            CheckpointError: it is not finite in the dtype of the base.
+        """
+        changed = self._with_adapter(parameter, values, expert)
+        dtype = self._stored.dtype_of(next(iter(self._groups[parameter].shapes)))
+        if not finite_bounds(changed, dtype):
+            raise CheckpointError(
+                f"{parameter} with the adapter added has NaN or infinite values in {dtype}; look for them in the adapter "
+                "and in the base"
+            )
+        return changed
+
+    def _with_adapter(self, name: str, values: torch.Tensor, expert: int | None) -> torch.Tensor:
         if name in self._replaced:
             replacement = self._adapter.replaced[name].float()
             return replacement if expert is None else replacement[expert : expert + 1]
         if name not in self._adapter.factors:
-            return parameter
-        if name not in self._factors:
-            factors = self._adapter.factors[name]
-            _keep_last(self._factors, name, factors._replace(a=factors.a.float(), b=factors.b.float()))
-        factors = self._factors[name]
+            return values
+        factors = self._factors(name)
         if factors.a.dim() == 2:
-            return _added(parameter, factors)
-        experts = range(parameter.shape[0]) if expert is None else [expert]
-        return torch.stack([_added(own, factors.expert(each)) for own, each in zip(parameter, experts)])
+            return _added(values, factors)
+        experts = range(values.shape[0]) if expert is None else [expert]
+        return torch.stack([_added(own, factors.expert(each)) for own, each in zip(values, experts)])
 
-    def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        dtype = self._stored.dtype_of(name)
-        if not finite_bounds(values, dtype):
-            raise CheckpointError(
-                f"{name} with the adapter added has NaN or infinite values in {dtype}; look for them in the adapter and "
-                "in the base"
-            )
-        return values
-
-
-def _keep_last(kept: OrderedDict, key, value) -> None:
-    kept[key] = value
-    while len(kept) > ALTERNATING:
-        kept.popitem(last=False)
+    def _read_factors(self, name: str) -> Factors:
+        factors = self._adapter.factors[name]
+        return factors._replace(a=factors.a.float(), b=factors.b.float())
 
 
 def _added(matrix: torch.Tensor, factors: Factors) -> torch.Tensor:
@@ -215,28 +180,3 @@ def _added(matrix: torch.Tensor, factors: Factors) -> torch.Tensor:
     matrix = matrix.T if factors.is_transposed else matrix
     total = torch.addmm(matrix, factors.b, factors.a, alpha=factors.scale)
     return total.T if factors.is_transposed else total
-
-
-class _MergedSource(Source):
-    """A checkpoint that is converted to another layout or format with an adapter's products added."""
-
-    def __init__(self, folder: Path, model: PreTrainedModel, adapter: Adapter):
-        super().__init__(folder)
-        self.merged = Merged(self, model, adapter, _rounded_values)
-
-    def read(self, name: str) -> torch.Tensor:
-        """As Source's, with the adapter's product added, rounded once."""
-        return self.merged.exact(name).to(self.dtype_of(name)) if name in self.merged else super().read(name)
-
-    def changes_part(self, block: str, part: str) -> bool:
-        """As Source's."""
-        return f"{block}.{holder(self.layout, part).name.format(expert=0)}" in self.merged
-
-    def part(self, block: str, part: str, expert: int) -> torch.Tensor:
-        """As Source's, with this expert's product added: exact."""
-        stored = holder(self.layout, part)
-        name = f"{block}.{stored.name.format(expert=expert)}"
-        if name not in self.merged:
-            return super().part(block, part, expert)
-        exact = self.merged.exact(name) if stored.per_expert else self.merged.exact(name, expert)[0]
-        return stored.parts[part](exact)

@@ -3,6 +3,7 @@ their place, so that state dicts and save_pretrained stay what they were."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,48 +43,39 @@ def why_not_taken(experts: Any) -> str | None:
             return f"its {name} is {'on the meta device' if weight.is_meta else 'sharded'}"
         if weight.dtype not in FORMAT_OF:
             return f"its {name} is stored as {weight.dtype}"
-        reason = _why_no_blocks(experts, name, weight, scales)
-        if reason is not None:
-            return reason
+        if weight.dtype == torch.float8_e4m3fn and list(experts.block_size or ()) != [FP8_BLOCK, FP8_BLOCK]:
+            return f"block_size is {experts.block_size}, not ({FP8_BLOCK}, {FP8_BLOCK})"
+        try:
+            _packed(name, weight.detach(), scales.detach())
+        except ValueError as error:
+            return str(error)
     return None
 
 
-def _why_no_blocks(experts: Any, name: str, weight: torch.Tensor, scales: torch.Tensor) -> str | None:
-    if weight.dtype == torch.float8_e4m3fn and list(experts.block_size or ()) != [FP8_BLOCK, FP8_BLOCK]:
-        return f"block_size is {experts.block_size}, not ({FP8_BLOCK}, {FP8_BLOCK})"
+def _packed(name: str, weight: torch.Tensor, scales: torch.Tensor) -> Quantized:
+    """The same bytes as a packed weight's. Raises ValueError where the scales are not those of its blocks."""
+    num_experts, rows, columns = weight.shape
+    columns *= 2 if weight.dtype == torch.int8 else 1
     try:
-        wanted = _flat(_shapes(name, weight).scales)
+        shapes = stored_shapes(FORMAT_OF[weight.dtype], (num_experts, rows, columns), WEIGHTS[name])
     except ValueError as error:
-        return f"{name}: {error}"
+        raise ValueError(f"{name}: {error}") from error
+    experts, *blocks, last = shapes.scales
+    wanted = experts, math.prod(blocks), last
     if tuple(scales.shape) != wanted:
-        return (
+        raise ValueError(
             f"{name}{SCALES} has shape {tuple(scales.shape)}, where blocks that do not cross from gate to up have "
             f"{wanted}"
         )
-    return None
+    stored = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales.float()
+    return Quantized(weight.view(torch.uint8).view(shapes.codes), stored.view(shapes.scales))
 
 
-def _shapes(name: str, weight: torch.Tensor):
-    num_experts, rows, columns = weight.shape
-    columns *= 2 if weight.dtype == torch.int8 else 1
-    return stored_shapes(FORMAT_OF[weight.dtype], (num_experts, rows, columns), WEIGHTS[name])
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of the scales in FP8Experts: [E, parts and blocks of rows, blocks of columns]."""
-    return shape[0], torch.Size(shape[1:-1]).numel(), shape[-1]
-
-
-def _packed(experts: Any, name: str, dtype: torch.dtype) -> PackedWeight:
+def _sound(experts: Any, name: str, dtype: torch.dtype) -> PackedWeight:
     weight, scales = getattr(experts, name).detach(), getattr(experts, name + SCALES).detach()
-    format, shapes = FORMAT_OF[weight.dtype], _shapes(name, weight)
-    packed = Quantized(weight.view(torch.uint8).view(shapes.codes), _stored(scales).view(shapes.scales))
+    packed, format = _packed(name, weight, scales), FORMAT_OF[weight.dtype]
     PACKED[format].check(name, packed)
     return PackedWeight.of(packed, format, dtype)
-
-
-def _stored(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales.float()
 
 
 def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
@@ -96,7 +88,7 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
     for place, experts in every:
         if attributes.FP8_PARAMETERS not in vars(experts):
             try:
-                found.append((experts, {name: _packed(experts, name, dtype) for name in WEIGHTS}))
+                found.append((experts, {name: _sound(experts, name, dtype) for name in WEIGHTS}))
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{place}: {error}") from error
     if found:
@@ -135,6 +127,6 @@ def _read(experts, state_dict, prefix, *_):
         values, scales = (state_dict.get(prefix + name + end) for end in ("", SCALES))
         own = experts._parameters[name]
         if isinstance(own, PackedWeight) and values is not None and scales is not None:
-            packed = Quantized(values.view(torch.uint8).view(own.codes.shape), _stored(scales).view(own.scales.shape))
+            packed = _packed(name, values, scales)
             PACKED[own.format].check(prefix + name, packed)
             state_dict[prefix + name] = PackedWeight.of(packed, own.format, own.dtype)

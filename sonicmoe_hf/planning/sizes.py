@@ -104,8 +104,8 @@ def sizes_of_checkpoint(name: str) -> ModelSizes:
     """The sizes of a hub model or a local folder. Only its config.json is read.
 
     Raises:
-        DoctorError: no such folder, the hub cannot be reached, config.json describes no model that can be built, or as
-            `sizes_of_model`.
+        CheckpointError: no such folder, the hub cannot be reached, or config.json describes no model that can be built.
+        DoctorError: as `sizes_of_model`.
     """
     return sizes_of_model(name, build_on_meta(name))
 

@@ -160,7 +160,7 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
         packed / "nf4", out, r"is quantized \(nf4\): conversion can only dequantize", layout="hub", dequantize=False
     )
     make(tmp_path / "odd", "qwen3_moe")
-    refused(tmp_path / "odd", out, r"layers\.0\.mlp\.experts\.c_fc: nf4 stores 64 values .* or mxfp4", quantize="nf4")
+    refused(tmp_path / "odd", out, r"layers\.0\.mlp\.experts\.c_proj: nf4 stores 64 values .* or fp8", quantize="nf4")
     tensors = tensors_in(packed / "hub")
     key = "model.layers.1.mlp.experts.0.down_proj.weight"
     make(tmp_path / "nan", "qwen3_moe", **SIZES["qwen3_moe"])
