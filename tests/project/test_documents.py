@@ -72,12 +72,10 @@ def test_every_command_that_ends_in_a_moment_has_a_terminal_session():
     assert set(choices) - shown == {"demo", "warmup"}, "which train and compile for minutes"
 
 
-def test_the_readme_opens_with_the_two_commands_that_try_it_and_the_minutes_they_take():
-    first_screen = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()[:24]
-    targets = (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8")
-    for target in ("demo", "test"):
-        assert any(re.match(rf"    make {target} +# .*\d minutes$", line) for line in first_screen)
-        assert re.search(rf"^{target}:", targets, flags=re.MULTILINE)
+def test_the_readme_is_short_and_opens_with_the_two_commands_that_try_it():
+    lines = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert all(any(line.startswith(f"    make {target} ") for line in lines[:24]) for target in ("demo", "test"))
 
 
 def test_the_python_of_the_document_on_token_rounding_runs():
@@ -141,11 +139,6 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert patch_state(model) is not None
 
 
-def test_the_readme_is_short_enough_to_be_read_aloud():
-    lines = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 120
-
-
 def test_the_reference_has_every_public_name():
     """A name by itself, or in one of the modules that are listed whole."""
     text = (EXAMPLES.parent / "docs" / "api.md").read_text(encoding="utf-8")
@@ -153,15 +146,6 @@ def test_the_reference_has_every_public_name():
     in_modules = {"moe_experts"} | {name for name in sonicmoe_hf.__all__ if name.endswith("Error")}
     assert {"functional", "errors"} <= listed
     assert listed - {"errors"} == set(sonicmoe_hf.__all__) - in_modules
-
-
-def test_contributing_names_every_room_of_the_package():
-    root = EXAMPLES.parent
-    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tree = text[text.index("## Where things are") : text.index("Read the code in this order")]
-    rooms = {path.parent.name for path in (root / "sonicmoe_hf").glob("*/__init__.py") if not path.parent.is_symlink()}
-    assert {"layer", "attention"} <= rooms
-    assert sorted(room for room in rooms if f"{room}/" not in tree) == []
 
 
 def test_templates_of_issues_are_forms():

@@ -185,11 +185,14 @@ def test_adapters_of_our_experts_form_no_merged_weight_in_whatever_order_things_
     assert (outcomes / order).read_text() == "right"
 
 
-def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models_do():
+def test_importing_sonicmoe_hf_imports_no_other_package_than_transformers_models_do_and_hooks_neither_imports_nor_modules():
     code = (
         "import sys, torch, transformers.modeling_utils, transformers.models.auto.modeling_auto\n"
         "packages = lambda: {name.partition('.')[0] for name in sys.modules}\n"
-        "before = packages()\nimport sonicmoe_hf\nprint(*sorted(packages() - before))"
+        "before = packages()\nimport sonicmoe_hf\nprint(*sorted(packages() - before))\n"
+        "assert not {'transformers.trainer', 'deepspeed', 'rich'} & set(sys.modules)\n"
+        "assert not torch.nn.modules.module._global_module_registration_hooks\n"
+        "assert not any(type(finder).__module__.startswith('sonicmoe_hf') for finder in sys.meta_path)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     allowed = {"sonicmoe_hf", "tokenizers", "psutil", "resource"}  # the last two come with Transformers 5.24
