@@ -260,7 +260,7 @@ def write(path: Path, results, options) -> None:
         f"vocabulary {options.sizes['vocab_size']}",
         f"{options.tokens} tokens a rank",
         f"{dist.get_world_size()} ranks",
-        *settings_of(options),
+        *settings_of(MODEL, options),
     ]
     common = {"shape": ", ".join(parts), "gpu": provenance.gpu(), **provenance.columns()}
     rows = []

@@ -104,7 +104,7 @@ def measure(table, base, row: Row, names: list[str], options):
     """Cases in turn in one row; running out of memory is a result."""
 
     def add(name, metric, values):
-        table.add(MODEL, row, name, ", ".join(models.settings_of(options)), "eager", metric, values)
+        table.add(MODEL, row, name, ", ".join(models.settings_of(MODEL, options)), "eager", metric, values)
 
     cases = [CASES[name] for name in names]
     if cases[0].ours:

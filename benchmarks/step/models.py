@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_outputs import CausalLMOutput
 
 import sonicmoe_hf
 from benchmarks.common.contenders import Unavailable, peer_module, scattermoe, upstream
@@ -28,14 +29,13 @@ from sonicmoe_hf.demo.model import PATTERN, PUBLISHED, config_from, random_packe
 from sonicmoe_hf.patching.support import find_layers
 
 # For a CPU, of every model its own of these. Each token goes to every expert, so that what rounding does to a score
-# changes no choice; two layers of a hybrid model are one of each kind.
+# changes no choice; two layers of a hybrid model are one of each kind, with heads as they are, whose kernels tune once.
 TINY = {
     "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
     "num_experts_per_tok": 8, "first_k_dense_replace": 0, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 8,
-    "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "full_attention_interval": 2, PATTERN: "EM*E",
+    "head_dim": 16, "vocab_size": 64, "pad_token_id": None, "eos_token_id": None, "full_attention_interval": 2,
+    PATTERN: "EM*E",
 }  # fmt: skip
 
 
@@ -249,19 +249,28 @@ def spread_load(model) -> None:
         layer.router.register_forward_pre_hook(hook)
 
 
-def apply_liger(name: str, model) -> None:
-    """Liger's RMSNorm, RoPE and fused linear cross entropy in this model; its experts stay as they are.
+LIGER = (
+    "qwen3_moe",
+    "gpt_oss",
+)  # model types of which it has all kernels; 0.8.5 imports none for Qwen3.5 on Transformers 5.23
 
-    Raises:
-        Unavailable: Liger has none for this model.
-    """
+
+def apply_liger(name: str, model) -> None:
+    """Liger's RMSNorm, RoPE and fused linear cross entropy, or the last alone; the model's experts stay as they are."""
     from liger_kernel import transformers as liger
 
-    family = MODELS[name].model_type.removesuffix("_text")
-    apply = getattr(liger, f"apply_liger_kernel_to_{family}", None)
-    if apply is None:
-        raise Unavailable(f"Liger has no kernels for {name}")
-    apply(swiglu=False, model=model)
+    model_type = MODELS[name].model_type
+    if model_type in LIGER:
+        getattr(liger, f"apply_liger_kernel_to_{model_type}")(swiglu=False, model=model)
+    else:
+        model.forward = MethodType(_forward_with_fused_loss, model)
+
+
+def _forward_with_fused_loss(self, input_ids, labels, **options):
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options).last_hidden_state
+    return CausalLMOutput(LigerForCausalLMLoss(hidden, self.lm_head.weight, labels, self.config.hidden_size))
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -272,9 +281,10 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_of(options: argparse.Namespace) -> list[str]:
-    """Those of `add_settings` that were chosen, as the CSVs name them."""
-    return ["Liger"] * options.liger + ["spread load"] * options.spread_load
+def settings_of(name: str, options: argparse.Namespace) -> list[str]:
+    """Those of `add_settings` that were chosen for the model, as the CSVs name them."""
+    liger = "Liger" if MODELS[name].model_type in LIGER else "Liger's loss"
+    return [liger] * options.liger + ["spread load"] * options.spread_load
 
 
 def apply_settings(name: str, model, options: argparse.Namespace) -> None:

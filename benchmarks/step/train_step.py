@@ -83,7 +83,7 @@ def settings(run: Run, options, world: int) -> str:
         "fp32 weights": options.weights == "fp32",
     }
     chosen = (
-        models.settings_of(options)
+        models.settings_of(run.model, options)
         + models.kernels_of(run.model)
         + [part for part, is_chosen in parts.items() if is_chosen]
     )

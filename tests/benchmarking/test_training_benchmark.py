@@ -4,6 +4,7 @@ import csv
 import sys
 
 import pytest
+import torch.nn.functional as F
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
@@ -78,6 +79,25 @@ def test_models_of_other_kinds_train_and_say_who_computed_their_linear_attention
     with open(tmp_path / "a.csv", newline="") as file:
         assert {row["launch"] for row in csv.DictReader(file)} == {expected}
     assert capsys.readouterr().out.count("largest error of a gradient") == 2
+
+
+def test_a_model_that_liger_does_not_know_gets_its_loss_alone(benchmark, tmp_path, monkeypatch):
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.transformers.model import loss_utils
+
+    given = []
+
+    def loss(hidden, weight, labels, hidden_size):
+        given.append((hidden.shape, weight.shape, hidden_size))
+        return F.cross_entropy((hidden @ weight.T).float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    chosen = ("--model", "Qwen3.5-35B-A3B", "--mode", "frozen", "--contender", "grouped_mm", "--layers", "2")
+    expected = measured(benchmark, tmp_path / "a.csv", *chosen)
+    monkeypatch.setattr(loss_utils, "LigerForCausalLMLoss", loss)
+    found = measured(benchmark, tmp_path / "b.csv", *chosen, "--liger")
+    assert set(given) == {((1, 64, 64), (64, 64), 64)}
+    assert found["grouped_mm", "frozen", "loss"] == pytest.approx(expected["grouped_mm", "frozen", "loss"], abs=2e-3)
+    assert "Liger's loss, torch for" in (tmp_path / "b.csv").read_text()
 
 
 def test_a_package_that_is_here_is_named_in_place_of_torch(benchmark, monkeypatch):
