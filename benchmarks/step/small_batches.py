@@ -26,6 +26,7 @@ import argparse
 import gc
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,6 +100,11 @@ def build(run: Run, options):
     return adapted(model, run.mode)
 
 
+def masked(call, run: Run, tokens: torch.Tensor):
+    """`call` with a mask of ones for attention that cannot be captured without one (docs/attention.md)."""
+    return partial(call, attention_mask=torch.ones_like(tokens)) if run.model in ATTENTION else call
+
+
 def compiled(model, execution: str):
     """What is called for a step."""
     if execution == "reduce-overhead":
@@ -160,11 +166,11 @@ def check(run: Run, options) -> list[str]:
     model, autocast = build(run, options), run.mode != "full"
     tokens = tokens_of(model, run.tokens, options.device)
     steer(model, FixedLoad(), tokens)
-    expected, wrong = loss_and_gradients(model, model, tokens, autocast), []
+    expected, wrong = loss_and_gradients(masked(model, run, tokens), model, tokens, autocast), []
     for execution in EXECUTIONS[1:]:
         forget(options.device)
         began = time.perf_counter()
-        call = compiled(model, execution)
+        call = masked(compiled(model, execution), run, tokens)
         actual = loss_and_gradients(call, model, tokens, autocast)
         errors = {name: relative_error(actual[name], expected[name]) for name in expected}
         worst = max(errors, key=errors.__getitem__)
@@ -210,7 +216,8 @@ def measure(model, run: Run, options) -> dict[str, list[float]]:
     on_gpu, autocast = options.device == "cuda", run.mode != "full"
     tokens = tokens_of(model, run.tokens, options.device)
     handles = steer(model, models.SpreadLoad(), tokens)
-    call, optimizer, clock = compiled(model, run.execution), optimizer_of(model), Clock(on_gpu)
+    call, optimizer = masked(compiled(model, run.execution), run, tokens), optimizer_of(model)
+    clock = Clock(on_gpu)
     try:
         began = time.perf_counter()
         for number in range(WARMUP):

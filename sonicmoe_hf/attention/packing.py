@@ -12,6 +12,10 @@ import torch
 
 from ..layer.torch_op import Op
 
+CAPTURED = (
+    "torch_sinks reads where packed sequences begin on the CPU, which a CUDA graph cannot hold; give the model an "
+    "attention_mask, or packed sequences as cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, to capture steps"
+)
 KEY, QUERY = 1, 2  # flags of a position on the axis of keys: its token is real; it is one of this call's queries
 
 
@@ -82,7 +86,14 @@ def ending_once(starts: torch.Tensor) -> torch.Tensor:
     return starts[: int((starts < starts[-1]).sum()) + 1]
 
 
+def check_not_captured(tensor: torch.Tensor) -> None:
+    """Raise RuntimeError where this tensor would be read while a CUDA graph is captured."""
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(CAPTURED)
+
+
 def _sequence_starts(begins: torch.Tensor) -> list[torch.Tensor]:
+    check_not_captured(begins)
     starts = torch.full((begins.numel() + 1,), begins.numel(), dtype=torch.int32)
     positions = begins.flatten().cpu().nonzero().flatten()
     starts[: positions.shape[0]] = positions.to(torch.int32)

@@ -18,7 +18,7 @@ import torch
 
 from ..layer import torch_op
 from . import flash
-from .packing import Side, ending_once, sides_of
+from .packing import Side, check_not_captured, ending_once, sides_of
 
 
 class Inputs(NamedTuple):
@@ -55,7 +55,9 @@ class Options(NamedTuple):
 
 
 def _starts(starts: torch.Tensor, longest: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    longest = longest or int(starts.diff().max())
+    if not longest:
+        check_not_captured(starts)
+        longest = int(starts.diff().max())
     return starts.to(device=device, dtype=torch.int32, non_blocking=True), longest
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.attention import packed
 from helpers.models import batch, build, patched
 from helpers.training import POLICY, TILE, trainer_for
 from packaging.version import Version
@@ -11,6 +12,7 @@ from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
+from sonicmoe_hf.attention import flash, implementation
 from sonicmoe_hf.layer import backends, moe_experts
 from sonicmoe_hf.patching.patch import start_counting
 
@@ -49,14 +51,15 @@ class Graphs:
                 yield f"{node} cannot be captured"
 
 
-def traced(monkeypatch, model, padding=False):
+def traced(monkeypatch, model, padding=False, inputs=None):
     """The graphs of a training step, of a model and inputs on a device that is not the CPU."""
     torch._dynamo.reset()
     counters.clear()
     choice = backends.Choice("triton", "in place of a GPU")
     monkeypatch.setattr(backends, "choose", torch.compiler.assume_constant_result(lambda *_: choice))
     monkeypatch.setattr(moe_experts, "_compute_dtype", lambda *_: None)  # the meta device has no autocast
-    inputs = {name: tensor.to("meta") for name, tensor in batch(padding=padding).items()}
+    inputs = batch(padding=padding) if inputs is None else inputs
+    inputs = {name: each.to("meta") if isinstance(each, torch.Tensor) else each for name, each in inputs.items()}
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs.backend, dynamic=False)
     compiled(**inputs, num_items_in_batch=torch.tensor(96, device="meta")).loss.backward()
@@ -98,6 +101,29 @@ def test_nor_does_checkpointing(monkeypatch, use_reentrant):
     model = full().to("meta")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     assert list(traced(monkeypatch, model).obstacles()) == []
+
+
+PACKED = packed(lengths=(5, 1, 10))
+WITH_SINKS = {
+    "whole": (batch(), True),
+    "padded": (batch(padding=True), True),
+    "packed, with starts and lengths": (packed(lengths=(5, 1, 10), with_starts=True), True),
+    "packed, with position_ids alone": (PACKED, False),
+    "neither mask nor positions": ({name: PACKED[name] for name in ("input_ids", "labels")}, False),
+}
+
+
+@pytest.mark.parametrize("case", WITH_SINKS)
+def test_attention_with_sinks_is_captured_as_docs_attention_says(monkeypatch, case):
+    inputs, is_captured = WITH_SINKS[case]
+    monkeypatch.setattr(flash, "uses_cuda_kernels", lambda device: True)
+    monkeypatch.setattr(implementation, "_check", lambda *_: None)  # neither a CPU nor CUDA
+    monkeypatch.setattr(implementation, "_cast", lambda *tensors: tensors)
+    model = full(family="gpt_oss")
+    model.set_attn_implementation("torch_sinks")
+    obstacles = list(traced(monkeypatch, model.to("meta"), inputs=inputs).obstacles())
+    assert (obstacles == []) == is_captured
+    assert all("on the CPU" in obstacle for obstacle in obstacles)
 
 
 @pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
