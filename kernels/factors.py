@@ -8,9 +8,28 @@ from __future__ import annotations
 
 def by_expert(a, b, num_experts: int):
     """Views [E, r, in] of an A and [E, out, r] of a B of either form, which autograd differentiates for nothing."""
-    a = a if a.dim() == 3 else a.reshape(num_experts, -1, a.shape[1])
-    b = b if b.dim() == 3 else b.reshape(len(b), -1, num_experts).permute(2, 0, 1)
-    return a, b
+    a = a if a.dim() == 3 else a_of_experts(a, num_experts)
+    return a, b if b.dim() == 3 else b_of_experts(b, num_experts)
+
+
+def a_of_experts(a, num_experts: int):
+    """PEFT's A as [E, r, in]."""
+    return a.reshape(num_experts, -1, a.shape[1])
+
+
+def b_of_experts(b, num_experts: int):
+    """PEFT's B as [E, out, r]."""
+    return b.reshape(len(b), -1, num_experts).permute(2, 0, 1)
+
+
+def a_as_peft(a):
+    """The inverse of `a_of_experts`."""
+    return a.flatten(0, 1)
+
+
+def b_as_peft(b):
+    """The inverse of `b_of_experts`."""
+    return b.permute(1, 2, 0).flatten(1)
 
 
 def a_by_expert(shape, strides, num_experts: int):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,8 +96,23 @@ class Adapter(NamedTuple):
         return cls(config, Lazy(reader.factors()), Lazy(reader.replaced))
 
 
+class _Place(NamedTuple):
+    """What a pair of factors in the file is of: a weight of the model; or, of one that holds all experts, one expert's
+    part (PROJECTIONS). trained: what the model that was trained calls it."""
+
+    weight: str
+    trained: str
+    part: str | None = None
+    expert: int | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that has the weight."""
+        return self.weight.rpartition(".")[0]
+
+
 class _Pair(NamedTuple):
-    """Where the factors of one matrix, or of one weight of E matrices, are in the file."""
+    """Where the factors of a place are in the file."""
 
     a: str
     b: str
@@ -119,16 +135,16 @@ class _Reader:
         self.by_hub_name = self._by_hub_name(model)
         self.trained_decoder = self._trained_decoder()
         self.replaced: dict[str, Callable[[], torch.Tensor]] = {}
-        self.pairs: dict[str, dict[str, str]] = {}
-        self.single: dict[tuple[str, str, int], dict[str, str]] = {}  # by experts module, projection and expert
+        self.sides: dict[_Place, dict[str, str]] = {}  # the names of lora_A and lora_B
         state = model.state_dict()
         for name in self.headers:
-            self._place(name, state)
-        for module in {experts for experts, *_ in self.single} & {weight.rpartition(".")[0] for weight in self.pairs}:
+            self._put(name, state)
+        single = {place.module for place in self.sides if place.part is not None}
+        for module in single & {place.module for place in self.sides if place.part is None}:
             raise CheckpointError(MIXED.format(path=path, name=module))
-        for weight in self._targets() if not self.single else ():
-            self.pairs.setdefault(weight, {})
-        if not (self.pairs or self.single or self.replaced):
+        for place in self._targets() if not single else ():
+            self.sides.setdefault(place, {})
+        if not (self.sides or self.replaced):
             raise CheckpointError(f"{path} has no weights")
 
     def _trained_on_native(self) -> bool:
@@ -181,49 +197,62 @@ class _Reader:
         here = {native: hub for hub, native in PARAMETERS.items()} if self.native else PARAMETERS
         return {name: here[name] for name in order if here[name] in own}
 
-    def _adapted(self, module: str) -> list[str]:
-        """The parameters of a module that target_parameters names, by their names here, the innermost wrapper's first."""
-        trained = self._as_trained(module)
-        names = self._parameters(module).items()
-        return [here for there, here in names if is_target_parameter(f"{trained}.{there}", self.config)]
+    def _adapted(self, module: str) -> list[_Place]:
+        """The parameters of a module that target_parameters names, the innermost wrapper's first."""
+        trained, names = self._as_trained(module), self._parameters(module).items()
+        places = [_Place(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
+        return [place for place in places if is_target_parameter(place.trained, self.config)]
 
-    def _targets(self) -> list[str]:
+    def _targets(self) -> list[_Place]:
         """The weights of experts that target_parameters names."""
-        return [f"{module}.{name}" for module in self.experts for name in self._adapted(module)]
+        return [place for module in self.experts for place in self._adapted(module)]
 
-    def _place(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+    def _put(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         """Put the tensor `name` where it belongs."""
         key = name.removeprefix(PREFIX)
         match = KEY.match(key)
         if match is None:
-            self._place_replacement(name, without_wrappers(key), state)
-            return
-        trained, depth = match["module"], match["depth"].count("base_layer.")
+            self._put_replacement(name, without_wrappers(key), state)
+        else:
+            place = self._place(match["module"], match["depth"].count("base_layer."), state)
+            if place is None:
+                raise self._unknown(name, match["module"])
+            self.sides.setdefault(place, {})[match["side"]] = name
+
+    def _place(self, trained: str, depth: int, state: Mapping[str, torch.Tensor]) -> _Place | None:
+        """What the wrapper at this depth around a module of the trained model adapts."""
         module, single = self._in_model(trained), EXPERT.match(trained)
         if module in self.modules:
-            names = self._adapted(module)
-            if depth < len(names):
-                self.pairs.setdefault(f"{module}.{names[-1 - depth]}", {})[match["side"]] = name
-                return
+            places = self._adapted(module)
+            if depth < len(places):
+                return places[-1 - depth]
             if module not in self.experts and not depth and f"{module}.weight" in state:
-                self.pairs.setdefault(f"{module}.weight", {})[match["side"]] = name
-                return
+                return _Place(f"{module}.weight", f"{self._as_trained(module)}.weight")
         elif single and (experts := self._in_model(single["experts"])) in self.experts and not depth:
-            self.single.setdefault((experts, single["projection"], int(single["expert"])), {})[match["side"]] = name
-            return
-        if module in self.experts and any(self._is_single(other) for other in self.headers):
-            raise CheckpointError(MIXED.format(path=self.path, name=name))
+            return self._place_of_expert(experts, single["projection"], int(single["expert"]), trained)
+        return None
+
+    def _place_of_expert(self, name: str, projection: str, expert: int, trained: str) -> _Place:
+        module, part = self.modules[name], PROJECTIONS.get(projection)
+        if part is None or (part == "gate" and not has_gate(module)):
+            raise CheckpointError(f"{self.path}: {trained} is no expert's projection of the model")
+        parameter = weight_names(module)[part == "down"]
+        num_experts, *_ = _product_shape(module, parameter)
+        if num_experts is None or expert >= num_experts:
+            raise CheckpointError(f"{self.path}: {trained} is of expert {expert}, but there are {num_experts}")
+        return _Place(f"{name}.{parameter}", f"{trained}.weight", part, expert)
+
+    def _unknown(self, name: str, module: str) -> CheckpointError:
+        keys = (KEY.match(other.removeprefix(PREFIX)) for other in self.headers)
+        if self._in_model(module) in self.experts and any(key and EXPERT.match(key["module"]) for key in keys):
+            return CheckpointError(MIXED.format(path=self.path, name=name))
         targets = ", ".join(self.config.get("target_parameters") or ()) or "none"
-        raise CheckpointError(
+        return CheckpointError(
             f"{self.path}: {name} adapts nothing that the model has, by its config.json; target_parameters: {targets}. "
             f"Name the model that it was trained on (--trained-on, trained_on=), or {WITH_PEFT}"
         )
 
-    def _is_single(self, name: str) -> bool:
-        match = KEY.match(name.removeprefix(PREFIX))
-        return match is not None and EXPERT.match(match["module"]) is not None
-
-    def _place_replacement(self, name: str, weight: str, state: Mapping[str, torch.Tensor]) -> None:
+    def _put_replacement(self, name: str, weight: str, state: Mapping[str, torch.Tensor]) -> None:
         module, _, parameter = weight.rpartition(".")
         weight = f"{self._in_model(module)}.{parameter}"
         if "lora_" in name or weight not in state:
@@ -239,90 +268,55 @@ class _Reader:
 
     def factors(self) -> dict[str, Callable[[], Factors]]:
         """How to make those of each adapted weight."""
-        makers: dict[str, Callable[[], Factors]] = {}
-        for weight, sides in self.pairs.items():
-            makers[weight] = self._of_weight(weight, sides)
-        for (module, parameter), parts in self._single_by_weight().items():
-            makers[f"{module}.{parameter}"] = self._of_single_experts(module, parameter, parts)
-        return makers
+        pairs: dict[str, dict[_Place, _Pair]] = {}
+        for place, sides in self.sides.items():
+            pairs.setdefault(place.weight, {})[place] = self._pair(place, sides)
+        return {weight: partial(self._factors, own) for weight, own in pairs.items()}
 
-    def _of_weight(self, weight: str, sides: dict[str, str]) -> Callable[[], Factors]:
-        module_name, _, parameter = weight.rpartition(".")
-        module = self.modules[module_name]
-        there = next(there for there, here in self._parameters(module_name).items() if here == parameter)
-        num_experts, sizes, is_transposed = _product_shape(module, parameter)
+    def _pair(self, place: _Place, sides: dict[str, str]) -> _Pair:
+        """Where factors are, with their scale: none is missing, and the shapes fit."""
+        module = self.modules[place.module]
+        num_experts, (size_out, size_in), is_transposed = _product_shape(module, place.weight.rpartition(".")[2])
+        if place.part is not None:
+            num_experts = None
+            if place.part != "down" and has_gate(module):
+                size_out //= 2
         may_be_swapped = num_experts is not None and num_experts > 1 and (self.native or not is_transposed)
-        trained = f"{self._as_trained(module_name)}.{there}"
-        pair = self._pair(trained, sides, num_experts, sizes, may_be_swapped)
-        is_first = module_name in self.experts and parameter == weight_names(module)[0]
-        rows_differ = is_first and is_native(module) != self.native and not self.hub_is_interleaved
-
-        def make() -> Factors:
-            factors = self._read(pair)
-            if num_experts is None:
-                return factors
-            a, b = by_expert(factors.a, factors.b, num_experts)
-            factors = Factors(a, b, pair.scale, is_transposed)
-            return interchanged(factors, interleaved=self.native) if rows_differ else factors
-
-        return make
-
-    def _pair(
-        self,
-        weight: str,
-        sides: dict[str, str],
-        num_experts: int | None,
-        sizes: tuple[int, int],
-        may_be_swapped: bool = False,
-    ) -> _Pair:
-        """Where a weight's factors are, with their scale: none is missing, and the shapes fit."""
-        a, b = both_factors(weight, sides, self.path)
-        name = pattern_name(weight, self.config)
+        a, b = both_factors(place.trained, sides, self.path)
+        name = pattern_name(place.trained, self.config)
         rank = resolved(self.config, "rank_pattern", name, self.config_path)
         alpha = resolved(self.config, "alpha_pattern", name, self.config_path)
-        shapes = self.headers[a].shape, self.headers[b].shape
-        check_factors(weight, shapes, num_experts or 1, sizes, rank, self.config, self.path, may_be_swapped)
+        shapes, sizes = (self.headers[a].shape, self.headers[b].shape), (size_out, size_in)
+        check_factors(place.trained, shapes, num_experts or 1, sizes, rank, self.config, self.path, may_be_swapped)
         return _Pair(a, b, scale_of(rank, alpha, self.config))
 
-    def _single_by_weight(self) -> dict[tuple[str, str], dict[str, dict[int, _Pair]]]:
-        """Factors of single experts: by experts module and parameter, and there by part and expert."""
-        grouped: dict[tuple[str, str], dict[str, dict[int, _Pair]]] = {}
-        for (name, projection, expert), sides in self.single.items():
-            module, part = self.modules[name], PROJECTIONS.get(projection)
-            trained = f"{self._as_trained(name)}.{expert}.{projection}"
-            if part is None or (part == "gate" and not has_gate(module)):
-                raise CheckpointError(f"{self.path}: {trained} is no expert's projection of the model")
-            parameter = weight_names(module)[part == "down"]
-            num_experts, (size_out, size_in), _ = _product_shape(module, parameter)
-            if num_experts is None or expert >= num_experts:
-                raise CheckpointError(f"{self.path}: {trained} is of expert {expert}, but there are {num_experts}")
-            if part != "down" and has_gate(module):
-                size_out //= 2
-            pair = self._pair(f"{trained}.weight", sides, None, (size_out, size_in))
-            grouped.setdefault((name, parameter), {}).setdefault(part, {})[expert] = pair
-        return grouped
-
-    def _of_single_experts(
-        self, name: str, parameter: str, parts: dict[str, dict[int, _Pair]]
-    ) -> Callable[[], Factors]:
-        module = self.modules[name]
+    def _factors(self, pairs: dict[_Place, _Pair]) -> Factors:
+        """Those of one weight, in the order of its own rows."""
+        (place, pair), *_ = pairs.items()
+        module, parameter = self.modules[place.module], place.weight.rpartition(".")[2]
         num_experts, _, is_transposed = _product_shape(module, parameter)
-        assert num_experts is not None
+        if num_experts is None:
+            return self._read(pair)
+        if place.part is not None:
+            return self._of_single_experts(module, num_experts, pairs)._replace(is_transposed=is_transposed)
+        stored = self._read(pair)
+        factors = Factors(*by_expert(stored.a, stored.b, num_experts), stored.scale, is_transposed)
+        is_first = place.module in self.experts and parameter == weight_names(module)[0]
+        if is_first and is_native(module) != self.native and not self.hub_is_interleaved:
+            return interchanged(factors, interleaved=self.native)
+        return factors
 
-        def of_part(pairs: dict[int, _Pair]) -> Factors:
-            own = {expert: self._read(pair) for expert, pair in pairs.items()}
+    def _of_single_experts(self, module: nn.Module, num_experts: int, pairs: dict[_Place, _Pair]) -> Factors:
+        parts: dict[str, Factors] = {}
+        for part in {place.part: None for place in pairs if place.part is not None}:
+            own = {place.expert: self._read(pair) for place, pair in pairs.items() if place.part == part}
             zero = next(iter(own.values())).unchanging()
-            return stacked([own.get(expert, zero) for expert in range(num_experts)])
-
-        def make() -> Factors:
-            factors = {part: of_part(pairs) for part, pairs in parts.items()}
-            one = next(iter(factors.values()))
-            if "down" not in parts and has_gate(module):
-                gate, up = (factors.get(part) or one.unchanging() for part in ("gate", "up"))
-                one = fused_gate_up(gate, up, is_interleaved(module))
-            return one._replace(is_transposed=is_transposed)
-
-        return make
+            parts[part] = stacked([own.get(expert, zero) for expert in range(num_experts)])
+        one = next(iter(parts.values()))
+        if "down" in parts or not has_gate(module):
+            return one
+        gate, up = (parts.get(part) or one.unchanging() for part in ("gate", "up"))
+        return fused_gate_up(gate, up, is_interleaved(module))
 
     def _read(self, pair: _Pair) -> Factors:
         return Factors(self._tensor(pair.a), self._tensor(pair.b), pair.scale)

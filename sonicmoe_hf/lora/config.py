@@ -11,7 +11,7 @@ from torch import nn
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, supported_layers
 from .convert import import_peft
-from .rules import ROUTERS, is_target_parameter, without_wrappers
+from .rules import ROUTERS, endings, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -155,7 +155,7 @@ def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int
     """The experts' weights, under names that end as no other parameter's; by layer where layers are `chosen`."""
     weights = [f"{name}.{weight}" for name, module in experts.items() for weight in weight_names(module)]
     if chosen is None:
-        return _shortest_endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=2)
+        return endings(weights, [without_wrappers(name) for name, _ in model.named_parameters()], parts=(2,))
     layers = {chosen} if isinstance(chosen, int) else set(chosen)
     return [name for name in weights if layers.intersection(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))]
 
@@ -173,7 +173,7 @@ def _linear_targets(model: nn.Module, experts: dict[str, nn.Module], attention_a
         and child not in taken.union(ROUTERS)
         and READ_PAST.get(type(module).__name__) != child
     ]
-    return _shortest_endings(targets, [name for name, _ in model.named_modules()], parts=1)
+    return endings(targets, [name for name, _ in model.named_modules()], parts=(1,))
 
 
 def _taken_for_experts(model: nn.Module) -> set[str]:
@@ -183,14 +183,3 @@ def _taken_for_experts(model: nn.Module) -> set[str]:
     config: Any = import_peft().LoraConfig(target_modules=list(TAKEN_FOR_EXPERTS))
     transformers_weight_conversion.convert_peft_config_for_transformers(config, model, None)
     return set(TAKEN_FOR_EXPERTS) - set(config.target_modules)
-
-
-def _shortest_endings(names: list[str], everything: list[str], parts: int) -> list[str]:
-    """What PEFT is told for `names`: their last `parts` parts where nothing else in `everything` ends so, else all of
-    them."""
-    wanted, targets = set(names), {}
-    endings = {name: ".".join(name.split(".")[-parts:]) for name in names}
-    for ending in set(endings.values()):
-        matches = {name for name in everything if name == ending or name.endswith(f".{ending}")}
-        targets[ending] = [ending] if matches <= wanted else sorted(matches & wanted)
-    return list(dict.fromkeys(target for name in names for target in targets[endings[name]]))

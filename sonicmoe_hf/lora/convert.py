@@ -26,7 +26,7 @@ from ..checkpoints.plan import TARGETS, is_finite
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
-from .engines import ENGINES, served_form
+from .engines import ENGINES, engine_form
 from .peft_form import peft_form
 from .rules import ADAPTER_WEIGHTS, read_adapter_config
 
@@ -107,7 +107,7 @@ def run_adapter_conversion(
     model = _model(_base_folder(src, config, trained_on) / CONFIG_FILE, native=layout == "native")
     adapter = Adapter.read(src, model)
     if layout in ENGINES:
-        tensors, config, hints = served_form(adapter, model, layout)
+        tensors, config, hints = engine_form(adapter, model, layout)
     else:
         (tensors, config), hints = peft_form(adapter, model), []
     if verify:

@@ -49,7 +49,7 @@ NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "modul
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"
 
 
-class ServedAdapter(NamedTuple):
+class EngineAdapter(NamedTuple):
     """An adapter for an engine: its tensors and adapter_config.json, and how to serve it, in sentences."""
 
     tensors: dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ class ServedAdapter(NamedTuple):
     hints: list[str]
 
 
-def check_servable(adapter: Adapter, model: PreTrainedModel, engine: str) -> None:
+def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> None:
     """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
     if saved := adapter.config.get("modules_to_save"):
         raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
@@ -81,14 +81,14 @@ def check_servable(adapter: Adapter, model: PreTrainedModel, engine: str) -> Non
             raise CheckpointError(f"{name} is no linear layer's weight, which is all that engines adapt; {MERGED}")
 
 
-def served_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> ServedAdapter:
+def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> EngineAdapter:
     """The adapter for "vllm" or "sglang"; `model` is its base in the hub layout.
 
     Raises:
         CheckpointError: the engine does not adapt such a model's experts, takes no such rank, or the adapter has what
             engines refuse.
     """
-    check_servable(adapter, model, engine)
+    check_for_engine(adapter, model, engine)
     if not adapter.factors:
         raise CheckpointError("the adapter has no factors")
     name = type(model).__name__
@@ -128,10 +128,13 @@ def served_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Served
         "use_rslora": False,
         "rank_pattern": {},
         "alpha_pattern": {},
-        "target_modules": [*endings(linear, every, parts=(1, 2)), *endings(single, every, parts=(1, 3))],
-        "target_parameters": endings(fused, map(hub.parameter, model.state_dict()), parts=(3,)) or None,
+        "target_modules": [
+            *sorted(endings(linear, every, parts=(1, 2))),
+            *sorted(endings(single, every, parts=(1, 3))),
+        ],
+        "target_parameters": sorted(endings(fused, map(hub.parameter, model.state_dict()), parts=(3,))) or None,
     }
-    return ServedAdapter(tensors, config, _hints(engine, rank, is_3d))
+    return EngineAdapter(tensors, config, _hints(engine, rank, is_3d))
 
 
 def _completed(adapter: Adapter, model: PreTrainedModel, engine: str) -> dict[str, Factors]:

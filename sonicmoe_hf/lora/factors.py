@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from ..kernels.factors import a_as_peft, b_as_peft
+
 
 class Factors(NamedTuple):
     """A and B of one weight, and what their product is multiplied by.
@@ -81,10 +83,10 @@ def as_alpha(alpha: float) -> float:
 
 
 def to_peft(factors: Factors) -> tuple[torch.Tensor, torch.Tensor]:
-    """lora_A [r*E, in] and lora_B [out, r*E] as PEFT stores them, copied; those of a matrix as they are."""
+    """lora_A [r*E, in] and lora_B [out, r*E], copied; those of a matrix as they are."""
     a, b = factors.a, factors.b
     if a.dim() == 3:
-        a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        a, b = a_as_peft(a), b_as_peft(b)
     return a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format)
 
 

@@ -58,8 +58,8 @@ def peft_form(adapter: Adapter, model: nn.Module) -> tuple[dict[str, torch.Tenso
         "use_rslora": False,
         "rank_pattern": _pattern({name: own for name, (own, _) in settings.items()}, rank, everything),
         "alpha_pattern": _pattern({name: own for name, (_, own) in settings.items()}, alpha, everything),
-        "target_modules": endings(linear, modules, parts=(1, 2)),
-        "target_parameters": endings(parameters, everything, parts=(3,)),
+        "target_modules": sorted(endings(linear, modules, parts=(1, 2))),
+        "target_parameters": sorted(endings(parameters, everything, parts=(3,))),
     }
     return tensors, config
 
@@ -69,5 +69,5 @@ def _pattern(values: dict[str, float], default: float, everything: Iterable[str]
     pattern: dict[str, float] = {}
     for value in sorted(set(values.values()) - {default}):
         names = [name for name, own in values.items() if own == value]
-        pattern.update(dict.fromkeys(endings(names, everything, parts=(2,)), value))
+        pattern.update(dict.fromkeys(sorted(endings(names, everything, parts=(2,))), value))
     return pattern

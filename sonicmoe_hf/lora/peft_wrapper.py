@@ -1,6 +1,6 @@
 """PEFT's LoRA on experts' parameters, computed by `moe_experts` on the rows. The one module that touches PEFT's private
-parts: ParamWrapper (its `_activate_lora`, `num_experts`, `_did_swap_in_out_features`), `_check_merge_allowed`,
-fsdp_auto_wrap_policy and get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
+parts: ParamWrapper (its `_activate_lora`, `num_experts`), `_check_merge_allowed`, fsdp_auto_wrap_policy and
+get_tp_plan_and_mesh, of PEFT 0.20 and 0.21.
 
 PEFT registers W + BA as a parametrization of the weight around each call of the experts; here the factors are handed to
 the experts' forward instead. registration.py puts that in PEFT's place. Adapters of experts that ranks share are another
@@ -23,7 +23,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedModelError
-from ..kernels.factors import by_expert
 from ..layer.experts_module import (
     IMPLEMENTATION,
     expert_parallel_remedy,
@@ -36,7 +35,6 @@ from ..layer.lora_operands import LowRank
 from ..layer.moe_experts import FLOAT_DTYPES
 from ..layer.packed_weight import PackedWeight
 from ..patching.active_adapters import ActiveAdapters
-from ..patching.experts import experts_facts
 from ..patching.forwards import why_not_reached
 from ..private import attributes
 from ..private.transformers import experts_implementation, experts_implementation_at_once
@@ -54,13 +52,12 @@ class _Checked(NamedTuple):
     """What was found out about a wrapper and its experts, and what that depends on.
 
     obstacle: why we leave the adapter to PEFT, or None; is_reached: whether a call of the experts reaches the experts
-    interface; is_swapped: whether lora_A and lora_B stand for B and A, as in PEFT 0.19.0; parallelism: ours, or None.
+    interface; parallelism: ours, or None.
     """
 
     depends_on: tuple
     is_reached: bool
     obstacle: str | None
-    is_swapped: bool
     parallelism: Any
 
 
@@ -86,10 +83,7 @@ def _check(wrapper: ParamWrapper, experts: Any, depends_on: tuple = ()) -> _Chec
     # compiled calls are checked by hooks
     is_reached = torch.compiler.is_compiling() or why_not_reached(experts) is None
     obstacle = _obstacle(wrapper, experts) if is_reached else None
-    is_fused = is_reached and obstacle is None
-    is_transposed = is_fused and experts_facts(experts).layout.startswith("transposed")
-    is_swapped = wrapper._did_swap_in_out_features == is_transposed  # PEFT 0.19.0 takes dimensions the other way round
-    return _Checked(depends_on, is_reached, obstacle, is_swapped, expert_parallelism(experts))
+    return _Checked(depends_on, is_reached, obstacle, expert_parallelism(experts))
 
 
 def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
@@ -106,10 +100,10 @@ def _check_once(wrapper: ParamWrapper, experts: Any) -> _Checked:
         instance.get(attributes.PARALLELISM),
         weight.dtype,
     )
-    found = _checked.get(wrapper)
-    if found is None or found.depends_on != depends_on:
-        found = _checked[wrapper] = _check(wrapper, experts, depends_on)
-    return found
+    checked = _checked.get(wrapper)
+    if checked is None or checked.depends_on != depends_on:
+        checked = _checked[wrapper] = _check(wrapper, experts, depends_on)
+    return checked
 
 
 def _check_split(experts: nn.Module, name: str) -> None:
@@ -150,16 +144,11 @@ def _weight(linears: Any, adapter: str) -> Any:
 
 
 def _low_rank(wrapper: ParamWrapper, adapter: str, checked: _Checked) -> LowRank:
-    """One adapter, as PEFT stores it where that is what `LowRank` takes."""
-    slow, fast = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
-    scale, parallelism, num_experts = wrapper.scaling[adapter], checked.parallelism, wrapper.num_experts
-    if parallelism is not None:
-        slow, fast = (parallelism.with_mean_gradient(factor.to_local()) for factor in (slow, fast))
-        num_experts = parallelism.ranks.num_local
-    if not checked.is_swapped:
-        return LowRank(slow, fast, scale)
-    a, b = by_expert(slow, fast, num_experts)
-    return LowRank(b.transpose(1, 2), a.transpose(1, 2), scale)
+    """One adapter, as PEFT stores it."""
+    a, b = (_weight(wrapper._modules[name], adapter) for name in ("lora_A", "lora_B"))
+    if checked.parallelism is not None:
+        a, b = (checked.parallelism.with_mean_gradient(factor.to_local()) for factor in (a, b))
+    return LowRank(a, b, wrapper.scaling[adapter])
 
 
 def _activate_lora(self, active_adapters):

@@ -134,12 +134,12 @@ def check_factors(
 def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
     """What PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing else in
     `everything` has, or the whole name."""
-    wanted, chosen = set(names), {}
-    for number in parts:
-        left = [name for name in wanted if name not in chosen]
-        others = {_ending(name, number) for name in everything if name not in wanted}
-        chosen.update({name: _ending(name, number) for name in left if _ending(name, number) not in others})
-    return sorted({chosen.get(name, name) for name in wanted})
+    wanted, chosen = dict.fromkeys(names), {}
+    others = [name for name in everything if name not in wanted]
+    for number in reversed(parts):
+        taken = {_ending(name, number) for name in others}
+        chosen |= {name: _ending(name, number) for name in wanted if _ending(name, number) not in taken}
+    return list(dict.fromkeys(chosen.get(name, name) for name in wanted))
 
 
 def _ending(name: str, parts: int) -> str:

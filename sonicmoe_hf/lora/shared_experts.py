@@ -24,6 +24,7 @@ from peft.utils import save_and_load
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..kernels.factors import a_as_peft, a_of_experts, b_as_peft, b_of_experts
 from ..layer.experts_module import expert_parallelism
 from ..private import attributes
 from ..private.torch import strided_shard
@@ -34,7 +35,7 @@ NOT_MERGED = (
     "adapters of experts {kind} cannot be merged in memory; save the adapter, and merge it into the checkpoint: "
     "sonicmoe-hf merge BASE ADAPTER DST"
 )
-SIDES = ("lora_A", "lora_B")
+SIDES = {"lora_A": (a_of_experts, a_as_peft), "lora_B": (b_of_experts, b_as_peft)}  # to [E, ...] and back
 _PEFTS_UPDATE = ParamWrapper.update_layer
 _PEFTS_DELTA = ParamWrapper.get_delta_weight
 _PEFTS_INJECT = BaseTuner.inject_adapter
@@ -42,24 +43,15 @@ _PEFTS_STATE = save_and_load.get_peft_model_state_dict
 _PEFTS_RESHARD: Any = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)  # since 0.21
 
 
-def _by_expert(factor: torch.Tensor, side: str, num_experts: int) -> torch.Tensor:
-    """A view of PEFT's factor in which experts have a dimension: A's first of three, B's last."""
-    if side == "lora_A":  # [r * E, in], the expert slowest
-        return factor.view(num_experts, -1, factor.shape[1])
-    return factor.view(factor.shape[0], -1, num_experts)  # [out, r * E], the expert fastest
-
-
 def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
     """This rank's experts of PEFT's whole factor, as a DTensor of the whole one's shape."""
     from torch.distributed.tensor import DTensor, Shard
 
-    ranks = parallelism.ranks
-    view = _by_expert(whole, side, ranks.size * ranks.num_local)
-    if side == "lora_A":
-        local, placement = view[ranks.experts].reshape(-1, whole.shape[1]), Shard(0)
-    else:
-        local, placement = view[..., ranks.experts].reshape(len(whole), -1), strided_shard(1, view.shape[1])
-    local = local.clone(memory_format=torch.contiguous_format)  # nothing holds the whole factor
+    (of_experts, as_peft), ranks = SIDES[side], parallelism.ranks
+    num_experts = ranks.size * ranks.num_local
+    own = as_peft(of_experts(whole, num_experts)[ranks.experts])
+    placement = Shard(0) if side == "lora_A" else strided_shard(1, whole.shape[1] // num_experts)
+    local = own.clone(memory_format=torch.contiguous_format)  # nothing holds the whole factor
     return DTensor.from_local(
         local, parallelism.ep_mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -67,11 +59,11 @@ def own_part(whole: torch.Tensor, side: str, parallelism: Any) -> Any:
 
 def whole_factor(factor: Any, side: str, parallelism: Any) -> torch.Tensor:
     """PEFT's factor of all experts in the memory of the host, from the ranks' parts. All ranks of the group call it."""
-    ranks = parallelism.ranks
-    local = _by_expert(factor.to_local().detach().contiguous(), side, ranks.num_local)
-    parts = [torch.empty_like(local) for _ in range(ranks.size)]
-    dist.all_gather(parts, local, group=ranks.group)
-    return torch.cat([part.cpu() for part in parts], dim=0 if side == "lora_A" else 2).view(factor.shape)
+    (of_experts, as_peft), ranks = SIDES[side], parallelism.ranks
+    own = of_experts(factor.to_local().detach(), ranks.num_local).contiguous()
+    parts = [torch.empty_like(own) for _ in range(ranks.size)]
+    dist.all_gather(parts, own, group=ranks.group)
+    return as_peft(torch.cat([part.cpu() for part in parts]))
 
 
 def _factors(wrapper: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:

@@ -78,7 +78,6 @@ USED = {  # the name, or "place: what its source sets"
     "accelerate.hooks: _hf_hook": "telling accelerate's forwards from others",
     "peft.tuners.lora.layer.ParamWrapper._activate_lora": "LoRA on experts without forming W + BA",
     "peft.tuners.lora.layer.ParamWrapper.get_param": "the dtype of an adapted weight",
-    "peft.tuners.lora.layer: _did_swap_in_out_features": "which of an adapter's sides is the input's",
     "peft.tuners.lora.layer.ParamWrapper.update_layer": "sharding the factors of experts",
     "peft.tuners.lora.layer.ParamWrapper.get_delta_weight": "the error for merging sharded factors",
     "peft.tuners.tuners_utils.BaseTuner._check_merge_allowed": "the error before anything is merged",
