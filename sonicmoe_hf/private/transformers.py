@@ -20,6 +20,7 @@ SYNCHRONOUS = (
 )
 FP8_FUNCTIONS = "transformers.integrations.finegrained_fp8"  # where it registers what computes FP8Experts
 LOADING_METHODS = ("_load_from_checkpoint", "_load_best_model")  # of a Trainer
+OPTIMIZER_LOADING_METHOD = "_load_optimizer_and_scheduler"  # of a Trainer: the schedule too
 _WARNING_METHOD = "_issue_warnings_after_load"
 
 
@@ -179,13 +180,6 @@ def warnings_held_back(trainer) -> Iterator[tuple[list, Any]]:
         yield held, warn
     finally:
         trainer._issue_warnings_after_load = warn
-
-
-def replace_optimizer_loading(trainer, load) -> Any:
-    """Have a Trainer call load(checkpoint) where it loads the optimiser and the schedule; returns its own method."""
-    own = trainer._load_optimizer_and_scheduler
-    trainer._load_optimizer_and_scheduler = load
-    return own
 
 
 def save_random_state(trainer, folder: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import UnsupportedModelError
@@ -14,6 +13,7 @@ from ..patching.hooks import RouterHook, installed
 from ..patching.patch import check_routers_live, is_pipelined, patch_state, routers
 from ..patching.support import Layer, find_layers
 from .callbacks import StepCallback
+from .steps import summed_over_ranks
 
 DEFAULTS = {"per_layer_loss": 0.05, "bias_update": 1e-3}
 
@@ -95,11 +95,8 @@ class LoadBalancing(StepCallback):
             return
         live = [layer.router for layer in find_layers(model)]
         balance = [installed(router, RouterHook).balance for router in live]
-        counts = [layer.rows_E for layer in balance]
-        flat = torch.cat([count_E.to(counts[0].device) for count_E in counts])
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(flat)
-        for router, layer, total_E in zip(live, balance, flat.split([len(count_E) for count_E in counts])):
+        totals = summed_over_ranks([layer.rows_E for layer in balance])
+        for router, layer, total_E in zip(live, balance, totals):
             bias_E = layer.keep_bias(router.e_score_correction_bias)
             update_bias(bias_E, total_E.to(bias_E.device), self.bias_update)
             layer.counted.zero_()

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -24,12 +23,13 @@ from ..patching.patch import (
     router_hooks,
 )
 from ..patching.support import find_layers
+from .around import put_around
 from .load_reports import check_drawable, draw_history, send_histograms
-from .loss_scale import LossWithScale
+from .loss_scale import loss_with_scale
 from .policy_trainers import check_no_policy_trainer
 from .rank_states import save_rank_states
 from .resume import check_experts_restored, restore_experts_on_resume
-from .steps import begin_step, drop_step, end_step, routers_report
+from .steps import begin_step, drop_step, end_step, routers_report, summed_over_ranks
 
 logger = logging.get_logger(__name__)
 
@@ -241,14 +241,9 @@ class ExpertLoadCallback(StepCallback):
         counts = [count for hook in hooks if (count := hook.load.take()) is not None]
         if not counts or len(counts) < len(hooks):
             return {}
-        device = counts[0].device
-        flat = torch.cat([count.to(device) for count in counts])
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(flat)
-        flat //= ranks_of_batch(model)
-        per_layer = [count.cpu() for count in flat.split([len(count) for count in counts])]
+        per_layer = [(total // ranks_of_batch(model)).cpu() for total in summed_over_ranks(counts)]
         rows = {hook.layer_name: count[: -len(TOTALS)] for hook, count in zip(hooks, per_layer)}
-        totals = dict(zip(TOTALS, sum(count[-len(TOTALS) :] for count in per_layer).tolist()))
+        totals = dict(zip(TOTALS, torch.stack([count[-len(TOTALS) :] for count in per_layer]).sum(0).tolist()))
         if totals["calls"] == 0:
             return {}
         metrics = _load_metrics(list(rows.values()), totals)
@@ -272,36 +267,28 @@ def _load_metrics(rows: list[torch.Tensor], totals: dict[str, int]) -> dict[str,
     }
 
 
-class _LogWithLoad:
+def _log_with_load(trainer, log, logs, *args, **kwargs):
     """`trainer.log` with the experts' load added to training logs."""
-
-    def __init__(self, trainer, callback: ExpertLoadCallback):
-        self.trainer = trainer
-        self.log = trainer.log
-        self.callback = callback
-
-    def __call__(self, logs, *args, **kwargs):
-        if "loss" in logs:
-            metrics = self.callback.collect(self.trainer.model, self.trainer.state.global_step)
-            if metrics and self.callback.histograms:
-                send_histograms(self.trainer, self.callback.history[-1])
-            logs = {**logs, **metrics}
-        return self.log(logs, *args, **kwargs)
+    callback = _load_callback(trainer)
+    if "loss" in logs and callback is not None:
+        metrics = callback.collect(trainer.model, trainer.state.global_step)
+        if metrics and callback.histograms:
+            send_histograms(trainer, callback.history[-1])
+        logs = {**logs, **metrics}
+    return log(logs, *args, **kwargs)
 
 
-class _TrainToTheEnd:
+def _train_to_the_end(trainer, train, *args, **kwargs):
     """`trainer.train`, after which the routers are as before, also where an error or Ctrl-C ended it inside a step."""
+    try:
+        return train(*args, **kwargs)
+    finally:
+        if is_patched(trainer.model):
+            drop_step(trainer.model)
 
-    def __init__(self, trainer):
-        self.trainer = trainer
-        self.train = trainer.train
 
-    def __call__(self, *args, **kwargs):
-        try:
-            return self.train(*args, **kwargs)
-        finally:
-            if is_patched(self.trainer.model):
-                drop_step(self.trainer.model)
+def _load_callback(trainer) -> ExpertLoadCallback | None:
+    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, ExpertLoadCallback)), None)
 
 
 def attach(trainer) -> ExpertLoadCallback:
@@ -327,17 +314,14 @@ def attach(trainer) -> ExpertLoadCallback:
             callback._check_trainer(trainer, trainer.args)
     restore_experts_on_resume(trainer)
     save_rank_states(trainer)
-    callback = next((c for c in callbacks if isinstance(c, ExpertLoadCallback)), None)
+    callback = _load_callback(trainer)
     if callback is None:
         callback = ExpertLoadCallback()
         trainer.add_callback(callback)
     for ours in callbacks:
         if isinstance(ours, StepCallback):
             ours.attached = True
-    if not isinstance(trainer.log, _LogWithLoad):
-        trainer.log = _LogWithLoad(trainer, callback)
-    if not isinstance(trainer.train, _TrainToTheEnd):
-        trainer.train = _TrainToTheEnd(trainer)
-    if not isinstance(trainer.compute_loss, LossWithScale):
-        trainer.compute_loss = LossWithScale(trainer)
+    put_around(trainer, "log", _log_with_load)
+    put_around(trainer, "train", _train_to_the_end)
+    put_around(trainer, "compute_loss", loss_with_scale)
     return callback

@@ -11,47 +11,41 @@ from ..patching.calls import ModelCall
 from ..patching.patch import is_patched, patch_state
 
 
-class LossWithScale:
+def loss_with_scale(trainer: Any, compute_loss: Any, model, inputs, *args, **kwargs) -> Any:
     """`trainer.compute_loss`, whose result tells the model's training calls in it how training scales them.
 
     Several calls, as of GRPO's chunks, are averaged. A loss that the model itself returns tells its own call more
     precisely, and wins.
     """
+    state = patch_state(trainer.model) if is_patched(trainer.model) else None
+    if state is None or state.balancing is None or not state.balancing.loss_weight:
+        return compute_loss(model, inputs, *args, **kwargs)
+    share = _share(trainer, inputs, kwargs.get("num_items_in_batch"))  # before the Trainer takes the labels out
+    calls: list[ModelCall] = []
+    state.calls_of_loss = calls
+    try:
+        result = compute_loss(model, inputs, *args, **kwargs)
+    finally:
+        state.calls_of_loss = None
+    loss = result[0] if isinstance(result, tuple) else result
+    if calls and loss.requires_grad:
+        loss.register_hook(ScaleHook(calls, share / len(calls)))
+    return result
 
-    def __init__(self, trainer):
-        self.trainer = trainer
-        self.compute_loss = trainer.compute_loss
 
-    def __call__(self, model, inputs, *args, **kwargs):
-        state = patch_state(self.trainer.model) if is_patched(self.trainer.model) else None
-        if state is None or state.balancing is None or not state.balancing.loss_weight:
-            return self.compute_loss(model, inputs, *args, **kwargs)
-        share = self._share(inputs, kwargs.get("num_items_in_batch"))  # before the Trainer takes the labels out
-        calls: list[ModelCall] = []
-        state.calls_of_loss = calls
-        try:
-            result = self.compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            state.calls_of_loss = None
-        loss = result[0] if isinstance(result, tuple) else result
-        if calls and loss.requires_grad:
-            loss.register_hook(ScaleHook(calls, share / len(calls)))
-        return result
-
-    def _share(self, inputs, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
-        """What part of an optimiser step this micro-batch is, where the loss is divided for the whole step; 1.0 where the
-        Trainer divides it afterwards. As in Trainer.training_step and compute_loss."""
-        trainer: Any = self.trainer
-        is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # since 5.19
-        if is_divided is None:
-            by_items = trainer.model_accepts_loss_kwargs and num_items is not None
-            is_divided = by_items or trainer.compute_loss_func is not None
-        if not is_divided:
-            return 1.0
-        labels = None if num_items is None else count_labels(trainer.accelerator.unwrap_model(trainer.model), inputs)
-        if labels is None:
-            return 1.0 / trainer.current_gradient_accumulation_steps
-        share = labels / torch.as_tensor(num_items, device=labels.device).clamp(min=1)
-        if trainer.args.average_tokens_across_devices:  # DDP averages what was divided by the tokens of all ranks
-            share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
-        return share
+def _share(trainer: Any, inputs, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
+    """What part of an optimiser step this micro-batch is, where the loss is divided for the whole step; 1.0 where the
+    Trainer divides it afterwards. As in Trainer.training_step and compute_loss."""
+    is_divided = getattr(trainer, "loss_is_scaled_for_ga", None)  # since 5.19
+    if is_divided is None:
+        by_items = trainer.model_accepts_loss_kwargs and num_items is not None
+        is_divided = by_items or trainer.compute_loss_func is not None
+    if not is_divided:
+        return 1.0
+    labels = None if num_items is None else count_labels(trainer.accelerator.unwrap_model(trainer.model), inputs)
+    if labels is None:
+        return 1.0 / trainer.current_gradient_accumulation_steps
+    share = labels / torch.as_tensor(num_items, device=labels.device).clamp(min=1)
+    if trainer.args.average_tokens_across_devices:  # DDP averages what was divided by the tokens of all ranks
+        share = share * (trainer.accelerator.num_processes // trainer.get_tp_size())
+    return share

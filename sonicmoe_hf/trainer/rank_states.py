@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..private.transformers import replace_optimizer_loading, save_random_state
+from ..private.transformers import OPTIMIZER_LOADING_METHOD, save_random_state
+from .around import put_around
 
 FILE = "rank{rank}-of-{world}.pt"
 
@@ -43,57 +44,53 @@ def _sharded_as(parameter: Any, value: Any) -> Any:
 
 
 class RankStates(TrainerCallback):
-    """Writes the ranks' states whenever the Trainer has saved a checkpoint, and reads them when it resumes from one."""
+    """Writes the ranks' states whenever the Trainer has saved a checkpoint."""
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.load_by_trainer = replace_optimizer_loading(trainer, self.load)
-
-    @property
-    def _file(self) -> str:
-        args = self.trainer.args
-        return FILE.format(rank=args.process_index, world=args.world_size)
 
     def on_save(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        torch.save(
-            {"optimizer": _of_rank(optimizer.state_dict()), "lr_scheduler": lr_scheduler.state_dict()},
-            folder / self._file,
-        )
+        states = {"optimizer": _of_rank(optimizer.state_dict()), "lr_scheduler": lr_scheduler.state_dict()}
+        torch.save(states, folder / _file_of(args))
         save_random_state(self.trainer, str(folder))
 
-    def load(self, checkpoint: str | None) -> None:
-        """In place of the Trainer's method that loads the optimiser and the schedule.
 
-        Raises:
-            ValueError: another number of ranks wrote the checkpoint.
-        """
-        self.load_by_trainer(checkpoint)
-        if checkpoint is None:
-            return
-        path = Path(checkpoint) / self._file
-        if not path.is_file():
-            others = sorted(file.name for file in Path(checkpoint).glob(FILE.format(rank="*", world="*")))
-            if others:
-                raise ValueError(
-                    f"{checkpoint} was written by other ranks ({others[0]}, ...): resume with as many, or begin a new "
-                    "run from its adapter"
-                )
-            return
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        optimizer, state = self.trainer.optimizer, saved["optimizer"]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, values in state["state"].items():
-            state["state"][index] = {name: _sharded_as(parameters[index], value) for name, value in values.items()}
-        optimizer.load_state_dict(state)
-        self.trainer.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+def _file_of(args) -> str:
+    return FILE.format(rank=args.process_index, world=args.world_size)
+
+
+def _load(trainer, load_by_trainer, checkpoint: str | None) -> None:
+    """The Trainer's method that loads the optimiser and the schedule, followed by this rank's.
+
+    Raises:
+        ValueError: another number of ranks wrote the checkpoint.
+    """
+    load_by_trainer(checkpoint)
+    if checkpoint is None:
+        return
+    path = Path(checkpoint) / _file_of(trainer.args)
+    if not path.is_file():
+        others = sorted(file.name for file in Path(checkpoint).glob(FILE.format(rank="*", world="*")))
+        if others:
+            raise ValueError(
+                f"{checkpoint} was written by other ranks ({others[0]}, ...): resume with as many, or begin a new run "
+                "from its adapter"
+            )
+        return
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    optimizer, state = trainer.optimizer, saved["optimizer"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state["state"].items():
+        state["state"][index] = {name: _sharded_as(parameters[index], value) for name, value in values.items()}
+    optimizer.load_state_dict(state)
+    trainer.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
 def save_rank_states(trainer) -> None:
     """Have this Trainer resume adapters of a model that Transformers loaded sharded."""
-    is_sharded = getattr(trainer, "is_distributed_loading_by_transformers", False) and hasattr(
-        trainer.model, "peft_config"
-    )
-    callbacks = trainer.callback_handler.callbacks
-    if is_sharded and not any(isinstance(callback, RankStates) for callback in callbacks):
+    is_sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    has_callback = any(isinstance(callback, RankStates) for callback in trainer.callback_handler.callbacks)
+    if is_sharded and hasattr(trainer.model, "peft_config") and not has_callback:
         trainer.add_callback(RankStates(trainer))
+        put_around(trainer, OPTIMIZER_LOADING_METHOD, _load)

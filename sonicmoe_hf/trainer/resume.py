@@ -26,6 +26,7 @@ from ..private.transformers import (
     warnings_held_back,
     weight_conversions,
 )
+from .around import put_around
 
 
 class Restored(NamedTuple):
@@ -130,28 +131,21 @@ def check_experts_restored(wrapped: nn.Module, args: TrainingArguments, state: T
         )
 
 
-class _Loading:
+def _load_whole(trainer, load, resume_from_checkpoint=None, model=None) -> None:
     """A method of a Trainer that loads a checkpoint by name, followed by what it leaves out.
 
     The Trainer's own warning about missing keys is held back, and given after the conversion if it is still true.
     """
-
-    def __init__(self, trainer, name: str):
-        self.trainer = trainer
-        self.load = getattr(trainer, name)
-
-    def __call__(self, resume_from_checkpoint=None, model=None):
-        trainer = self.trainer
-        arguments = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
-        own_format = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        converted_model = None if own_format else whole_model(trainer.model if model is None else model)
-        if converted_model is None:
-            return self.load(*arguments)
-        with warnings_held_back(trainer) as (results, warn):
-            self.load(*arguments)
-        restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
-        for result in results if restored is None else [restored]:
-            warn(result)
+    arguments = [argument for argument in (resume_from_checkpoint, model) if argument is not None]
+    own_format = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    converted_model = None if own_format else whole_model(trainer.model if model is None else model)
+    if converted_model is None:
+        return load(*arguments)
+    with warnings_held_back(trainer) as (results, warn):
+        load(*arguments)
+    restored = restore(converted_model, resume_from_checkpoint or trainer.state.best_model_checkpoint)
+    for result in results if restored is None else [restored]:
+        warn(result)
 
 
 def restore_experts_on_resume(trainer) -> None:
@@ -167,5 +161,4 @@ def restore_experts_on_resume(trainer) -> None:
             "sonicmoe_hf cannot have it restore experts; load the model from the checkpoint's folder before resuming"
         )
     for name in LOADING_METHODS:
-        if not isinstance(getattr(trainer, name), _Loading):
-            setattr(trainer, name, _Loading(trainer, name))
+        put_around(trainer, name, _load_whole)

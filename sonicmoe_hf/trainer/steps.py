@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..patching.patch import patch_state, router_hooks
@@ -51,3 +53,11 @@ def drop_step(model: nn.Module) -> None:
     """As `end_step`, for a step that an error or Ctrl-C ended."""
     state = patch_state(model)
     vars(state).update(state.before_step, before_step={}, reports=False, last=None)
+
+
+def summed_over_ranks(counts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The layers' counts [n] of all ranks, by one collective, on the first layer's device."""
+    flat = torch.cat([count.to(counts[0].device) for count in counts])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flat)
+    return list(flat.split([len(count) for count in counts]))
