@@ -110,37 +110,25 @@ def _cuda_backward(do, q, k, v, o, l, visible: Visible, scale: float):
     )  # fmt: skip
 
 
-def _groups(q, k):
-    """For each of the G: where its heads stand in q. The kernel for CPUs wants as many heads of q as of k; so it gets
-    one query head of each key head at a time, and no key is copied."""
-    size = q.shape[2] // k.shape[2]
-    return [(slice(None), slice(group, None, size)) for group in range(size)]
+def _for_each_query_head(x, q):
+    """k or v [B, heads of q, S, D], as the kernel for CPUs wants them."""
+    return x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1)
 
 
-def _cpu_mask(visible: Visible, q):
-    return None if visible.mask is None else visible.mask.to(q.dtype)
+def _cpu_arguments(q, visible: Visible, scale: float) -> dict:
+    return {"attn_mask": None if visible.mask is None else visible.mask.to(q.dtype), "scale": scale}
 
 
 def _cpu_forward(q, k, v, visible: Visible, scale: float):
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    l = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-    mask, q_BHTD, k, v = _cpu_mask(visible, q), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    for heads in _groups(q, k.transpose(1, 2)):
-        o.transpose(1, 2)[heads], l[heads] = cpu_flash_forward(
-            q_BHTD[heads], k, v, 0.0, False, attn_mask=mask, scale=scale
-        )
-    return o, l
+    k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
+    o, l = cpu_flash_forward(q.transpose(1, 2), k, v, 0.0, False, **_cpu_arguments(q, visible, scale))
+    return o.transpose(1, 2), l.contiguous()
 
 
 def _cpu_backward(do, q, k, v, o, l, visible: Visible, scale: float):
-    groups, mask = _groups(q, k), _cpu_mask(visible, q)
-    do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for heads in groups:
-        dq[heads], dk_group, dv_group = cpu_flash_backward(
-            do[heads], q[heads], k, v, o[heads], l[heads], 0.0, False, attn_mask=mask, scale=scale
-        )
-        dk, dv = dk + dk_group, dv + dv_group
+    groups, k, v = q.shape[2] // k.shape[2], _for_each_query_head(k, q), _for_each_query_head(v, q)
+    arguments = _cpu_arguments(q, visible, scale)
+    do, q, o = (x.transpose(1, 2) for x in (do, q, o))
+    dq, dk, dv = cpu_flash_backward(do, q, k, v, o, l, 0.0, False, **arguments)
+    dk, dv = (gradient.unflatten(1, (-1, groups)).sum(2) for gradient in (dk, dv))
     return [gradient.transpose(1, 2) for gradient in (dq, dk, dv)]

@@ -12,8 +12,7 @@ from .packing import sequence_starts
 
 class _Answer(NamedTuple):
     position_ids: weakref.ref
-    version: int
-    batch_size: int
+    state: tuple[int, int]  # the tensor's version, and the batch's size
     starts: torch.Tensor | None
 
 
@@ -33,9 +32,9 @@ def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | Non
     global _last
     if torch.compiler.is_compiling() or position_ids.is_inference():
         return sequence_starts(begins_of(position_ids, batch_size))
-    last, version = _last, position_ids._version
-    if last is not None and last.position_ids() is position_ids and last[1:3] == (version, batch_size):
+    last, state = _last, (position_ids._version, batch_size)
+    if last is not None and last.position_ids() is position_ids and last.state == state:
         return last.starts
     starts = sequence_starts(begins_of(position_ids, batch_size))
-    _last = _Answer(weakref.ref(position_ids), version, batch_size, starts)
+    _last = _Answer(weakref.ref(position_ids), state, starts)
     return starts
