@@ -78,15 +78,6 @@ class DemoSettings:
         return TokenRounding(rounding=self.rounding, tile=self.tile)
 
 
-@dataclass(frozen=True)
-class Check:
-    """Something the demo promises, and whether it came out."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
 @dataclass
 class Demo:
     """What the steps share, and what they found."""
@@ -99,17 +90,21 @@ class Demo:
     model: PreTrainedModel
     load: sonicmoe_hf.ExpertLoadCallback = field(default_factory=sonicmoe_hf.ExpertLoadCallback)
     log: list[dict] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[dict] = field(default_factory=list)  # of what the demo promises
     seconds: float = 0.0
 
     def check(self, name: str, passed: bool, detail: str) -> None:
-        """Note a check's outcome."""
-        self.checks.append(Check(name, bool(passed), detail))
+        """Keep a check's outcome."""
+        self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
 
     def logged(self, key: str) -> plots.Curve:
         """What the Trainer logged under `key`."""
         entries = [entry for entry in self.log if key in entry]
         return plots.Curve([entry["step"] for entry in entries], [entry[key] for entry in entries])
+
+    def rows(self) -> np.ndarray:
+        """Rows of every expert of every layer, at every log: [layers, logs, experts]."""
+        return np.stack(list(rows_by_layer(self.load.history).values()))
 
 
 class _PrintProgress(TrainerCallback):
@@ -134,7 +129,7 @@ def run(settings: DemoSettings) -> int:
     for step in (train, reload_and_compare, convert_and_compare, draw, write_metrics):
         step(demo)
     print_summary(demo)
-    return 0 if all(check.passed for check in demo.checks) else 1
+    return 0 if all(check["passed"] for check in demo.checks) else 1
 
 
 def limit_threads() -> None:
@@ -236,16 +231,11 @@ def _check_training(demo: Demo) -> None:
         dead = demo.load.history[-1]["moe/dead_experts"]
         demo.check("every expert has rows at the end", dead == 0, f"{dead} without")
     if demo.settings.policy is not None:
-        fallbacks = sum(demo.logged("moe/top_k_fallbacks").values)
-        changed = sum(demo.logged("moe/rows_added").values) + sum(demo.logged("moe/rows_dropped").values)
-        tile = demo.settings.tile
-        whole = all(rows % tile == 0 for entry in demo.load.history for rows in _flat(entry["rows_per_expert"]))
+        tile, fallbacks = demo.settings.tile, sum(demo.logged("moe/top_k_fallbacks").values)
+        changed = sum(sum(demo.logged(f"moe/rows_{name}").values) for name in ("added", "dropped"))
+        whole = not (demo.rows() % tile).any()
         demo.check("token rounding was at work", changed > 0 and fallbacks == 0, f"{fallbacks:.0f} fallbacks to top-k")
         demo.check("every expert got whole tiles", whole, f"{len(demo.load.history)} logs, tiles of {tile} rows")
-
-
-def _flat(rows_per_expert: dict[str, list[int]]) -> list[int]:
-    return [rows for layer in rows_per_expert.values() for rows in layer]
 
 
 def reload_and_compare(demo: Demo) -> None:
@@ -257,15 +247,21 @@ def reload_and_compare(demo: Demo) -> None:
     logits = {"train() without gradients": held_out_logits(demo, demo.model.train())}
     logits["eval()"] = held_out_logits(demo, demo.model.eval())
     for implementation in ("eager", "sonicmoe_hf"):
-        reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation)
-        expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
-        for mode, ours_now in logits.items():
-            error = relative_error(ours_now, expected)
-            demo.check(
-                f'{mode}: logits equal those of the reloaded model, "{implementation}"',
-                error <= LOGIT_TOLERANCE,
-                f"relative error {error:.1e}",
-            )
+        expected = reloaded_logits(demo, folder, experts_implementation=implementation)
+        for mode, found in logits.items():
+            name = f'{mode}: logits equal those of the reloaded model, "{implementation}"'
+            _check_logits(demo, name, found, expected)
+
+
+def reloaded_logits(demo: Demo, folder: Path, **options) -> torch.Tensor:
+    """The logits of a checkpoint, loaded through Transformers."""
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return held_out_logits(demo, reloaded.to(demo.model.device).eval())
+
+
+def _check_logits(demo: Demo, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    error = relative_error(found, expected)
+    demo.check(name, error <= LOGIT_TOLERANCE, f"relative error {error:.1e}")
 
 
 def convert_and_compare(demo: Demo) -> None:
@@ -274,10 +270,8 @@ def convert_and_compare(demo: Demo) -> None:
     for folder in (native, back):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     sonicmoe_hf.convert_checkpoint(hub, native, layout="native", verify=True)
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(native)
-    expected = held_out_logits(demo, reloaded.to(demo.model.device).eval())
-    error = relative_error(expected, held_out_logits(demo, demo.model.eval()))
-    demo.check("native layout: logits equal the model's", error <= LOGIT_TOLERANCE, f"relative error {error:.1e}")
+    found, expected = reloaded_logits(demo, native), held_out_logits(demo, demo.model.eval())
+    _check_logits(demo, "native layout: logits equal the model's", found, expected)
     sonicmoe_hf.convert_checkpoint(native, back, layout="hub")
     first, second = (load_file(folder / "model.safetensors") for folder in (hub, back))
     same = first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
@@ -335,7 +329,7 @@ def write_metrics(demo: Demo) -> None:
         "settings": settings,
         "versions": versions(),
         "training_seconds": round(demo.seconds, 1),
-        "checks": [asdict(check) for check in demo.checks],
+        "checks": demo.checks,
         "log": demo.log,
         "expert_load": demo.load.history,
     }
@@ -349,7 +343,7 @@ def print_summary(demo: Demo) -> None:
         numbers.add_row(name, value)
     checks = Table("", "check", "measured", title="Checks", title_justify="left")
     for check in demo.checks:
-        checks.add_row("[green]ok[/]" if check.passed else "[red]FAILED[/]", check.name, check.detail)
+        checks.add_row("[green]ok[/]" if check["passed"] else "[red]FAILED[/]", check["name"], check["detail"])
     demo.console.print(numbers, checks)
     demo.console.print("results:")
     for name in ("loss_curve.png", "expert_load.png", "metrics.json", "model", "model-native"):
@@ -357,25 +351,20 @@ def print_summary(demo: Demo) -> None:
 
 
 def _numbers(demo: Demo) -> list[tuple[str, str]]:
-    history = demo.load.history
-    rows = sum(sum(_flat(entry["rows_per_expert"])) for entry in history)
-    total = {name: sum(entry[f"moe/{name}"] for entry in history) for name in ("rows_added", "rows_dropped")}
-    avoided = sum(entry["moe/padded_rows_avoided"] for entry in history)
-    tokens = demo.settings.steps * BATCH_SIZE * SEQUENCE_LENGTH
-    held_out = demo.logged("eval_loss").values
+    last, rows = demo.load.history[-1], int(demo.rows().sum())
+    added, dropped, avoided = (
+        f"{total:,} ({total / rows:.1%})"
+        for name in ("rows_added", "rows_dropped", "padded_rows_avoided")
+        for total in [sum(entry[f"moe/{name}"] for entry in demo.load.history)]
+    )
+    tokens, held_out = demo.settings.steps * BATCH_SIZE * SEQUENCE_LENGTH, demo.logged("eval_loss").values
+    speed = f"{tokens:,} in {demo.seconds:.0f} s ({tokens / demo.seconds:,.0f} a second, evaluations included)"
     return [
-        (
-            "tokens",
-            f"{tokens:,} in {demo.seconds:.0f} s ({tokens / demo.seconds:,.0f} a second, evaluations included)",
-        ),
+        ("tokens", speed),
         ("held-out loss (top-k)", f"{held_out[0]:.3f} -> {held_out[-1]:.3f} nats per token"),
         ("rows computed by experts", f"{rows:,}"),
-        (
-            "added, dropped by rounding",
-            f"{total['rows_added']:,} ({total['rows_added'] / rows:.1%}), "
-            f"{total['rows_dropped']:,} ({total['rows_dropped'] / rows:.1%})",
-        ),
-        ("padded rows avoided", f"{avoided:,} ({avoided / rows:.1%})"),
-        ("busiest expert / mean", f"{history[-1]['moe/load_max_over_mean']:.1f} at the end"),
-        ("experts without rows", f"{history[-1]['moe/dead_experts']} at the end"),
+        ("added, dropped by rounding", f"{added}, {dropped}"),
+        ("padded rows avoided", avoided),
+        ("busiest expert / mean", f"{last['moe/load_max_over_mean']:.1f} at the end"),
+        ("experts without rows", f"{last['moe/dead_experts']} at the end"),
     ]

@@ -121,44 +121,30 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     fixed, tokens, checkpointing = _fixed(sizes, training), training.tokens, training.checkpointing
     layer, stream = tokens * layer_bytes(sizes, training), tokens * stream_bytes(sizes, training)
     kept = sizes.layers * (stream if checkpointing else layer) + _casts(sizes, training)
+    kept_by_last = (0.0 if checkpointing else layer) + stream  # when only the last layer's backward is left
     expanded = 2.0 * sizes.largest_weight if training.experts != "bf16" else 0.0  # one packed weight at a time
     recomputed = (layer if checkpointing else 0.0) + expanded / (training.gpus if training.splits_experts else 1)
-    gradients, (own, waiting), head = (
-        _gradients(sizes, training),
-        _layer_gradients(sizes, training),
-        _head(sizes, training),
-    )
-    earlier = max(gradients - own - head, 0.0) if training.optimizer == "adam" else 0.0
     root, gathered = _root(sizes, training), _communication(sizes, training)
+    gradients, head = _gradients(sizes, training), _head(sizes, training)
+    own, waiting = _layer_gradients(sizes, training)
+    adam = training.optimizer == "adam"
+    earlier = max(gradients - own - head, 0.0) if adam else 0.0
+    in_loss = kept + tokens * norm_bytes(sizes.hidden, training)
     moments = [
-        replace(
-            fixed,
-            moment="loss",
-            activations=kept + tokens * norm_bytes(sizes.hidden, training),
-            logits=_loss(sizes, training),
-            communication=root,
-        ),
+        replace(fixed, moment="loss", activations=in_loss, logits=_loss(sizes, training), communication=root),
         replace(fixed, moment="optimiser's step", gradients=gradients, communication=root),
     ]
     before, after = backward_bytes(sizes, training)
-    for workspace, whole in ((tokens * before, 0.0), (tokens * after, own)):
-        backward = replace(fixed, logits=head, communication=gathered)
-        left = (0.0 if checkpointing else layer) + stream  # of the last layer, when only its backward is left
-        moments += [
-            replace(
-                backward,
-                moment="first layer's backward",
-                gradients=waiting + whole,
-                activations=kept + recomputed + workspace,
-            ),
-            replace(
-                backward,
-                moment="last layer's backward",
-                gradients=earlier + waiting + whole,
-                activations=left + recomputed + workspace,
-                logits=head if training.optimizer == "adam" else 0.0,
-            ),
-        ]
+    for workspace, of_layer in ((before, waiting), (after, waiting + own)):
+        working, backward = recomputed + tokens * workspace, replace(fixed, communication=gathered)
+        first = {"activations": kept + working, "gradients": of_layer, "logits": head}
+        last = {
+            "activations": kept_by_last + working,
+            "gradients": earlier + of_layer,
+            "logits": head if adam else 0.0,
+        }
+        moments.append(replace(backward, moment="first layer's backward", **first))
+        moments.append(replace(backward, moment="last layer's backward", **last))
     return max(moments, key=lambda moment: moment.total)
 
 
