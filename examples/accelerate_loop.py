@@ -13,7 +13,7 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from shared import PER_LAYER_LOSS, VOCAB_SIZE, blocks, small_config, standard_library, train_tokenizer
+from shared import PER_LAYER_LOSS, VOCAB_SIZE, blocks, forever, small_config, standard_library, train_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     before = evaluate(model, held_out_batches, accelerator)
     accelerator.print(f"held-out loss {before:.3f} before training")
     model.train()
-    for step, batch in zip(range(arguments.steps), _forever(train_batches)):
+    for step, batch in zip(range(arguments.steps), forever(train_batches)):
         if step == arguments.steps - arguments.top_k_steps:
             sonicmoe_hf.set_routing(model, "top_k")
         loss = model(**batch).loss
@@ -82,12 +82,6 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     accelerator.print(f"held-out loss {after:.3f} after training")
     accelerator.end_training()
     return before, after
-
-
-def _forever(batches):
-    """The batches, epoch after epoch."""
-    while True:
-        yield from batches
 
 
 if __name__ == "__main__":

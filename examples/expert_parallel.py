@@ -21,7 +21,10 @@ from shared import (
     PER_LAYER_LOSS,
     VOCAB_SIZE,
     Throughput,
+    add_model_options,
     blocks,
+    forever,
+    parsed,
     random_model,
     small_config,
     standard_library,
@@ -37,9 +40,7 @@ import sonicmoe_hf
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
-    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
-    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    add_model_options(parser)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of each process")
     parser.add_argument("--sequence-length", type=int, default=128)
@@ -47,10 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="default: 3e-3 for the small model, else 1e-5")
     parser.add_argument("--output", help="where to save the model")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.random and options.model is None:
-        parser.error("--random takes the sizes of --model")
-    return options
+    return parsed(parser, arguments)
 
 
 def save_random_model(tokenizer, arguments: argparse.Namespace) -> str:
@@ -106,7 +104,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     batches = DataLoader(own, batch_size=arguments.batch_size, shuffle=True, drop_last=True)
     losses: list[float] = []
     throughput = Throughput(arguments.batch_size * arguments.sequence_length)
-    for step, batch in zip(range(arguments.steps), _forever(batches)):
+    for step, batch in zip(range(arguments.steps), forever(batches)):
         loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
         loss.backward()
         optimizer.step()
@@ -124,12 +122,6 @@ def main(argv: list[str] | None = None) -> list[float]:
         model.save_pretrained(arguments.output)  # every process takes part
         tokenizer.save_pretrained(arguments.output)
     return losses
-
-
-def _forever(batches):
-    """The batches, epoch after epoch."""
-    while True:
-        yield from batches
 
 
 if __name__ == "__main__":

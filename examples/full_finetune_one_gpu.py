@@ -18,17 +18,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from shared import (
-    VOCAB_SIZE,
-    ThroughputCallback,
-    blocks,
-    random_model,
-    small_config,
-    standard_library,
-    train_tokenizer,
-)
+from shared import ThroughputCallback, add_model_options, blocks, load, parsed, standard_library
 from torchao.optim import AdamW8bit
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 import sonicmoe_hf
 
@@ -37,9 +29,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
-    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
-    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    add_model_options(parser)
     parser.add_argument("--text", type=Path, nargs="+", help="files of plain text; default: the standard library's")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences")
@@ -49,36 +39,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/full")
     parser.add_argument("--no-save", dest="save", action="store_false", help="do not write the model at the end")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.random and options.model is None:
-        parser.error("--random takes the sizes of --model")
-    return options
-
-
-def load(arguments: argparse.Namespace):
-    """The model with bf16 weights on the device where it trains, its tokenizer, and training blocks."""
-    if arguments.text:
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in arguments.text]
-    else:
-        texts, _ = standard_library()
-    if arguments.model is None or arguments.random:
-        tokenizer = train_tokenizer(texts, VOCAB_SIZE)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    if arguments.model is None:
-        config = small_config(tokenizer)
-        config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    elif arguments.random:
-        model = random_model(arguments.model, arguments.layers, dtype=torch.bfloat16)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            arguments.model,
-            dtype=torch.bfloat16,
-            device_map=str(torch.accelerator.current_accelerator(check_available=True) or "cpu"),
-        )
-    sonicmoe_hf.patch_model(model)
-    return model, tokenizer, blocks(texts, tokenizer, arguments.sequence_length)
+    return parsed(parser, arguments)
 
 
 def step_in_backward(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -121,12 +82,18 @@ def main(argv: list[str] | None = None) -> Trainer:
             f"gradients of {processes} GPUs would not be averaged before the step: start one process with "
             "CUDA_VISIBLE_DEVICES=0, or see FSDP2 in docs/recipes.md"
         )
-    model, tokenizer, train_blocks = load(arguments)
+    if arguments.text:
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in arguments.text]
+    else:
+        texts, _ = standard_library()
+    device = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model, tokenizer = load(arguments, texts, device_map=device, dtype=torch.bfloat16)
+    sonicmoe_hf.patch_model(model)
     optimizer = AdamW8bit(model.parameters(), args.learning_rate, bf16_stochastic_round=True)
     trainer = Trainer(
         model=model,
         args=args,
-        train_dataset=train_blocks,
+        train_dataset=blocks(texts, tokenizer, arguments.sequence_length),
         processing_class=tokenizer,
         optimizers=(optimizer, None),
         callbacks=[ThroughputCallback(arguments.sequence_length)],

@@ -33,7 +33,7 @@ import sonicmoe_hf
 from sonicmoe_hf import RecordedRouting
 
 ROUTING = "routing"  # beside TRL's own tensors of a batch, which it shuffles and splits together: [B, L, S, K]
-SERVED = "routed_experts"  # what a rollout returns beside its tokens: an array for each completion
+ROLLOUT_EXPERTS = "routed_experts"  # what a rollout returns beside its tokens: an array for each completion
 
 
 class ReplayingGRPOTrainer(GRPOTrainer):
@@ -49,26 +49,26 @@ class ReplayingGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         if self.mask_truncated_completions:
             raise ValueError("mask_truncated_completions hides tokens whose experts a server returns: leave it out")
-        self.served = None  # the rollout's arrays, until its batch is scored
+        self.rollout_experts = None  # the rollout's arrays, until its batch is scored
 
     def _generate(self, prompts):
         generated = super()._generate(prompts)
         (fields,) = [
             part for part in generated if isinstance(part, dict)
         ]  # those of the rollout that are not TRL's own
-        self.served = fields.pop(SERVED, None)
+        self.rollout_experts = fields.pop(ROLLOUT_EXPERTS, None)
         return generated
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        if self.served is None:
+        if self.rollout_experts is None:
             calls = self._recorded(ids, mask)
         else:
-            calls = self._aligned(self.served, mask)
+            calls = self._aligned(self.rollout_experts, mask)
             self._log_divergence(calls, ids, mask)
-        self.served = None
+        self.rollout_experts = None
         experts_LTK = torch.cat(calls, dim=1).to(ids.device)
         batch[ROUTING] = experts_LTK.unflatten(1, ids.shape).transpose(0, 1).contiguous()
         return batch
@@ -84,11 +84,11 @@ class ReplayingGRPOTrainer(GRPOTrainer):
                 self.model(input_ids=some_ids, attention_mask=some_mask, logits_to_keep=1)
         return routing.tensors()
 
-    def _aligned(self, served, mask) -> list[torch.Tensor]:
+    def _aligned(self, experts, mask) -> list[torch.Tensor]:
         """The server's experts, [L, tokens of a call, K] for each call."""
         rows = self._rows()
         return [
-            RecordedRouting.from_server(served[start : start + rows], mask[start : start + rows]).tensors()[0]
+            RecordedRouting.from_server(experts[start : start + rows], mask[start : start + rows]).tensors()[0]
             for start in range(0, len(mask), rows)
         ]
 
@@ -107,8 +107,8 @@ class ReplayingGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         """Also the old log-probabilities, which TRL computes, where it needs them, before it hands out the batch."""
         replay = nullcontext()
-        if self.served is not None and model is self.model:
-            replay = sonicmoe_hf.replay_routing(model, self._aligned(self.served, attention_mask))
+        if self.rollout_experts is not None and model is self.model:
+            replay = sonicmoe_hf.replay_routing(model, self._aligned(self.rollout_experts, attention_mask))
         with replay:
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
@@ -167,7 +167,7 @@ class StandInServer:
             "prompt_ids": prompt_ids,
             "completion_ids": sampled,
             "logprobs": logprobs,
-            SERVED: experts_LTK.transpose(0, 1).cpu().numpy(),  # [tokens - 1, layers, K]
+            ROLLOUT_EXPERTS: experts_LTK.transpose(0, 1).cpu().numpy(),  # [tokens - 1, layers, K]
         }
 
 

@@ -14,8 +14,8 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
-from shared import VOCAB_SIZE, ThroughputCallback, random_model, small_config, standard_library, train_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from shared import ThroughputCallback, add_model_options, load, parsed, standard_library
+from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
@@ -25,9 +25,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
-    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
-    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    add_model_options(parser)
     parser.add_argument("--attn-implementation", default="sdpa")
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused linear cross entropy")
     parser.add_argument("--dataset", help="hub name, of a kind that SFTTrainer takes; default: the standard library")
@@ -39,37 +37,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--output", default="outputs/sft")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.random and options.model is None:
-        parser.error("--random takes the sizes of --model")
-    return options
-
-
-def load(arguments: argparse.Namespace):
-    """The patched model, its tokenizer, and the texts."""
-    texts, _ = standard_library()
-    options = {"dtype": torch.bfloat16, "attn_implementation": arguments.attn_implementation}
-    if arguments.model is None or arguments.random:
-        tokenizer = train_tokenizer(texts, VOCAB_SIZE)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    if arguments.model is None:
-        model = AutoModelForCausalLM.from_config(small_config(tokenizer), **options)
-    elif arguments.random:
-        model = random_model(arguments.model, arguments.layers, **options)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, **options)
-    sonicmoe_hf.patch_model(model)
-    if arguments.dataset is None:
-        return model, tokenizer, Dataset.from_dict({"text": texts})
-    return model, tokenizer, load_dataset(arguments.dataset, split="train")
+    return parsed(parser, arguments)
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:
     """Train, and save the adapter; returns the trainer."""
     arguments = parse_arguments(argv)
     set_seed(arguments.seed)
-    model, tokenizer, texts = load(arguments)
+    texts, _ = standard_library()
+    options = {"dtype": torch.bfloat16, "attn_implementation": arguments.attn_implementation}
+    model, tokenizer = load(arguments, texts, **options)
+    sonicmoe_hf.patch_model(model)
+    if arguments.dataset is None:
+        dataset = Dataset.from_dict({"text": texts})
+    else:
+        dataset = load_dataset(arguments.dataset, split="train")
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -91,7 +73,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
             use_cpu=not torch.accelerator.is_available(),
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
-        train_dataset=texts,
+        train_dataset=dataset,
         processing_class=tokenizer,
         peft_config=sonicmoe_hf.lora_config(model, arguments.rank),
         callbacks=[ThroughputCallback(arguments.sequence_length)],

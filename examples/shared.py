@@ -3,10 +3,11 @@ any sizes (--random), and tokens per second with the peak memory."""
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import (
@@ -23,8 +24,12 @@ __all__ = [
     "VOCAB_SIZE",
     "Throughput",
     "ThroughputCallback",
+    "add_model_options",
     "blocks",
     "config_of",
+    "forever",
+    "load",
+    "parsed",
     "random_model",
     "random_packed_model",
     "small_config",
@@ -33,6 +38,42 @@ __all__ = [
 ]
 
 WARM_UP_STEPS = 2
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model is trained."""
+    parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
+    parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
+    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The command line of a parser with `add_model_options`."""
+    options = parser.parse_args(arguments)
+    if options.random and options.model is None:
+        parser.error("--random takes the sizes of --model")
+    return options
+
+
+def load(arguments: argparse.Namespace, texts: list[str], device_map: str | None = None, **options):
+    """(the model of `add_model_options`, its tokenizer, which is made of the texts where the weights are random).
+
+    device_map: where a checkpoint is loaded. options: of Transformers, such as dtype."""
+    if arguments.model is not None and not arguments.random:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, device_map=device_map, **options)
+        return model, AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = train_tokenizer(texts, VOCAB_SIZE)
+    if arguments.random:
+        return random_model(arguments.model, arguments.layers, **options), tokenizer
+    config = small_config(tokenizer)
+    config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
+    return AutoModelForCausalLM.from_config(config, **options), tokenizer
+
+
+def forever(batches):
+    """The batches, epoch after epoch."""
+    while True:
+        yield from batches
 
 
 class Throughput:
