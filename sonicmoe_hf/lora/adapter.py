@@ -300,7 +300,8 @@ class _Reader:
         if place.part is not None:
             return self._of_single_experts(module, num_experts, pairs)._replace(is_transposed=is_transposed)
         stored = self._read(pair)
-        factors = Factors(*by_expert(stored.a, stored.b, num_experts), stored.scale, is_transposed)
+        a, b = by_expert(stored.a, stored.b, num_experts)
+        factors = Factors(a, b, stored.scale, is_transposed)
         is_first = place.module in self.experts and parameter == weight_names(module)[0]
         if is_first and is_native(module) != self.native and not self.hub_is_interleaved:
             return interchanged(factors, interleaved=self.native)

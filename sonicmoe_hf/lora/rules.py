@@ -134,7 +134,7 @@ def check_factors(
 def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, ...]) -> list[str]:
     """What PEFT is told for `names`: of each the shortest ending of one of these numbers of parts that nothing else in
     `everything` has, or the whole name."""
-    wanted, chosen = dict.fromkeys(names), {}
+    wanted, chosen = dict.fromkeys(names), dict[str, str]()
     others = [name for name in everything if name not in wanted]
     for number in reversed(parts):
         taken = {_ending(name, number) for name in others}
