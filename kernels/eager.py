@@ -16,8 +16,9 @@ from .interface import Activation, LoraTerm, PackedOperand, Rounded, Rows, accum
 from .quantized import Quantized
 from .quantized import dequantize as _dequantize
 from .rounding import pairs_of_mask, rounded_mask, set_weights, set_weights_gradient, top_k_mask
-from .scaled import ScaledRows, scaled_product
+from .scaled import ScaledRows, scale_halves, scaled_product
 from .scaled import scale_rows as scale_rows
+from .scaled import transposed as transposed
 
 
 def tile_table_length(num_pairs, num_experts):
@@ -233,6 +234,21 @@ def scaled_down(a: ScaledRows, down: PackedOperand, rows, dtype, extra=None):
     return y_RH
 
 
+def scaled_down_backward(
+    dout: ScaledRows, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
+):
+    def da_of(expert, span):
+        token = rows.token[span]
+        own = ScaledRows(dout.codes[token], dout.scales[token])
+        product = scaled_product(own, down.codes[expert], down.scales[expert])
+        return _add_extra(product, _in_fp32(extra), expert, span).to(h_R2I.dtype)
+
+    dh_R2I, a_RI, dw_P = _rows_backward(
+        da_of, h_R2I, weight_P, rows, activation, False, want_dh or want_scaled, want_a, want_dw
+    )
+    return dh_R2I if want_dh else None, a_RI, dw_P, scale_halves(dh_R2I) if want_scaled else None
+
+
 def _in_fp32(extra: LoraTerm | None):
     return None if extra is None else LoraTerm(*(tensor.float() for tensor in extra))
 
@@ -252,24 +268,34 @@ def combine(y_RH, weight_P, rows, num_tokens):
 def down_backward(
     dout_TH, down_EHI, bias_EH, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw, extra=None
 ):
-    dtype = accumulation_dtype(dout_TH.dtype)
+    def da_of(expert, span):
+        return _add_extra(dout_TH[rows.token[span]] @ down_EHI[expert], extra, expert, span)
+
+    dh_R2I, a_RI, dw_P = _rows_backward(
+        da_of, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw
+    )
+    if dw_P is not None and bias_EH is not None:
+        for e, span in _spans(rows):
+            dw_P[rows.pair[span]] += dout_TH[rows.token[span]].to(dw_P.dtype) @ bias_EH[e].to(dw_P.dtype)
+    return dh_R2I, a_RI, dw_P
+
+
+def _rows_backward(da_of, h_R2I, weight_P, rows, activation, interleaved, want_dh, want_a, want_dw):
+    """dh, a' and dw of what gives da' of an expert's rows."""
+    dtype = accumulation_dtype(h_R2I.dtype)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
-    a_RI = h_R2I.new_empty(h_R2I.shape[0], down_EHI.shape[2]) if want_a else None
+    a_RI = h_R2I.new_empty(h_R2I.shape[0], activation.inner(h_R2I.shape[1])) if want_a else None
     dw_P = torch.zeros_like(weight_P) if want_dw else None
     for e, span in _spans(rows):
-        dout = dout_TH[rows.token[span]]
         weight = weight_P[rows.pair[span], None]
-        da = _add_extra(dout @ down_EHI[e], extra, e, span).to(dtype) if want_dh or want_dw else 1.0
+        da = da_of(e, span).to(dtype) if want_dh or want_dw else 1.0
         a, gradients = _activate_h(h_R2I[span].to(dtype), interleaved, activation, weight * da)
         if dh_R2I is not None:
             dh_R2I[span] = _join(gradients, interleaved).to(dh_R2I.dtype)
         if a_RI is not None:
             a_RI[span] = (weight * a).to(a_RI.dtype)
         if dw_P is not None:
-            dw = (da * a).sum(-1)
-            if bias_EH is not None:
-                dw = dw + dout.to(dtype) @ bias_EH[e].to(dtype)
-            dw_P[rows.pair[span]] = dw
+            dw_P[rows.pair[span]] = (da * a).sum(-1)
     return dh_R2I, a_RI, dw_P
 
 

@@ -25,7 +25,7 @@ from .activation import GATED as GATED
 from .activation import UNGATED as UNGATED
 from .activation import Activation as Activation
 from .activation import is_gated as is_gated
-from .scaled import ScaledRows
+from .scaled import SMALLEST, ScaledRows, ScaledWeight
 
 
 class Rows(NamedTuple):
@@ -148,8 +148,11 @@ class Backend(Protocol):
     def down(self, a_RI, down_EHI, bias_EH, rows: Rows, extra: LoraTerm | None = None) -> torch.Tensor:
         """y_RH. down_EHI: as gate_up. extra: (v, B2)."""
 
-    def scale_rows(self, x_TH) -> ScaledRows:
-        """x in FP8, for `scaled_up`. The Triton backend has none of these three."""
+    def scale_rows(self, x_TH, smallest: float = SMALLEST) -> ScaledRows:
+        """x in FP8, for `scaled_up`; or dout. The Triton backend has none of these five."""
+
+    def transposed(self, codes, scales) -> ScaledWeight:
+        """A packed FP8 weight as the products of backward take it, in memory of its own."""
 
     def scaled_up(
         self, x: ScaledRows, gate_up: PackedOperand, rows: Rows, activation: Activation, dtype: torch.dtype,
@@ -159,9 +162,17 @@ class Backend(Protocol):
         `dtype`, and a in FP8 for `scaled_down`. a is computed from the rounded h. want_a: only beside want_scaled."""
 
     def scaled_down(
-        self, a: ScaledRows, down: PackedOperand, rows: Rows, dtype: torch.dtype, extra: LoraTerm | None = None
-    ) -> torch.Tensor:
-        """`down` with FP8 products: y_RH in `dtype`."""
+        self, a: ScaledRows, down: PackedOperand | ScaledWeight, rows: Rows, dtype: torch.dtype,
+        extra: LoraTerm | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`down` with FP8 products: y_RH in `dtype`. Or `up_backward_input`: dx_RH, of what `scaled_down_backward` gave
+        and gate_up `transposed`."""
+
+    def scaled_down_backward(
+        self, dout: ScaledRows, down: ScaledWeight, h_R2I, weight_P, rows: Rows, activation: Activation, want_dh: bool,
+        want_a: bool, want_dw: bool, want_scaled: bool, extra: LoraTerm | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, ScaledRows | None]:  # fmt: skip
+        """`down_backward` with FP8 products, of `transposed` down; and dh in FP8 (scaled.scale_halves of dh)."""
 
     def combine(self, y_RH, weight_P, rows: Rows, num_tokens: int) -> torch.Tensor:
         """out_TH: every token's rows, times their weights unless those are None, summed."""

@@ -3,6 +3,9 @@
 Rows are quantized as they are used: 128 columns of a row, a group, share a scale, beside 128 x 128 values of a weight
 (quantized.py). Products of e4m3 values are summed in fp32 within a group, and the groups' sums times both scales
 (arXiv 2412.19437, section 3.3).
+
+Backward contracts over a weight's rows, and groups are counted along what is contracted: a weight is `transposed`, which
+leaves its blocks what they are, and gradients are quantized as rows are, those of gate and up apart (`scale_halves`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from .minifloat import E4M3_MAX, from_e4m3, to_e4m3
 from .quantized import FP8_BLOCK, scales_in_fp32
 
 SMALLEST = 1e-10  # what the largest value of a group is taken to be at least
+SMALLEST_GRADIENT = 1e-30  # of a gradient, whose size is that of the loss: for it 1e-10 is not small
 
 
 class ScaledRows(NamedTuple):
@@ -30,11 +34,19 @@ class ScaledRows(NamedTuple):
         return from_e4m3(self.codes) * by_column
 
 
-def scale_rows(x_MK: torch.Tensor) -> ScaledRows:
+class ScaledWeight(NamedTuple):
+    """A weight [E, N, K] in FP8: codes uint8 [E, N, K] and scales [E, parts, blocks of N / parts rows, 1, groups of K]; a
+    packed one, or a transposed one."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def scale_rows(x_MK: torch.Tensor, smallest: float = SMALLEST) -> ScaledRows:
     """The nearest codes, and scales with which a group's largest magnitude becomes the largest e4m3 value."""
     columns = x_MK.shape[1]
     groups = F.pad(x_MK.float(), (0, -columns % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
-    largest = groups.abs().amax(2).clamp(min=SMALLEST)
+    largest = groups.abs().amax(2).clamp(min=smallest)
     codes = to_e4m3(groups * (E4M3_MAX / largest)[:, :, None]).flatten(1)[:, :columns]
     return ScaledRows(codes.contiguous(), largest / E4M3_MAX)
 
@@ -48,3 +60,31 @@ def scaled_product(rows: ScaledRows, codes_NK: torch.Tensor, scales: torch.Tenso
     for g, (a, w) in enumerate(zip(left.split(FP8_BLOCK, 1), right.split(FP8_BLOCK, 1))):
         out += a @ w.T * rows.scales[:, g, None] * by_row[:, g]
     return out
+
+
+def scale_halves(dh_M2I: torch.Tensor) -> ScaledRows:
+    """dh in FP8. Its gates' and its ups' groups are counted apart, as gate_up's blocks are, and both halves are filled up
+    with zeros to whole groups: [M, 2 I'], I' a multiple of 128."""
+    halves = dh_M2I.unflatten(1, (2, -1))
+    return scale_rows(F.pad(halves, (0, -halves.shape[2] % FP8_BLOCK)).flatten(1), SMALLEST_GRADIENT)
+
+
+def transposed_shape(codes: torch.Tensor, parts: int) -> tuple[int, int, int]:
+    """That of a transposed weight's codes: [E, K, N], or of a gate and an up [E, K, 2 I'] as `scale_halves` has it."""
+    num_experts, size_out, size_in = codes.shape
+    depth = size_out if parts == 1 else parts * -(-size_out // parts // FP8_BLOCK) * FP8_BLOCK
+    return num_experts, size_in, depth
+
+
+def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
+    """The weight whose product with a gradient of its rows is that of its columns."""
+    parts = scales.shape[1]
+    shape = transposed_shape(codes_ENK, parts)
+    filling = 0, 0, 0, shape[2] // parts - codes_ENK.shape[1] // parts
+    by_part = F.pad(codes_ENK.unflatten(1, (parts, -1)), filling)
+    return ScaledWeight(by_part.flatten(1, 2).transpose(1, 2).contiguous(), transposed_scales(scales))
+
+
+def transposed_scales(scales: torch.Tensor) -> torch.Tensor:
+    """[E, P, B, 1, G] -> [E, 1, G, 1, P B]."""
+    return scales.flatten(1, 3).transpose(1, 2)[:, None, :, None].contiguous()

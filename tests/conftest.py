@@ -13,7 +13,8 @@ torch.set_num_threads(1)
 # Triton decides when it and the kernels are imported whether kernels run interpreted. Whatever else imports it comes later.
 if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"
-    import sonicmoe_hf.kernels.triton  # noqa: F401
+    import sonicmoe_hf.kernels.triton
+    import sonicmoe_hf.kernels.triton.scale_rows  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 

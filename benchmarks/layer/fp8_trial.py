@@ -1,11 +1,12 @@
-"""up and down of one layer with FP8 products (kernels/hopper/gemm_fp8.py) beside the bf16 kernels, on a Hopper GPU.
+"""A layer's forward and backward with FP8 products (kernels/hopper/gemm_fp8.py) beside the bf16 kernels, on a Hopper GPU.
 
     python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--out benchmarks/results]
 
 First the kernels on small shapes beside the same arithmetic in PyTorch; then times, contenders taking turns: one call at
-a time, and "hot", a tenth of a second of calls without a pause. FP8's time includes that of x's values and scales; those
-of a come from `up` itself. Both store h and a. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s, and
-errors against the unrounded product in fp32.
+a time, and "hot", a tenth of a second of calls without a pause. Forward: FP8's time includes that of x's values and
+scales; those of a come from `up` itself. Both store h and a, and bf16's weights are dense. Backward and layer: of frozen
+FP8 experts, which bf16 expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s,
+and errors against the unrounded product in fp32, those of "errors" with the packed weights' values.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from benchmarks.common.measuring import graph_of
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.shapes import LARGE, SHAPES, shape_of
 from benchmarks.common.table import Table
+from benchmarks.layer import fp8_backward as backward
 from benchmarks.layer.moe_layer import interleaved_times
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import quantize
-from sonicmoe_hf.kernels.scaled import ScaledRows
+from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight, scale_halves, transposed
 
 BF16 = torch.bfloat16
 SWIGLU = Activation()
@@ -35,9 +37,11 @@ CHECKED = (
     "2000,2048,384,8,4",
     "5000,784,1040,33,3",
 )  # few rows and many, odd sizes
+CHECKED_BACKWARD = CHECKED[1], CHECKED[3]
 TIMED = (SHAPES["Qwen3-30B-A3B"], LARGE["DeepSeek-V3"])
 NEEDED = 1.35  # times as fast as bf16
 HOT_SECONDS = 0.1
+MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several graphs would not fit
 
 
 def weight_in_blocks(weight_ENK, order: str) -> PackedOperand:
@@ -75,6 +79,43 @@ def check(x: ScaledRows, gate_up: PackedOperand, down: PackedOperand, rows, adap
     return errors
 
 
+def check_backward(
+    dout: ScaledRows, gate_up: ScaledWeight, down: ScaledWeight, h, routed, rows, adapters=(None, None)
+):
+    """`check` of the products of backward, of transposed weights; adapters: of down, of gate_up.
+
+    da' is rounded to bf16 beside what is stored, which makes twice its rounding at most. dh in FP8 is dh in bf16 scaled,
+    up to a division that rounds otherwise: of bf16's few values many lie on the edge between two codes.
+    """
+    dh, a, dw, dh8 = hopper.scaled_down_backward(
+        dout, down, h, routed, rows, SWIGLU, True, True, True, True, adapters[0]
+    )
+    dx = hopper.scaled_down(dh8, gate_up, rows, BF16, adapters[1])
+    *nothing, alone_dw, alone = hopper.scaled_down_backward(
+        dout, down, h, routed, rows, SWIGLU, False, False, True, True, adapters[0]
+    )
+    num_rows, kept = int(rows.offsets[-1]), rows.pair[: int(rows.offsets[-1])].long()
+    exact = eager.scaled_down_backward(
+        dout, down, h.float(), routed, rows, SWIGLU, True, True, True, False, adapters[0]
+    )
+    dx_exact = eager.scaled_down(dh8, gate_up, rows, torch.float32, adapters[1])
+    dh, a, dh8, alone, dx = (
+        ScaledRows(*(part[:num_rows] for part in one)) if isinstance(one, ScaledRows) else one[:num_rows]
+        for one in (dh, a, dh8, alone, dx)
+    )
+    assert nothing == [None, None] and all(torch.equal(*pair) for pair in zip((*alone, alone_dw), (*dh8, dw)))
+    assert dw.count_nonzero() <= num_rows, "a dropped pair has a gradient"
+    found = {"dh": (dh, exact[0]), "a'": (a, exact[1]), "dx": (dx, dx_exact), "dw": (dw[kept], exact[2][kept])}
+    found = {name: (one, whole if name == "dw" else whole[:num_rows]) for name, (one, whole) in found.items()}
+    errors = {name: relative_error(*pair) for name, pair in found.items()}
+    errors["dh in FP8"] = relative_error(dh8.values(), scale_halves(dh).values())
+    for name, error in errors.items():
+        bound = 5e-3 if name == "dh in FP8" else 2 * relative_error(found[name][1].bfloat16(), found[name][1])
+        if not error <= bound:
+            raise SystemExit(f"{name} is off by {error:.3g}, more than {bound:.3g}")
+    return errors
+
+
 def problem(shape, seed=0):
     """x, gate_up, down and the rows on a GPU; every third expert of small problems has no rows. Large weights are filled
     expert by expert."""
@@ -94,6 +135,31 @@ def problem(shape, seed=0):
     return x, gate_up, weight, hopper.dispatch(scores.topk(K).indices, None, T, E, False)
 
 
+def check_gradients(shape, gate_up, down, rows, adapters=(None, None)):
+    """`check_backward`, repeated, and what comes before it."""
+    dout, h, routed = gradients_of(shape)
+    weights = [transposed(*packed[:2]) for packed in (gate_up, down)]
+    for packed, expected in zip((gate_up, down), weights):
+        backward.check_transposed(packed, expected)
+    scaled_dout = hopper.scale_rows(dout, SMALLEST_GRADIENT)
+    difference = relative_error(scaled_dout.values(), eager.scale_rows(dout, SMALLEST_GRADIENT).values())
+    if difference > 2e-3:
+        raise SystemExit(f"scale_rows of a gradient is off by {difference:.3g}")
+    errors = check_backward(scaled_dout, *weights, h, routed, rows, adapters)
+    for _ in range(3):
+        again = check_backward(scaled_dout, *weights, h, routed, rows, adapters)
+        assert again == errors, "another result the second time"
+    return errors
+
+
+def gradients_of(shape):
+    """dout, as small as gradients are, h and the pairs' routing weights."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    dout = 1e-9 * torch.randn(shape.T, shape.H, generator=generator, device="cuda", dtype=BF16)
+    h = torch.randn(shape.T * shape.K, 2 * shape.I, generator=generator, device="cuda", dtype=BF16)
+    return dout, h, torch.rand(shape.T * shape.K, generator=generator, device="cuda")
+
+
 def quantized(x, gate_up, weight):
     return hopper.scale_rows(x), weight_in_blocks(gate_up, "concatenated"), weight_in_blocks(weight, "whole")
 
@@ -108,6 +174,8 @@ def check_small():
         errors = check(*scaled, rows)
         for _ in range(3):
             assert errors == check(*scaled, rows), "another result the second time"
+        if text in CHECKED_BACKWARD:
+            errors |= check_gradients(shape_of(text), *scaled[1:], rows)
         print(f"{text}: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()), flush=True)
 
 
@@ -149,8 +217,24 @@ def hot_times(calls, rounds):
 
 
 def measure(table, config, shape, rounds):
-    x, gate_up, weight, rows = problem(shape)
-    x8, gate_up8, weight8 = quantized(x, gate_up, weight)
+    x, *dense, rows = problem(shape)
+    x8, *packed = quantized(x, *dense)
+    measure_forward(table, config, shape, rounds, rows, (x, *dense), (x8, *packed))
+    del dense, x8
+    dout, h, routed = gradients_of(shape)
+    for (contender, tensor), error in backward.errors(shape, x, *packed, dout, routed, rows).items():
+        table.add(config, shape, contender, "errors", "eager", f"error_{tensor}", [error])
+    torch.cuda.empty_cache()
+    calls = backward.backward_calls(*packed, dout, h, routed, rows)
+    add_times(table, config, shape, "backward", calls, rounds)
+    del calls, h
+    torch.cuda.empty_cache()
+    add_times(table, config, shape, "layer", backward.layer_calls(shape, x, *packed, dout), rounds)
+
+
+def measure_forward(table, config, shape, rounds, rows, dense, packed):
+    """dense, packed: x, gate_up and down."""
+    (x, gate_up, weight), (x8, gate_up8, weight8) = dense, packed
 
     def up8(x8):
         h, _, a8 = hopper.scaled_up(x8, gate_up8, rows, SWIGLU, BF16, True, False, True)
@@ -179,37 +263,49 @@ def measure(table, config, shape, rounds):
         "fp8 up": lambda: up8(x8),
         "fp8 down": lambda: hopper.scaled_down(a8, weight8, rows, BF16),
     }
+    add_times(table, config, shape, "forward", whole | parts, rounds)
+
+
+def add_times(table, config, shape, mode, calls, rounds):
+    """Rows of the calls' times: "contender", or "contender part"."""
     flop = {"up": 4 * shape.T * shape.K * shape.H * shape.I, "down": 2 * shape.T * shape.K * shape.H * shape.I}
-    flop["whole"] = sum(flop.values())
-    calls = {name: graph_of(call) for name, call in (whole | parts).items()}
+    flop["whole"] = sum(flop.values()) * (2 if mode == "layer" else 1)
+    flop |= {"down_backward": flop["down"], "dx": flop["up"]}
+    alone = "graph" if mode == "forward" or shape.E * shape.I * shape.H < MAX_CAPTURED else "eager"
+    if alone == "graph":
+        calls = {name: graph_of(call) for name, call in calls.items()}
     for launch, times in (
         ("hot", hot_times(calls, 3)),
-        ("graph", {n: t for n, (t, _) in interleaved_times(calls, rounds).items()}),
+        (alone, {n: t for n, (t, _) in interleaved_times(calls, rounds).items()}),
     ):
         for name, values in times.items():
             contender, _, part = name.partition(" ")
-            table.add(config, shape, contender, "forward", launch, f"ms {part or 'whole'}", values)
+            table.add(config, shape, contender, mode, launch, f"ms {part or 'whole'}", values)
             if (part or "whole") in flop:
                 rates = [flop[part or "whole"] / 1e9 / ms for ms in values]
-                table.add(config, shape, contender, "forward", launch, f"TFLOP/s {part or 'whole'}", rates)
+                table.add(config, shape, contender, mode, launch, f"TFLOP/s {part or 'whole'}", rates)
 
 
 def show(table, config, shape):
+    """Of every mode and launch: a part's times by contender, and the ratio of the first two; then the errors."""
     print(f"\n{config} {shape}")
-    get = lambda contender, launch, metric: table.get(config=config, contender=contender, launch=launch, metric=metric)  # noqa: E731
-    for launch in ("graph", "hot"):
-        for part in ("up", "down", "quantise x", "whole"):
-            bf16, fp8 = (get(contender, launch, f"ms {part}") for contender in ("bf16", "fp8"))
-            rates = [get(contender, launch, f"TFLOP/s {part}") for contender in ("bf16", "fp8")]
-            print(
-                f"  {launch:6s} {part:11s} bf16 {bf16:8.3f} ms {rates[0]:6.0f} TFLOP/s   "
-                f"fp8 {fp8:8.3f} ms {rates[1]:6.0f} TFLOP/s   {bf16 / fp8:.3f} times",
-                flush=True,
-            )
-    ratios = [get("bf16", launch, "ms whole") / get("fp8", launch, "ms whole") for launch in ("graph", "hot")]
-    errors = {c: [get(c, "eager", f"error_{tensor}") for tensor in "hy"] for c in ("bf16", "fp8")}
-    print("  errors of h and y against fp32: " + ", ".join(f"{c} {h:.2e} {y:.2e}" for c, (h, y) in errors.items()))
-    print(f"  {NEEDED} times bf16 {'is' if min(ratios) >= NEEDED else 'is NOT'} reached", flush=True)
+    own = [row for row in table.rows if row["config"] == config]
+    times, errors = {}, {}
+    for row in own:
+        kind, _, part = row["metric"].partition(" ")
+        if kind == "ms":
+            times.setdefault((row["mode"], row["launch"], part), {})[row["contender"]] = float(row["median"])
+        elif row["mode"] == "errors":
+            errors.setdefault(row["contender"], []).append(f"{kind.removeprefix('error_')} {float(row['median']):.2e}")
+    for (mode, launch, part), by_name in times.items():
+        ratio = f"   {by_name['bf16'] / by_name['fp8']:.3f} times" if {"bf16", "fp8"} <= {*by_name} else ""
+        text = "  ".join(f"{name} {ms:8.3f}" for name, ms in by_name.items())
+        print(f"  {mode:8s} {launch:6s} {part:17s} {text} ms{ratio}", flush=True)
+    for contender, values in errors.items():
+        print(f"  errors of {contender}: " + ", ".join(values))
+    forward = [v for (mode, _, part), v in times.items() if (mode, part) == ("forward", "whole")]
+    reached = min(v["bf16"] / v["fp8"] for v in forward) >= NEEDED
+    print(f"  forward: {NEEDED} times bf16 {'is' if reached else 'is NOT'} reached", flush=True)
 
 
 def main():

@@ -66,12 +66,14 @@ def held_out_loss(model, rows, dtype=torch.bfloat16):
     return torch.stack(losses).mean().item()
 
 
-def start(options, dtype=torch.bfloat16):
-    """The model trained in full, in that dtype; the rows for adapters; held-out rows."""
+def start(options, dtype=torch.bfloat16, **sizes):
+    """The model, of other sizes where given, trained in full, in that dtype; the rows for adapters; held-out rows."""
     texts, held_out = standard_library()
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(tokenizer)).to(options.device)
+    config = small_config(tokenizer)
+    config.update(sizes)
+    model = AutoModelForCausalLM.from_config(config).to(options.device)
     sonicmoe_hf.patch_model(model)
     balancing = sonicmoe_hf.LoadBalancing(per_layer_loss=PER_LAYER_LOSS)
     balancing.start(model)
@@ -107,10 +109,10 @@ def parser_of(description: str, start_steps: int, steps: int, seeds: int, held_o
     return parser
 
 
-def curves_of(contenders, options, path: Path, adapted: Callable, dtype=torch.bfloat16) -> Iterator[tuple]:
+def curves_of(contenders, options, path: Path, adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
     """(contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender, seed) ->
     the model to train, and its further columns."""
-    base, rows, held_out = start(options, dtype)
+    base, rows, held_out = start(options, dtype, **sizes)
     gpu = torch.cuda.get_device_name() if base.device.type == "cuda" else "none"
     origin = {"gpu": gpu, **provenance.columns()}
     table: list[dict] = []

@@ -12,7 +12,7 @@ import torch
 from .. import eager, triton
 from ..interface import PackedOperand
 from ..quantized import FP8_BLOCK, scales_in_fp32
-from ..scaled import ScaledRows
+from ..scaled import SMALLEST, ScaledRows
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -29,10 +29,12 @@ from ..triton import tile_table_length as tile_table_length
 from ..triton.config import TILE, num_sms, tile_rows
 from ..triton.launch import SIZES
 from ..triton.scale_rows import scale_rows as _scale_rows
+from ..triton.scale_rows import transposed as _transposed
 from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, supports_sizes, tile
 from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
+FP8_GATHER_WARPS = 2  # of scaled_down_backward
 MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
 
 
@@ -186,13 +188,18 @@ def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
     )
 
 
-def scale_rows(x_TH):
+def scale_rows(x_TH, smallest=SMALLEST):
     with torch.cuda.device_of(x_TH):
-        return _scale_rows(x_TH)
+        return _scale_rows(x_TH, smallest)
+
+
+def transposed(codes, scales):
+    with torch.cuda.device_of(codes):
+        return _transposed(codes, scales)
 
 
 def _scaled_fits(source, packed, rows, sizes, dtype) -> bool:
-    """Whether the FP8 kernels take these operands; H and I of a packed weight are multiples of 16."""
+    """Whether the FP8 kernels take these operands; H and I of an FP8 weight are multiples of 16."""
     if not rows.token.shape[0] or not supports_sizes(*sizes) or dtype != torch.bfloat16:
         return False
     return source.codes.numel() < 2 * MAX_ELEMENTS and (source.codes.data_ptr() | packed.codes.data_ptr()) % 16 == 0
@@ -204,7 +211,7 @@ def _pairs(codes):
 
 
 def _block_scales(packed):
-    """A packed FP8 weight's as [E, blocks of rows, groups of K]."""
+    """An FP8 weight's as [E, blocks of rows, groups of K]."""
     return scales_in_fp32(packed.scales).flatten(1, 3)
 
 
@@ -239,6 +246,34 @@ def scaled_down(a, down, rows, dtype, extra=None):
         *_schedule(rows, a.codes),
     )  # fmt: skip
     return y_RH
+
+
+def scaled_down_backward(
+    dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
+):
+    _, inner, hidden = down.codes.shape
+    num_pairs, groups = rows.token.numel(), -(-inner // FP8_BLOCK)
+    fits = _scaled_fits(dout, down, rows, (hidden, inner), h_R2I.dtype) and groups * num_pairs < MAX_ELEMENTS
+    if not fits or h_R2I.data_ptr() % 16:
+        return eager.scaled_down_backward(
+            dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra
+        )
+    dh_R2I = torch.empty_like(h_R2I) if want_dh else None
+    a_RI = h_R2I.new_empty(num_pairs, inner) if want_a else None
+    parts = weight_P.new_empty(groups, num_pairs) if want_dw else None
+    scaled_dh, outputs = None, (None, None)
+    if want_scaled:
+        codes = dout.codes.new_empty(num_pairs, 2 * groups * FP8_BLOCK)
+        scaled_dh = ScaledRows(codes, dout.scales.new_empty(num_pairs, 2 * groups))
+        outputs = _pairs(codes), scaled_dh.scales
+    kernel = _compiled().gemm_fp8_down_backward(
+        hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(extra), FP8_GATHER_WARPS
+    )
+    _run_on_its_device(
+        kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, _block_scales(down), *_operands(extra), h_R2I,
+        weight_P, dh_R2I, a_RI, *outputs, parts, rows.pair, rows.token, *_schedule(rows, dout.codes),
+    )  # fmt: skip
+    return dh_R2I, a_RI, triton.routing_gradient(parts, h_R2I, None, rows) if want_dw else None, scaled_dh
 
 
 def down_backward(

@@ -16,6 +16,7 @@ from .config import MAX_PINGPONG_COLUMNS, Tile
 from .gemm_down import CooperativeGemmDownKernel, PingpongGemmDownKernel
 from .gemm_down_backward import GemmDownBackwardKernel
 from .gemm_fp8 import GROUP, STORED, GemmFp8DownKernel, GemmFp8UpKernel
+from .gemm_fp8_backward import GemmFp8DownBackwardKernel
 from .gemm_up import GemmUpKernel
 from .gemm_wgrad import GemmWgradKernel
 
@@ -170,6 +171,33 @@ def gemm_fp8_down(hidden: int, inner: int, rank: int):
         _scales(cute.sym_int(), -(-hidden // GROUP), groups),
         *_extra(STORED, pairs, hidden, rank, True),
         _tensor(STORED, (pairs, hidden)),
+        _indices(pairs),
+        *_tiles(),
+        _stream(),
+        options=OPTIONS,
+    )
+
+
+@cached
+def gemm_fp8_down_backward(hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, want_scaled: bool,
+                           activation, rank: int, gather_warps: int):  # fmt: skip
+    """GemmFp8DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], pairs of e4m3 values; h [R, 2 inner]."""
+    pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
+    return cute.compile(
+        GemmFp8DownBackwardKernel(activation, gather_warps),
+        _tensor(STORED, (cute.sym_int(), hidden // 2)),
+        _tensor(STORED, (cute.sym_int(), inner, hidden // 2)),
+        _scales(cute.sym_int(), groups),
+        _scales(cute.sym_int(), inner_groups, groups),
+        *_extra(STORED, pairs, inner, rank, True),
+        _tensor(STORED, (pairs, 2 * inner)),
+        _scales(pairs),
+        _tensor(STORED, (pairs, 2 * inner)) if want_dh else None,
+        _tensor(STORED, (pairs, inner)) if want_a else None,
+        _tensor(STORED, (pairs, inner_groups * GROUP)) if want_scaled else None,
+        _scales(pairs, 2 * inner_groups) if want_scaled else None,
+        _scales(inner_groups, pairs) if want_dw else None,
+        _indices(pairs),
         _indices(pairs),
         *_tiles(),
         _stream(),

@@ -48,7 +48,7 @@ STORED = cutlass.BFloat16  # as which the producer sees two values, and what h a
 GROUP = 128  # columns that share a scale, and rows of a weight's block
 WAVE = 128  # columns of a tile that a consumer computes at a time
 E4M3_MAX = 448.0
-SMALLEST = 1e-10  # of what the largest value of a group is taken to be
+SMALLEST = 1e-10  # of what the largest value of a group is taken to be, as ../scaled.py has it
 TILE = Tile(2 * WAVE, 3)
 
 
@@ -78,6 +78,20 @@ class QuantizedRows:
     values: cute.Tensor
     scales: cute.Tensor
     whole: cute.Tensor | None
+
+
+def quantize_row(packed, values, smallest: float):
+    """A group of which each of eight threads has 16 values in fp32: into the words `packed`, and returns its scale."""
+    largest = Float32(smallest)
+    for value in values:
+        largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
+    for mask in (1, 2, 4):
+        largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, mask))
+    inverse = E4M3_MAX * cute.arch.rcp_approx(largest)
+    words = cute.recast_tensor(packed, Int32)
+    for word in range(len(values) // 4):
+        words[word] = pack_e4m3(*(value * inverse for value in values[4 * word : 4 * word + 4]))
+    return largest * (1 / E4M3_MAX)
 
 
 def group_layout(extent: int, stages: int):
@@ -148,11 +162,10 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         return MainloopParams(pipeline, stage, phase, k_tiles=k_tiles, unused=self.k_tiles - k_tiles)
 
     @property
-    def extra_k_blocks(self):
-        """How many k blocks of each of an adapter's stages there are."""
-        return [TILE_K // K_BLOCK] * (self.whole_k_tiles - self.k_tiles) + [self.tail_k_blocks] * bool(
-            self.tail_k_blocks
-        )
+    def extra_k_blocks(self) -> int:
+        """How many k blocks of each stage of an adapter are multiplied: of several stages all, which are zero past the
+        rank."""
+        return self.tail_k_blocks if self.whole_k_tiles == self.k_tiles else TILE_K // K_BLOCK
 
     @property
     def mma(self) -> GroupMma:
@@ -216,9 +229,17 @@ class GroupScaledKernel(EpilogueWarpsKernel):
                 turns,
             )
             stage, phase = release_unread(shared.pipeline, stage, phase, params.unused, len(sums), turns)
-            for k_blocks in self.extra_k_blocks:  # without rows too: in a branch ptxas spills
+            for _ in cutlass.range(self.extra_k_tiles, unroll=1):  # without rows too: in a branch ptxas spills
                 stage, phase = add_extra(
-                    mma.extra, sums, extra_fragments, k_blocks, shared.pipeline, stage, phase, turns
+                    mma.extra,
+                    sums,
+                    partial,
+                    extra_fragments,
+                    self.extra_k_blocks,
+                    shared.pipeline,
+                    stage,
+                    phase,
+                    turns,
                 )
             expert, first, end, column_tile = shared.scheduler.receive(tile_count)
             tile_count += 1
@@ -290,6 +311,7 @@ def multiply_groups(
 def add_extra(
     mma: cutlass.Constexpr,
     sums,
+    partial,
     fragments: cutlass.Constexpr,
     k_blocks: cutlass.Constexpr,
     pipeline: cutlass.Constexpr,
@@ -305,11 +327,14 @@ def add_extra(
             turns.wait(wave)
         warpgroup.fence()
         for k_block in cutlass.range_constexpr(k_blocks):
-            issue(mma, (sums[wave],), (fragment_a,), fragments_b[wave], k_block, stage)
+            mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+            issue(mma, (partial,), (fragment_a,), fragments_b[wave], k_block, stage)
         warpgroup.commit_group()
         if const_expr(turns is not None):
             turns.pass_on()
         warpgroup.wait_group(0)
+        for v in cutlass.range_constexpr(cute.size(partial)):
+            sums[wave][v] += partial[v]
     pipeline.release(stage)
     return advance(stage, phase, pipeline.stages)
 
@@ -335,22 +360,26 @@ def release_unread(
     return stage, phase
 
 
-class GemmFp8UpKernel(GroupScaledKernel):
-    """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a
-    scale for every group of 128 columns, which are those of one tile."""
+class GatheringKernel(GroupScaledKernel):
+    """For gathered rows, with epilogue warps that compute."""
 
     gather_warps = 2
     in_turns = True
     registers = 88, 208
 
+    def set_up_extra(self, rows, factor):
+        if rows is not None:
+            self.registers = 72, 216  # with 208 ptxas spills
+        return super().set_up_extra(rows, factor)
+
+
+class GemmFp8UpKernel(GatheringKernel):
+    """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a
+    scale for every group of 128 columns, which are those of one tile."""
+
     def __init__(self, activation):
         super().__init__(STORED, TILE, gated=True)
         self.activation = activation
-
-    def set_up_extra(self, rows, factor):
-        if rows is not None:
-            self.registers = 56, 224  # with 208 ptxas does not add to both waves' sums where they are
-        return super().set_up_extra(rows, factor)
 
     @cute.jit
     def __call__(
@@ -406,7 +435,6 @@ class GemmFp8UpKernel(GroupScaledKernel):
         gate, up = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
         values = cute.make_rmem_tensor(num_values, Float32)
         packed = cute.make_rmem_tensor(VECTOR, self.dtype)
-        words = cute.recast_tensor(packed, Int32)
         width = to.values.shape[1]
         rows = cutlass.max(cutlass.min(end - first, WARPGROUP_M), 0)
         for unit in cutlass.range(epilogue_warp, (rows + 3) // 4, self.num_epilogue_warps, unroll=1):
@@ -417,14 +445,7 @@ class GemmFp8UpKernel(GroupScaledKernel):
                 self.read_product(up, shared, half, part // 4 + self.epi_tiles // 2, row, vector)
                 for v in cutlass.range_constexpr(VECTOR):
                     values[i * VECTOR + v] = activate(gate[v], up[v], *self.activation)[0]
-            largest = Float32(SMALLEST)
-            for v in cutlass.range_constexpr(num_values):
-                largest = cute.arch.fmax(largest, cute.arch.fmax(values[v], -values[v]))
-            for mask in (1, 2, 4):
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, mask))
-            inverse = E4M3_MAX * cute.arch.rcp_approx(largest)
-            for word in cutlass.range_constexpr(num_values // 4):
-                words[word] = pack_e4m3(*(values[4 * word + byte] * inverse for byte in range(4)))
+            scale = quantize_row(packed, [values[v] for v in range(num_values)], SMALLEST)
             column = (column_tile * GROUP + part * num_values) // 2  # of pairs
             if row < rows:
                 if column < width:
@@ -436,7 +457,7 @@ class GemmFp8UpKernel(GroupScaledKernel):
                             place = Int64(first + row) * (2 * width) + 2 * column + i * VECTOR
                             cute.copy(copy, packed, global_vector(to.whole, place))
                 if part == 0:
-                    to.scales[first + row, column_tile] = largest * (1 / E4M3_MAX)
+                    to.scales[first + row, column_tile] = scale
 
 
 class GemmFp8DownKernel(GroupScaledKernel):

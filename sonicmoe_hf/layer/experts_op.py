@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.interface import Activation, PackedOperand, Rows
-from ..kernels.scaled import ScaledRows
+from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
 from . import backends, torch_op
 from .fetching import fetched
 from .lora_operands import pack_all, padded_rank
@@ -118,6 +118,7 @@ class _Layer:
         self.kernels = backends.load(options.backend)
         self.inputs, self.rows, self.dtype, self.fp8 = inputs, rows, dtype, options.fp8
         self.scaled_a: ScaledRows | None = None
+        self.scaled_dh: ScaledRows | None = None
         self.transposed, self.interleaved = options.transposed, options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
         self.gate_up = gate_up = Projection(*_GATE_UP[0](inputs), *_GATE_UP[1](options))
@@ -178,6 +179,34 @@ class _Layer:
         if self.fp8:
             return self.kernels.scaled_down(self.scaled_a, self.packed(self.down), self.rows, self.dtype, extra=extra)
         return self.kernels.down(a_RI, self.operand(self.down), self.down.bias, self.rows, extra=extra)
+
+    def down_backward(self, dout, h_R2I, want_dh: bool, want_dx: bool, want_a: bool, want_dw: bool, extra):
+        """dh, which with FP8 products dx needs in FP8 alone, unless an adapter does; a' and dw."""
+        kernels, activation, weight_P = self.kernels, self.activation, self.inputs.weight.reshape(-1)
+        if self.fp8:
+            scaled_dout = kernels.scale_rows(dout, SMALLEST_GRADIENT)
+            dh_R2I, a_RI, dw_P, self.scaled_dh = kernels.scaled_down_backward(
+                scaled_dout, self.transposed_packed(self.down), h_R2I, weight_P, self.rows, activation,
+                want_dh=want_dh and self.gate_up_adapter is not None, want_a=want_a, want_dw=want_dw,
+                want_scaled=want_dx, extra=extra,
+            )  # fmt: skip
+            return dh_R2I, a_RI, dw_P
+        return kernels.down_backward(
+            dout, self.weight(self.down), self.down.bias, h_R2I, weight_P, self.rows, activation, self.interleaved,
+            want_dh=want_dh, want_a=want_a, want_dw=want_dw, extra=extra,
+        )  # fmt: skip
+
+    def dx(self, dh_R2I, extra):
+        """The gradient of gathered x, of what `down_backward` gave."""
+        if self.fp8:
+            return self.kernels.scaled_down(
+                self.scaled_dh, self.transposed_packed(self.gate_up), self.rows, self.dtype, extra=extra
+            )
+        return self.kernels.up_backward_input(dh_R2I, self.weight(self.gate_up), self.rows, extra=extra)
+
+    def transposed_packed(self, projection: Projection) -> ScaledWeight:
+        """A packed FP8 weight as backward's products take it; kept by none, as `weight`."""
+        return self.kernels.transposed(projection.weight, projection.scales)
 
 
 def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFlags) -> list[torch.Tensor]:
@@ -255,14 +284,11 @@ def _down_backward(layer: _Layer, need: Inputs, dout, saved: list[Saved]):
             dout, adapter.b_ENJ, v, weight_P, rows, adapter.scale, gathered=True,
             want_rank=want_da or need.down_a, like_ENj=inputs.down_b if need.down_b else None,
         )  # fmt: skip
-        extra = adapter.backward_term(dv) if want_da else None
+        extra = adapter.backward_term(dv, copied=layer.fp8) if want_da else None
     if want_da or want_a:
         if h is None:
             u, h, _ = layer.up(u, want_h=True, want_a=False)
-        dh, a, dw_P = kernels.down_backward(
-            dout, layer.weight(layer.down), layer.down.bias, h, weight_P, rows, layer.activation, layer.interleaved,
-            want_dh=want_dh, want_a=want_a, want_dw=need.weight, extra=extra,
-        )  # fmt: skip
+        dh, a, dw_P = layer.down_backward(dout, h, want_dh, need.x, want_a, need.weight, extra)
         if need.weight:
             gradients["weight"] = dw_P.view(inputs.weight.shape)
     if need.down_a:
@@ -279,10 +305,9 @@ def _up_backward(layer: _Layer, need: Inputs, dh, u, num_tokens: int):
             dh, adapter.b_ENJ, u, None, rows, adapter.scale, gathered=False,
             want_rank=need.x or need.gate_up_a, like_ENj=inputs.gate_up_b if need.gate_up_b else None,
         )  # fmt: skip
-        extra = adapter.backward_term(du) if need.x else None
+        extra = adapter.backward_term(du, copied=layer.fp8) if need.x else None
     if need.x:
-        dx_RH = kernels.up_backward_input(dh, layer.weight(layer.gate_up), rows, extra=extra)
-        gradients["x"] = kernels.combine(dx_RH, None, rows, num_tokens)
+        gradients["x"] = kernels.combine(layer.dx(dh, extra), None, rows, num_tokens)
     if need.gate_up_a:
         gradients["gate_up_a"] = kernels.lora_a_gradient(du, inputs.x, rows, gathered=True, like_EjK=inputs.gate_up_a)
     return gradients

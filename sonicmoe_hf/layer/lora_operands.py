@@ -91,9 +91,9 @@ class LoraOperands(NamedTuple):
         """What the adapter adds to the product with W."""
         return LoraTerm(rank_PJ, self.b_ENJ)
 
-    def backward_term(self, drank_PJ) -> LoraTerm:
-        """What the adapter adds to the product with W^T."""
-        return LoraTerm(drank_PJ, self.a_EKJ)
+    def backward_term(self, drank_PJ, copied: bool) -> LoraTerm:
+        """What the adapter adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
+        return LoraTerm(drank_PJ, self.a_EKJ.contiguous() if copied else self.a_EKJ)
 
 
 def pack(

@@ -37,6 +37,24 @@ def test_kernels_are_as_near_as_roundings_are(sizes, rank):
     assert errors == fp8_trial.check(*scaled, rows, adapters), "another result the second time"
 
 
+@pytest.mark.parametrize("rank", [0, 16, 104])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_of_backward_are_as_near_as_roundings_are(sizes, rank):
+    """fp8_trial.check_gradients; with adapters, of one size with da' and dx."""
+    shape = fp8_trial.shape_of(",".join(map(str, sizes)))
+    x, gate_up, down, rows = fp8_trial.problem(shape)
+    P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
+    if rank:
+        adapters = [
+            LoraTerm(
+                1e-9 * torch.randn(P, rank, device="cuda").bfloat16(),
+                torch.randn(E, n, rank, device="cuda").bfloat16(),
+            )
+            for n in (shape.I, shape.H)
+        ]
+    fp8_trial.check_gradients(shape, *fp8_trial.quantized(x, gate_up, down)[1:], rows, adapters)
+
+
 def test_rows_are_scaled_as_in_pytorch():
     x = torch.randn(1000, 2064, device="cuda").bfloat16() * torch.logspace(-3, 3, 2064, device="cuda").bfloat16()
     x[5] = 0
@@ -54,6 +72,7 @@ def test_a_layer_gives_what_the_eager_backend_gives(sizes, save, rank):
     """out, and the gradients of x, of the routing weights and of adapters.
 
     h and y are rounded to bf16 (0.17%), and where h's last bit differs, a's code may: 1.5% is a quarter of e4m3's error.
+    dx comes from h and dh, each with codes of its own: 2.5%.
     """
     T, H, I, E, K = sizes
     torch.manual_seed(0)
@@ -78,5 +97,5 @@ def test_a_layer_gives_what_the_eager_backend_gives(sizes, save, rank):
 
     found, expected, bf16 = step("hopper"), step("eager"), step("hopper", None)
     errors = [relative_error(*pair) for pair in zip(found, expected)]
-    assert max(errors) < 0.015, errors
+    assert errors[0] < 0.015 and max(errors) < 0.025, errors
     assert 0.01 < relative_error(found[0], bf16[0]) < 0.1, "FP8 has an error of its own"

@@ -105,9 +105,17 @@ def float_of(bits: int) -> float:
     return FLOAT.unpack(WORD.pack(bits & 0xFFFFFFFF))[0]
 
 
+def _nearest_bfloat16(value) -> float:
+    if value != value:
+        return value
+    bits = bits_of(value)
+    return float_of(bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000)
+
+
 Int32, Int64, Uint32 = Kind("Int32", 32, _signed), Kind("Int64", 64, int), Kind("Uint32", 32, _unsigned)
 Float32, Boolean = Kind("Float32", 32, float), Kind("Boolean", 8, bool)
-BFloat16, Float16 = Kind("BFloat16", 16, float), Kind("Float16", 16, float)  # rounded where they are stored
+BFloat16 = Kind("BFloat16", 16, _nearest_bfloat16)
+Float16 = Kind("Float16", 16, float)  # rounded where they are stored
 Float8 = Kind("Float8E4M3FN", 8, float)  # of wgmma's operands alone: in memory two are one value of 16 bits
 decode_half = {
     BFloat16: lambda bits: float_of(bits << 16),
