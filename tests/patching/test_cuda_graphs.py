@@ -1,5 +1,7 @@
 """mode="reduce-overhead": what keeps Inductor from capturing a graph, looked for in the graphs; and captured, on a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.attention import packed
@@ -13,6 +15,7 @@ from torch._inductor.utils import get_first_incompatible_cudagraph_node
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.attention import flash, implementation
+from sonicmoe_hf.attention.packing import check_not_captured
 from sonicmoe_hf.layer import backends, moe_experts
 from sonicmoe_hf.patching.patch import start_counting
 
@@ -124,6 +127,13 @@ def test_attention_with_sinks_is_captured_as_docs_attention_says(monkeypatch, ca
     obstacles = list(traced(monkeypatch, model.to("meta"), inputs=inputs).obstacles())
     assert (obstacles == []) == is_captured
     assert all("on the CPU" in obstacle for obstacle in obstacles)
+
+
+def test_reading_packed_sequences_while_a_graph_is_captured_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check_not_captured(torch.ones(1))
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, to capture"):
+        check_not_captured(SimpleNamespace(is_cuda=True))
 
 
 @pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
