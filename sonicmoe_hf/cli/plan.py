@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..planning.memory import GIB, METHODS
 from ..planning.sizes import ModelSizes, sizes_of_checkpoint
-from ..planning.ways import CONTEXT, GAPS, Way, left_out, shown, ways_of
+from ..planning.ways import CONTEXT, GAPS, Way, compiling, left_out, shown, ways_of
 from .command import at_least, command, json_option, option
 from .example import FOLDER
 
@@ -51,7 +51,7 @@ def plan(model: str, gpus: int, gpu_memory: float, tokens: int, method: str | No
     """
     sizes = sizes_of_checkpoint(model)
     ways = ways_of(sizes, gpus=gpus, gpu_memory=gpu_memory, tokens=tokens, method=method)
-    notes = [*sizes.notes, *filter(None, [left_out(sizes)])]
+    notes = [*sizes.notes, *filter(None, [left_out(sizes), compiling(ways)])]
     if as_json:
         facts = {
             "model": sizes.name,
