@@ -156,7 +156,7 @@ def compiling(ways: list[Way]) -> str | None:
         return None
     return (
         f"{ways[0].training.tokens:,} tokens a step are few, so that the GPU waits for Python: try finetune.py "
-        "--compile without --liger, which took two thirds of the eager time where it was measured (full bf16, 1,024 tokens)"
+        "--compile without --liger, which took two thirds of the eager time at 1,024 tokens (full bf16)"
     )
 
 
