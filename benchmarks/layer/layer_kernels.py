@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.contenders import CONTENDERS, available
+from benchmarks.common.measuring import relative_errors
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.shapes import add_shapes, chosen_shapes, problem
 from benchmarks.common.table import Table
@@ -22,6 +23,7 @@ from benchmarks.layer.moe_layer import Step
 
 UPSTREAM = "sonicmoe (Transformers)"
 MODES = ("forward+backward", "frozen")
+MAX_ERROR = 0.02  # of a result in bf16, relative to its norm
 # The grouped products of a step, in the order of their launches; upstream's are the same with frozen experts.
 PRODUCTS = {
     "hopper": ("up", "down", "down_backward", "up_backward_input", "dW1", "dW2"),
@@ -66,7 +68,12 @@ def measure(table, config, shape, contenders, rounds):
     found = {}
     for mode in MODES:
         steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}
-        for step in steps.values():
+        for name, step in steps.items():
+            if mode == "forward+backward":
+                error = max(relative_errors(step, inputs, shape.activation).values())
+                print(f"  {name}: largest error against fp32 {error:.4f}", flush=True)
+                if not error < MAX_ERROR:
+                    raise SystemExit(f"{name} computes another layer")
             step()
             step()
         for _ in range(rounds):
