@@ -147,9 +147,9 @@ def moe_experts(
         layout: "concatenated" (all gate rows, then all up rows; the hub's), "interleaved" (gate and up rows alternate;
             native), "transposed_concatenated", "transposed_interleaved" (gpt-oss).
         save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
-        compute: None, or "fp8" for frozen experts packed as fp8: forward's products multiply in FP8, x and a quantized by
-            128 columns of a row (kernels/scaled.py), adapters' in x's dtype; backward's take the weights expanded to x's
-            dtype, as if nothing were rounded. For Hopper GPUs in bf16, and the eager backend.
+        compute: None, or "fp8" for frozen experts packed as fp8: products multiply in FP8, of x, a, dout and dh
+            quantized by 128 columns of a row (kernels/scaled.py), adapters' in x's dtype. Gradients are those of
+            functions that round nothing. For Hopper GPUs in bf16, and the eager backend.
         backend: overrides the automatic choice (see `sonicmoe-hf doctor`).
     Returns:
         [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype, else with packed weights in

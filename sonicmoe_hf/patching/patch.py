@@ -181,7 +181,7 @@ def patch_model(
         experts_memory: the experts are frozen, so many bytes of them stay on the GPU ("8GiB", a number, or "auto": what
             the card holds), and the others move to pinned host memory, from where they are copied one layer ahead of
             their use. None: they stay where they are.
-        experts_compute: None, or "fp8": experts that are packed as fp8 multiply in FP8 in forward (see `moe_experts`).
+        experts_compute: None, or "fp8": experts that are packed as fp8 multiply in FP8 (see `moe_experts`).
     Returns:
         What was patched.
     Raises:
