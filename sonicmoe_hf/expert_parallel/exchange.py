@@ -7,45 +7,18 @@ output is sent back. Letters: N ranks, T tokens of this rank, H hidden size, P p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..layer import backends
 from ..layer.dispatch import dispatch
+from ..layer.ranks import Ranks
 from ..layer.routing import Routing
 from ..patching import calls
 from .collectives import exchange, gather, max_over_ranks, rows_of_tokens, scatter_sum, sum_of_rows
 
 NOBODY = -1  # the expert of a pair that is none
-
-
-class Ranks(NamedTuple):
-    """The ranks that share a layer's experts: expert e lives on rank e // num_local of the group."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    num_local: int
-
-    @property
-    def experts(self) -> slice:
-        """Which of the layer's experts live here."""
-        return slice(self.rank * self.num_local, (self.rank + 1) * self.num_local)
-
-    def local(self, expert_index: torch.Tensor) -> torch.Tensor:
-        """Expert ids counted from this rank's first; those of others lie outside 0 .. num_local - 1."""
-        return expert_index - self.experts.start
-
-    def routing(self, expert_index, weights, token_index, num_tokens: int) -> Routing:
-        """The pairs with this rank's experts, whose ids are counted from the first of them, sorted."""
-        backend = backends.choose(weights.device, torch.float32).name
-        rows = dispatch(expert_index, num_tokens, self.num_local, token_index, sentinels=True, backend=backend)
-        return Routing(
-            expert_index, weights, token_index, sentinels=True, rows=rows, rows_backend=backend, is_local=True
-        )
 
 
 Experts = Callable[[torch.Tensor, Routing, torch.Tensor], torch.Tensor]

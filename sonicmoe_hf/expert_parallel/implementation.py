@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from transformers.distributed.expert_parallel import EPImplementation
 
 from ..layer.experts_module import IMPLEMENTATION, is_native
+from ..layer.ranks import Ranks
 from ..layer.routing import Routing
 from ..private import attributes
 from ..private.transformers import experts_implementation
 from .collectives import mean_of_gradients, ranks_with_same_experts, sum_gradients, sum_over_ranks
-from .exchange import Ranks, by_all_to_all, by_gathering, pairs_of
+from .exchange import by_all_to_all, by_gathering, pairs_of
 
 
 class SonicMoEExpertParallelism(EPImplementation):

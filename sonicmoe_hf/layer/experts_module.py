@@ -5,13 +5,16 @@ Letters: E experts, H hidden size, I expert intermediate size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import transformers
 from torch import nn
 
 from ..private import attributes
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 IMPLEMENTATION = "sonicmoe_hf"  # our name as experts_implementation and as ep_implementation
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # E's names in configs
@@ -29,19 +32,6 @@ class Sizes(NamedTuple):
         """("E", "2I", "H") -> (num_experts, 2 * intermediate, hidden)."""
         size = {"E": self.num_experts, "H": self.hidden, "I": self.intermediate, "2I": 2 * self.intermediate}
         return tuple(size[letter] for letter in letters)
-
-
-class Ranks(Protocol):
-    """The ranks of `group` that share a layer's experts, this one's place among them, and how many experts each has."""
-
-    group: torch.distributed.ProcessGroup
-    rank: int
-    size: int
-    num_local: int
-
-    @property
-    def experts(self) -> slice:
-        """Which of the layer's experts live here."""
 
 
 class ExpertParallelism(Protocol):

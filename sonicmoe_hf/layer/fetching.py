@@ -45,7 +45,7 @@ def fetched(inputs: Any, rows: Rows, options: Any) -> AbstractContextManager[Any
         return contextlib.nullcontext(inputs)
     if _reads_over_the_bus(rows, options) and (mapped := layer.mapped()) is not None:
         return contextlib.nullcontext(inputs._replace(**mapped))
-    return _Fetched(inputs, layer.fetched())
+    return _replaced(inputs, layer.fetched())
 
 
 def _reads_over_the_bus(rows: Rows, options: Any) -> bool:
@@ -55,12 +55,7 @@ def _reads_over_the_bus(rows: Rows, options: Any) -> bool:
     return bool(is_packed) and rows.token.numel() <= ROWS_OVER_THE_BUS * (rows.offsets.numel() - 1)
 
 
-class _Fetched:
-    def __init__(self, inputs: Any, weights: AbstractContextManager[Mapping[str, torch.Tensor]]):
-        self.inputs, self.weights = inputs, weights
-
-    def __enter__(self):
-        return self.inputs._replace(**self.weights.__enter__())
-
-    def __exit__(self, *error):
-        return self.weights.__exit__(*error)
+@contextlib.contextmanager
+def _replaced(inputs: Any, weights: AbstractContextManager[Mapping[str, torch.Tensor]]):
+    with weights as on_device:
+        yield inputs._replace(**on_device)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils import _python_dispatch
 
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 current_graph_task_id = torch._C._current_graph_task_id  # -1 outside backward
 disable_dynamo = torch._disable_dynamo
 will_engine_execute_node = torch._C._will_engine_execute_node
+is_in_torch_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 collectives = torch.ops._c10d_functional
 to_copy = torch.ops.aten._to_copy.default
 flash_forward = torch.ops.aten._flash_attention_forward.default
@@ -26,32 +27,6 @@ without_torch_function = (
     torch._C._disabled_torch_function_impl
 )  # for subclasses: their operations go to the dispatcher
 wrapper_of = torch.Tensor._make_wrapper_subclass
-
-__all__ = [
-    "are_functorch_transforms_active",
-    "below_autograd",
-    "capture_checkpoints",
-    "collectives",
-    "cpu_flash_backward",
-    "cpu_flash_forward",
-    "current_graph_task_id",
-    "disable_dynamo",
-    "flash_backward",
-    "flash_forward",
-    "forward_mode_level",
-    "guard_module_hooks",
-    "has_checkpointing",
-    "has_compiled_parts",
-    "is_compiled",
-    "is_in_torch_dispatch_mode",
-    "is_legacy_batchedtensor",
-    "mark_as_static",
-    "strided_shard",
-    "to_copy",
-    "will_engine_execute_node",
-    "without_torch_function",
-    "wrapper_of",
-]
 
 
 def strided_shard(dim: int, num_groups: int):
