@@ -115,9 +115,9 @@ def exchange(
     tensor: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The first `send_sizes[0]` rows go to the first rank, and so on; what comes back in turn."""
-    there = partial(_exchange, send_sizes=send_sizes, receive_sizes=receive_sizes, group=group)
-    back = partial(_exchange, send_sizes=receive_sizes, receive_sizes=send_sizes, group=group)
-    return _LinearMap.apply(tensor, there, back)
+    forward = partial(_exchange, send_sizes=send_sizes, receive_sizes=receive_sizes, group=group)
+    backward = partial(_exchange, send_sizes=receive_sizes, receive_sizes=send_sizes, group=group)
+    return _LinearMap.apply(tensor, forward, backward)
 
 
 def rows_of_tokens(x_TH: torch.Tensor, rows: Rows, num_rows: int) -> torch.Tensor:
@@ -143,8 +143,8 @@ def ranks_with_same_experts(group: dist.ProcessGroup) -> dist.ProcessGroup | Non
         dist.all_gather_object(groups, dist.get_process_group_ranks(group))
         own = None
         for ranks in zip(*sorted(set(map(tuple, groups)))):
-            made = dist.new_group(ranks) if len(ranks) > 1 else None
-            own = made if dist.get_rank() in ranks else own
+            subgroup = dist.new_group(ranks) if len(ranks) > 1 else None
+            own = subgroup if dist.get_rank() in ranks else own
         _with_same_experts[group] = [own]
     return _with_same_experts[group][0]
 

@@ -64,8 +64,8 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
     num_tokens, num_pairs = len(x_TH), routing.expert_index.numel()
     max_tokens, max_pairs, is_list = _max_sizes(num_tokens, num_pairs, routing.token_index is not None, ranks)
     if not max_tokens:
-        here = ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0)
-        return experts(x_TH, here, routing.weights)
+        local = ranks.routing(ranks.local(routing.expert_index), routing.weights, routing.token_index, 0)
+        return experts(x_TH, local, routing.weights)
     works: list = []
     if is_list:
         expert, token, weight = pairs_of(routing, num_tokens)
@@ -83,9 +83,9 @@ def by_gathering(x_TH: torch.Tensor, routing: Routing, ranks: Ranks, experts: Ex
     for work in works[:-1]:
         work.wait()
     all_experts, all_tokens = all_pairs.unbind(1) if is_list else (all_pairs, None)
-    here = ranks.routing(ranks.local(all_experts), all_weights, all_tokens, len(all_x))  # while x is on its way
+    local = ranks.routing(ranks.local(all_experts), all_weights, all_tokens, len(all_x))  # while x is on its way
     works[-1].wait()
-    out = scatter_sum(experts(all_x, here, all_weights), ranks.group)
+    out = scatter_sum(experts(all_x, local, all_weights), ranks.group)
     return out if len(out) == num_tokens else out[:num_tokens]
 
 

@@ -94,8 +94,8 @@ class SonicMoEExpertParallelism(EPImplementation):
 
     def _on_shared_batch(self, x_TH, routing: Routing, group: dist.ProcessGroup):
         expert = self.ranks.local(routing.expert_index)
-        here = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
-        return sum_over_ranks(self.experts_forward(x_TH, here, routing.weights), group)
+        local = self.ranks.routing(expert, routing.weights, routing.token_index, len(x_TH))
+        return sum_over_ranks(self.experts_forward(x_TH, local, routing.weights), group)
 
     def _exchange_part(self, x_TH, routing: Routing, group: dist.ProcessGroup):
         """Of the batch that ranks of a tensor-parallel group share, each sends a part of the tokens."""
@@ -104,7 +104,7 @@ class SonicMoEExpertParallelism(EPImplementation):
             num_tokens * part // size for part in (self.tp_mesh.get_local_rank(), self.tp_mesh.get_local_rank() + 1)
         )
         expert_P, token_P, weight_P = pairs_of(routing, num_tokens)
-        is_mine_P = (token_P >= start) & (token_P < stop)
-        mine = Routing(torch.where(is_mine_P, expert_P, -1), weight_P, token_P - start)
-        out = self._exchange(x_TH[start:stop], mine)
+        is_in_part_P = (token_P >= start) & (token_P < stop)
+        part = Routing(torch.where(is_in_part_P, expert_P, -1), weight_P, token_P - start)
+        out = self._exchange(x_TH[start:stop], part)
         return sum_over_ranks(F.pad(out, (0, 0, start, num_tokens - stop)), group)

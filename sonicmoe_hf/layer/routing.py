@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
 
 MISPLACED = (
-    "a Routing made by token rounding reached code that wants a tensor of expert indices: token rounding needs "
+    "a Routing made by token rounding reached code that expects a tensor of expert indices: token rounding needs "
     'experts_implementation="sonicmoe_hf", under expert parallelism also ep_implementation="sonicmoe_hf", and does not '
     "work with quantized experts; "
     "set the routing policy to None (top-k) or undo the other setting"

@@ -77,7 +77,7 @@ def _saved_copies(module: nn.Module) -> nn.ModuleDict | None:
     return submodules["modules_to_save"] if wraps else None
 
 
-def _live(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
+def _called_copy(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
     """Which of a ModulesToSaveWrapper's modules its forward calls."""
     adapters = wrapper.active_adapters
     if wrapper.disable_adapters or not adapters or adapters[0] not in copies:
@@ -85,13 +85,13 @@ def _live(wrapper: Any, copies: nn.ModuleDict) -> nn.Module:
     return copies[adapters[0]]
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside the wrappers of PEFT, FSDP, checkpointing and torch.compile: that which is called."""
     while True:
         copies = _saved_copies(module)
         inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
         if copies is not None:
-            module = _live(module, copies)
+            module = _called_copy(module, copies)
         elif inner is not None:
             module = inner
         else:
@@ -99,21 +99,21 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def every_copy(module: Any) -> list[nn.Module]:
-    """`_bare(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
+    """`_unwrapped(module)`, and what PEFT's modules_to_save keeps beside it and may call another time."""
     copies = _saved_copies(module)
     if copies is None:
-        return [_bare(module)]
+        return [_unwrapped(module)]
     return [bare for copy in (module.original_module, *copies.values()) for bare in every_copy(copy)]
 
 
-def _not_called(model: nn.Module) -> set[nn.Module]:
+def _in_uncalled_copies(model: nn.Module) -> set[nn.Module]:
     """Everything inside the modules that PEFT's modules_to_save keeps and does not call now."""
     unused: set[nn.Module] = set()
     for module in model.modules():
         copies = _saved_copies(module)
         if copies is not None:
             kept: set[Any] = {module.original_module, *copies.values()}
-            for other in kept - {_live(module, copies)}:
+            for other in kept - {_called_copy(module, copies)}:
                 unused.update(other.modules())
     return unused
 
@@ -150,14 +150,14 @@ def find_layers(model: nn.Module, *, copies: bool = False) -> Iterator[Layer]:
     copies: also layers that PEFT's modules_to_save keeps and does not call now.
     """
     blocks = {cls: family for family in FAMILIES.values() if (cls := _family_class(family, "block")) is not None}
-    passed = set() if copies else _not_called(model)
+    skipped = set() if copies else _in_uncalled_copies(model)
     for name, module in model.named_modules():
-        if module in passed:
+        if module in skipped:
             continue
         family = next((family for cls, family in blocks.items() if isinstance(module, cls)), None)
         if family is not None:
-            router, experts = _bare(getattr(module, family.router_attribute)), _bare(module.experts)
-            passed.update(every_copy(module.experts))
+            router, experts = _unwrapped(getattr(module, family.router_attribute)), _unwrapped(module.experts)
+            skipped.update(every_copy(module.experts))
             yield Layer(WRAPPERS.sub("", name).rstrip("."), family, module, router, experts)
         elif _is_or_was_experts(module):
             yield Layer(WRAPPERS.sub("", name).rstrip("."), None, None, None, module)
@@ -223,7 +223,9 @@ def supports(model: nn.Module) -> list[LayerSupport]:
     """For every mixture-of-experts layer of `model` (also on the meta device): what works, and why not."""
     layers = []
     bound_by_liger = {
-        _bare(way): why_not_reached(way) for way in experts_and_wrappers(model) if is_bound_by_liger(way)
+        _unwrapped(module): why_not_reached(module)
+        for module in experts_and_wrappers(model)
+        if is_bound_by_liger(module)
     }
     for layer in find_layers(model):
         family = None if layer.family is None else layer.family.name
