@@ -36,7 +36,6 @@ DISTRIBUTIONS = (
     "apache-tvm-ffi",
 )
 
-MAX_PROCESSES = 8
 SILENT_SECONDS = 3.0  # of a wait before it is said what is waited for
 MAX_WAIT_SECONDS = 300.0  # for one kernel; the slowest takes less than 20 on a busy machine
 # sonicmoe_hf without its __init__.py: to compile kernels nobody needs Transformers, which takes seconds to import
@@ -144,7 +143,7 @@ def compile_ahead(wanted: list[tuple[str, tuple]]) -> None:
             f"compiling {len(kernels)} Hopper kernels ({names}) for a layer of a new size, {USUALLY}; they are kept in "
             f"{folder()}, and sonicmoe-hf warmup compiles them beforehand"
         )
-    processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1, MAX_PROCESSES)
+    processes = min(len(kernels), len(os.sched_getaffinity(0)) - 1)  # a step has 10 kernels at most
     if processes < 2:
         return
     command = [sys.executable, "-c", WORKER.format(path=list(sys.modules["sonicmoe_hf"].__path__))]
