@@ -40,8 +40,7 @@ def whole(model, inputs, kind):
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("left", ["nothing", "outputs", "outputs of a failed backward"])
 def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind, left):
-    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
     out = model(**inputs)
     if left == "outputs of a failed backward":
@@ -87,8 +86,7 @@ def test_a_hook_may_call_the_model_that_it_is_in():
 
 
 def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
-    model, refused = build("qwen3_moe"), build("qwen3_moe", seed=1)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model, refused = patched("qwen3_moe", POLICY), build("qwen3_moe", seed=1)
     sonicmoe_hf.patch_model(refused, POLICY)
     remove_installed(refused.model.layers[0].mlp.gate)
 
@@ -119,8 +117,7 @@ def test_a_part_of_the_model_called_after_an_interrupted_call_is_no_part_of_that
 
 
 def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call():
-    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
     start_counting(model)
     found = []
     for kind in (None, CHECKPOINTING["non_reentrant"]):
@@ -134,8 +131,7 @@ def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call():
 
 
 def test_a_whole_model_that_non_reentrant_checkpointing_runs_again_is_recorded_once_and_replayed_alike():
-    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
-    sonicmoe_hf.patch_model(model)
+    model, inputs = patched("qwen3_moe", use_cache=False), batch(padding=True)
     other = patched("qwen3_moe", use_cache=False, seed=1)
     with torch.no_grad(), sonicmoe_hf.record_routing(other) as others_routing:
         other(**inputs)
@@ -169,8 +165,7 @@ def round_tokens(model):
 
 @pytest.mark.parametrize("ask", [round_tokens, count, balance, sonicmoe_hf.record_routing])
 def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would_leave_work_out(ask):
-    model, inputs = build("qwen3_moe", use_cache=False), batch()
-    sonicmoe_hf.patch_model(model)
+    model, inputs = patched("qwen3_moe", use_cache=False), batch()
     with (
         ask(model),
         pytest.raises(RuntimeError, match=r"runs it without gradients first.*activation_checkpointing_enable"),
@@ -180,8 +175,7 @@ def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would
 
 
 def test_so_it_is_while_replaying_and_not_after_it():
-    model, inputs = build("qwen3_moe", use_cache=False), batch()
-    sonicmoe_hf.patch_model(model)
+    model, inputs = patched("qwen3_moe", use_cache=False), batch()
     with sonicmoe_hf.record_routing(model) as routing:
         model(**inputs)
     first = pytest.raises(RuntimeError, match="runs it without gradients first")
@@ -191,8 +185,7 @@ def test_so_it_is_while_replaying_and_not_after_it():
 
 
 def test_a_model_and_its_layers_that_are_checkpointed_inside_each_other_count_once():
-    model, inputs = build("qwen3_moe", use_cache=False), batch(padding=True)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
     start_counting(model)
     found = []
     for kind in (None, CHECKPOINTING["non_reentrant"]):
@@ -242,8 +235,7 @@ def composable(function, hidden):
     [(Offloaded.apply, "without gradients in a model call that has them"), (composable, "in backward")],
 )
 def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, when):
-    model, inputs = build("qwen3_moe", use_cache=False), batch()
-    sonicmoe_hf.patch_model(model)
+    model, inputs = patched("qwen3_moe", use_cache=False), batch()
     for layer in model.model.layers:
         layer.forward = functools.partial(run_by, apply, layer.forward)
     model(**inputs).loss.backward()

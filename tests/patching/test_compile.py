@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers.marks import rest_slow
 from helpers.models import (
-    CONFIGS,
     ORDER_OF_SUMS,
     assert_all_close,
     batch,
@@ -21,16 +21,12 @@ from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.patching.patch import router_hooks, start_counting
 
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here
-WITH_TOP_K = ("deepseek_v3", "gpt_oss")  # Qwen3-MoE follows the mode below; OLMoE's block differs from its by a flag
+# with top-k Qwen3-MoE follows the mode below; OLMoE's block differs from its by a flag
+CASES = [("qwen3_moe", POLICY), ("gpt_oss", None), ("gpt_oss", POLICY), ("olmoe", POLICY)]
+CASES += [("deepseek_v3", POLICY), ("deepseek_v3", None)]
 
 
-@pytest.mark.parametrize(
-    ("family", "routing"),
-    [
-        *((family, POLICY) for family in CONFIGS),
-        *((f, None) for f in WITH_TOP_K),
-    ],
-)
+@pytest.mark.parametrize(("family", "routing"), rest_slow(CASES, 2))
 def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing):
     torch._dynamo.reset()
     model = patched(family, routing, **({} if family == "deepseek_v3" else ONE_LAYER))
@@ -48,8 +44,7 @@ def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing
 def test_layers_compiled_on_their_own_are_compiled_once_for_all(routing):
     """Regional compilation: 48 layers of which each was compiled would be over Dynamo's limit, and run uncompiled."""
     torch._dynamo.reset()
-    model, inputs = build("qwen3_moe", use_cache=False), batch()
-    sonicmoe_hf.patch_model(model, routing)
+    model, inputs = patched("qwen3_moe", routing, use_cache=False), batch()
     expected = loss_and_gradients(model, inputs)
     compiled = CompileCounter()
     for layer in model.model.layers:
@@ -117,8 +112,7 @@ def test_other_models_of_the_class_that_are_compiled_too_do_not_turn_rounding_of
 
 def test_what_does_not_work_in_compiled_models_is_an_error_there():
     torch._dynamo.reset()
-    model, inputs = build("qwen3_moe", use_cache=False, **ONE_LAYER), batch()
-    sonicmoe_hf.patch_model(model)
+    model, inputs = patched("qwen3_moe", use_cache=False, **ONE_LAYER), batch()
     with sonicmoe_hf.record_routing(model) as routing:
         model(**inputs)
     with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="neither in a compiled model"):
@@ -135,10 +129,8 @@ def test_what_does_not_work_in_compiled_models_is_an_error_there():
 
 def test_a_compiled_checkpointed_model_rounds_and_counts_each_layer_once():
     torch._dynamo.reset()
-    model = build(
-        "qwen3_moe", use_cache=False, **ONE_LAYER
-    )  # Transformers warns of the two together, which no graph can hold
-    sonicmoe_hf.patch_model(model, POLICY)
+    # without the cache: Transformers warns of the two together, which no graph can hold
+    model = patched("qwen3_moe", POLICY, use_cache=False, **ONE_LAYER)
     start_counting(model)
     inputs = batch(padding=True)
     expected = loss_and_gradients(model, inputs)
@@ -161,8 +153,11 @@ def compile_with_graph_breaks(model):
     return torch.compile(model, backend="aot_eager")
 
 
-@pytest.mark.parametrize("compiled", [compile_blocks, compile_with_graph_breaks])
-@pytest.mark.parametrize("use_reentrant", [True, False])
+CHECKPOINTED = [(True, compile_blocks), (False, compile_with_graph_breaks), (False, compile_blocks)]
+CHECKPOINTED += [(True, compile_with_graph_breaks)]
+
+
+@pytest.mark.parametrize(("use_reentrant", "compiled"), rest_slow(CHECKPOINTED, 2))
 def test_checkpointing_around_compiled_parts_recomputes_the_routing_of_the_forward(use_reentrant, compiled):
     torch._dynamo.reset()
     model = patched("qwen3_moe", use_cache=False, **ONE_LAYER)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from helpers.models import batch, build
+from helpers.models import batch, patched
 
 import sonicmoe_hf
 
@@ -29,8 +29,7 @@ class Calls:
 
 
 def test_an_ordinary_step_of_two_layers_makes_few_python_calls():
-    model, inputs = build("qwen3_moe", use_cache=False), batch()
-    sonicmoe_hf.patch_model(model)
+    model, inputs = patched("qwen3_moe", use_cache=False), batch()
     for _ in range(2):  # the first call checks the model
         model(**inputs).loss.backward()
     calls = Calls()

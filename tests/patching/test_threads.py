@@ -181,8 +181,7 @@ def test_an_interrupted_call_is_forgotten_when_its_model_is_called_again():
 
 
 def test_a_model_called_inside_another_keeps_its_own_settings():
-    student, teacher = build("qwen3_moe"), build("qwen3_moe", seed=1)
-    sonicmoe_hf.patch_model(student, POLICY)
+    student, teacher = patched("qwen3_moe", POLICY), build("qwen3_moe", seed=1)
     sonicmoe_hf.patch_model(teacher, TokenRounding(tile=4))
     watches = [Watch(student), Watch(teacher)]
 
