@@ -89,11 +89,8 @@ MODELS = {
     "token rounding": lambda: full(POLICY),
     "LoRA": with_adapters,
 }
-SHOWN_EVERYWHERE = [
-    ("full", True),
-    ("token rounding", True),
-    ("LoRA", False),
-]  # with every version of torch; the oldest cannot trace gpt_oss
+# with every version of torch, of which the oldest cannot trace gpt_oss
+SHOWN_EVERYWHERE = [("full", True), ("token rounding", True), ("LoRA", False)]
 STEPS = sorted(itertools.product(MODELS, (False, True)), key=lambda step: step not in SHOWN_EVERYWHERE)
 
 
