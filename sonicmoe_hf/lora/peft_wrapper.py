@@ -176,25 +176,19 @@ def _say(parameter: str, obstacle: str) -> None:
         )
 
 
-class _ExceptFactors:
-    """An auto-wrap policy of FSDP that leaves some modules to the unit around them."""
-
-    def __init__(self, policy, factors: set[nn.Module]):
-        self.policy, self.factors = policy, factors
-
-    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        if not recurse and module in self.factors:
-            return False
-        return self.policy(module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
-
-
 def _fsdp_auto_wrap_policy(model: nn.Module):
     """PEFT's policy makes a unit of every Linear that trains; a ParamWrapper reads its Linears' weights without calling
     them, so they would still be sharded then."""
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     factors = {linear for wrapper in wrappers for linear in (*wrapper.lora_A.values(), *wrapper.lora_B.values())}
     policy = _PEFTS_POLICY(model)
-    return _ExceptFactors(policy, factors) if factors else policy
+
+    def policy_without_factors(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return (recurse or module not in factors) and policy(
+            module, recurse=recurse, nonwrapped_numel=nonwrapped_numel
+        )
+
+    return policy_without_factors if factors else policy
 
 
 def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):

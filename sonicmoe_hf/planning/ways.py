@@ -31,12 +31,12 @@ KEPT = (  # what is kept for backward, the fastest first
 
 @dataclass(frozen=True)
 class Way:
-    """One way: its settings and command, what it takes, whether that fits."""
+    """One way: its settings and command, what it takes, and GiB of a GPU."""
 
     training: Training
     command: str
     memory: Memory
-    fits: bool
+    gpu_memory: float
 
     @property
     def kind(self) -> str:
@@ -61,29 +61,17 @@ class Way:
         """GiB of a GPU, with the allocator's gaps and CUDA's context."""
         return GAPS * self.memory.total / GIB + CONTEXT
 
-
-@dataclass(frozen=True)
-class Batch:
-    """A step's tokens on a GPU: so many sequences of so many tokens."""
-
-    sequences: int
-    length: int
-
-    @classmethod
-    def of(cls, tokens: int) -> Batch:
-        """At least that many tokens, in equal sequences of SEQUENCE at most."""
-        sequences = -(-tokens // SEQUENCE)
-        return cls(sequences, -(-tokens // sequences))
-
     @property
-    def tokens(self) -> int:
-        """Of a step on a GPU."""
-        return self.sequences * self.length
+    def fits(self) -> bool:
+        """Whether a GPU has as much."""
+        return self.needed <= self.gpu_memory
 
-    @property
-    def options(self) -> str:
-        """The examples' options."""
-        return f"--sequence-length {self.length} --batch-size {self.sequences}"
+
+def in_sequences(tokens: int) -> tuple[int, int]:
+    """(tokens, their sequences' length): at least so many, in equal sequences of SEQUENCE at most."""
+    sequences = -(-tokens // SEQUENCE)
+    length = -(-tokens // sequences)
+    return sequences * length, length
 
 
 def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, method: str | None = None) -> list[Way]:
@@ -94,33 +82,32 @@ def ways_of(sizes: ModelSizes, *, gpus: int, gpu_memory: float, tokens: int, met
     Raises:
         DoctorError: no command of that method can load the checkpoint, as it is quantized.
     """
-    planned, batch = [], Batch.of(tokens)
-    for training in _trainings(sizes, gpus, batch):
+    planned = []
+    for training in _trainings(sizes, gpus, *in_sequences(tokens)):
         if method in (None, training.method):
             if sizes.has_sinks and _is_loaded_in_bf16(training):
                 training = replace(training, attention=ATTENTION_WITH_SINKS)
-            planned.append(_way(sizes, batch, training, gpu_memory))
+            planned.append(_way(sizes, training, gpu_memory))
     packed = [way for way in planned if way.training.method == "qlora" and way.training.gpus == 1]
     if not any(way.fits for way in packed):
         by_example = [way.training for way in packed if _is_of_qlora_example(way.training)]
-        planned += [_from_host_memory(sizes, batch, training, gpu_memory) for training in by_example]
+        planned += [_from_host_memory(sizes, training, gpu_memory) for training in by_example]
     if not planned:
         raise DoctorError(f"{sizes.name}: {left_out(sizes) or f'there is no way of training it by {method}'}")
     return planned
 
 
-def _way(sizes: ModelSizes, batch: Batch, training: Training, gpu_memory: float) -> Way:
-    way = Way(training, _command(sizes, batch, training), memory(sizes, training), False)
-    return replace(way, fits=way.needed <= gpu_memory)
+def _way(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
+    return Way(training, _command(sizes, training), memory(sizes, training), gpu_memory)
 
 
-def _from_host_memory(sizes: ModelSizes, batch: Batch, training: Training, gpu_memory: float) -> Way:
+def _from_host_memory(sizes: ModelSizes, training: Training, gpu_memory: float) -> Way:
     """The way with as many GiB of experts on the GPU as fit there, and the others in host memory."""
-    alone = _way(sizes, batch, replace(training, experts_memory=0), gpu_memory)
+    alone = _way(sizes, replace(training, experts_memory=0), gpu_memory)
     if not alone.fits:
         return alone
     left = int((gpu_memory - alone.needed) / GAPS)
-    return _way(sizes, batch, replace(training, experts_memory=left * GIB), gpu_memory)
+    return _way(sizes, replace(training, experts_memory=left * GIB), gpu_memory)
 
 
 def _is_of_qlora_example(training: Training) -> bool:
@@ -170,14 +157,10 @@ def shown(ways: list[Way]) -> tuple[list[Way], list[Way]]:
     return [way for way in fitting if way is not None], too_large
 
 
-def _trainings(sizes: ModelSizes, gpus: int, batch: Batch) -> Iterator[Training]:
+def _trainings(sizes: ModelSizes, gpus: int, tokens: int, sequence: int) -> Iterator[Training]:
     """All that the examples can do with this checkpoint."""
-    of_all: dict[str, Any] = {
-        "tokens": batch.tokens,
-        "sequence": batch.length,
-        "liger": sizes.model_type in LIGER,
-        "gpus": gpus,
-    }
+    liger = sizes.model_type in LIGER
+    of_all: dict[str, Any] = {"tokens": tokens, "sequence": sequence, "liger": liger, "gpus": gpus}
     one, divides = gpus == 1, sizes.num_experts % gpus == 0
     if left_out(sizes) is None:
         full = Training(method="full", **of_all)
@@ -224,7 +207,7 @@ def _formats(sizes: ModelSizes) -> Iterator[str]:
         yield format
 
 
-def _command(sizes: ModelSizes, batch: Batch, training: Training) -> str:
+def _command(sizes: ModelSizes, training: Training) -> str:
     """The example that does it, under its launcher, with the options that it takes."""
     model, gpus = f"--model {shlex.quote(sizes.name)}", training.gpus
     launcher = "python" if training.parallel == "one GPU" else f"torchrun --nproc-per-node {gpus}"
@@ -243,7 +226,8 @@ def _command(sizes: ModelSizes, batch: Batch, training: Training) -> str:
         script, options = "finetune", _of_finetune(sizes, training)
         if training.parallel == "FSDP2":
             launcher = f"accelerate launch --config_file examples/fsdp2.yaml --num_processes {gpus}"
-    return " ".join([launcher, f"examples/{script}.py", model, batch.options, *options])
+    batch = f"--sequence-length {training.sequence} --batch-size {training.tokens // training.sequence}"
+    return " ".join([launcher, f"examples/{script}.py", model, batch, *options])
 
 
 def _of_finetune(sizes: ModelSizes, training: Training) -> list[str]:

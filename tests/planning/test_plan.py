@@ -25,7 +25,7 @@ from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.planning.memory import Training, adapter_parameters, layer_bytes, memory, stored_bytes
 from sonicmoe_hf.planning.sizes import sizes_of_checkpoint, sizes_of_model
-from sonicmoe_hf.planning.ways import FEW_TOKENS, LIGER, Batch, shown, ways_of
+from sonicmoe_hf.planning.ways import FEW_TOKENS, LIGER, in_sequences, shown, ways_of
 
 pytestmark = pytest.mark.pinned
 GPT_OSS = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
@@ -220,8 +220,8 @@ def test_attention_with_sinks_is_planned_as_it_is_loaded():
 
 @pytest.mark.parametrize("tokens", [1, 4096, 4097, 6000, 16384])
 def test_a_batch_has_at_least_the_tokens_asked_for(tokens):
-    batch = Batch.of(tokens)
-    assert tokens <= batch.tokens < tokens + batch.sequences and batch.length <= 4096
+    planned, length = in_sequences(tokens)
+    assert tokens <= planned < tokens + planned // length and length <= 4096 and planned % length == 0
 
 
 def parts_of(command):
