@@ -7,6 +7,7 @@ Without arguments: a small Qwen3-MoE-architecture model with random weights, on 
         --sequence-length 4096 --batch-size 4 --output outputs/lora
     python examples/finetune.py --model openai/gpt-oss-20b --dequantize --dataset my_texts.jsonl --bf16
     python examples/finetune.py --model openai/gpt-oss-20b --lora --experts-quantization mxfp4 --dataset my_texts.jsonl
+    python examples/finetune.py --model Qwen/Qwen3.5-35B-A3B --lora --all-linear --dataset my_texts.jsonl    # a hybrid
     accelerate launch --config_file examples/fsdp2.yaml examples/finetune.py ...
 
 --lora is the recipe of docs/lora.md: adapters on experts and attention, bf16 weights and autocast, gradient
@@ -84,6 +85,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--lora", "--lora-rank", dest="lora_rank", metavar="RANK", type=int, nargs="?", const=16,
                        default=0, help="train LoRA on experts and attention (rank 16); default: all weights")  # fmt: skip
     model.add_argument("--lora-alpha", type=int, help="default: twice the rank")
+    model.add_argument(
+        "--all-linear", action="store_true", help="LoRA on linear attention, Mamba and shared experts too"
+    )
     switch = argparse.BooleanOptionalAction
     model.add_argument("--bf16", action=switch, help="compute in bf16 (autocast); default: for LoRA")
     model.add_argument("--gradient-checkpointing", action=switch, help="default: for LoRA")
@@ -249,6 +253,8 @@ def choose_trained_weights(model: PreTrainedModel, arguments: argparse.Namespace
     """The model with LoRA, with frozen experts, or as it is."""
     if arguments.lora_rank:
         options = {"target_parameters": []} if arguments.freeze_experts else {}
+        if arguments.all_linear:
+            options["target_modules"] = "all-linear"
         if arguments.lora_alpha is not None:
             options["lora_alpha"] = arguments.lora_alpha
         model = import_peft().get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.lora_rank, **options))

@@ -6,6 +6,7 @@ on any machine.
     python examples/qlora.py
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --output outputs/qlora
     python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
+    python examples/qlora.py --model Qwen/Qwen3.5-35B-A3B --all-linear --no-liger --dataset my_texts.jsonl    # a hybrid
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --model openai/gpt-oss-120b --experts-memory 0 ...    # its experts in host memory
     python examples/qlora.py --trl ...
@@ -72,6 +73,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attn-implementation", help="sdpa, flex_attention (gpt-oss has no sdpa), ...")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
+    parser.add_argument("--all-linear", action="store_true", help="adapt linear attention, Mamba, shared experts too")
+    parser.add_argument(
+        "--liger", action=argparse.BooleanOptionalAction, help="for the loss; default: on GPUs, where it is installed"
+    )
     parser.add_argument(
         "--dataset", help="hub name, or a file (.jsonl, .csv, .txt, .parquet); default: the standard library"
     )
@@ -88,6 +93,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.random and options.model is None:
         parser.error("--random takes the sizes of --model")
+    if options.liger is None:
+        options.liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
     options.sequence_length = options.sequence_length or (128 if options.model is None else 512)
     return options
 
@@ -166,8 +173,8 @@ def load_random(texts, arguments: argparse.Namespace, world_size: int = 1):
 
 
 def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
-    """The arguments of Transformers' Trainer or TRL's, with the loss in chunks (Liger) where that is installed and there
-    is a GPU. They come before the model: under torchrun they tell each rank its GPU."""
+    """The arguments of Transformers' Trainer or TRL's. They come before the model: under torchrun they tell each rank its
+    GPU."""
     settings = {
         "output_dir": str(arguments.output / "adapter"),
         "max_steps": arguments.steps,
@@ -179,7 +186,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
         "bf16": True,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "use_liger_kernel": torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None,
+        "use_liger_kernel": arguments.liger,
         "liger_kernel_config": {"swiglu": False},  # the experts are ours
         "optim": "adamw_torch_fused",
         "logging_steps": max(1, arguments.steps // 8),
@@ -233,6 +240,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         tokenizer = AutoTokenizer.from_pretrained(base)
         model = load_packed(base, arguments, args.world_size)
     options = {"target_parameters": []} if arguments.attention_only else {}
+    if arguments.all_linear:
+        options["target_modules"] = "all-linear"
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, arguments.rank, **options))
     if is_first:
         model.print_trainable_parameters()

@@ -8,9 +8,10 @@ import datasets
 import pytest
 import torch
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
+from helpers.small_families import small_config
 from safetensors.torch import load_file
 from torch._dynamo.eval_frame import OptimizedModule
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.cli.main import main as command
@@ -170,6 +171,28 @@ def test_finetune_trains_adapters_beside_packed_experts(finetune, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune", "qlora"])
+def test_all_linear_adapts_linear_attention_of_a_hybrid_model(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = load(name)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
+    small_config(
+        Qwen3_5MoeTextConfig, sizes | {"layer_types": ["linear_attention", "full_attention"]}
+    ).save_pretrained(tmp_path / "tiny")
+    options = ["--model", str(tmp_path / "tiny"), "--random", "--steps", "1", "--batch-size", "1"]
+    options += ["--sequence-length", "32", "--output", str(tmp_path / "out"), "--all-linear"]
+    if name == "finetune":
+        options += ["--lora", "4", "--train-only", "--no-gradient-checkpointing"]
+    targets = []
+    adapt = sonicmoe_hf.lora_config
+    monkeypatch.setattr(
+        sonicmoe_hf, "lora_config", lambda *given, **named: targets.append(adapt(*given, **named)) or targets[-1]
+    )
+    example.main(options)
+    assert {"in_proj_qkv", "out_proj", "q_proj", "o_proj"} <= targets[0].target_modules
+    assert targets[0].target_parameters
+
+
 def test_finetune_freezes_experts_saves_inputs_and_resumes(tmp_path):
     finetune = load("finetune")
     texts = tmp_path / "texts.jsonl"
