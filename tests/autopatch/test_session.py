@@ -56,7 +56,7 @@ def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_c
     said = capsys.readouterr().err
     assert said.count("sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k") == 1
     assert "backend: eager (" in said and "in torch.float32" in said and "experts: trained" in said
-    session.say()
+    session.report()
     assert capsys.readouterr().err == ""
 
 
@@ -73,7 +73,7 @@ def test_a_model_without_experts_is_told_why_nothing_is_patched(make_session, ca
     config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = AutoModelForCausalLM.from_config(config)
     session.built(model)
-    session.say()  # the optimiser's first step
+    session.report()  # the optimiser's first step
     said = capsys.readouterr().err
     assert "LlamaForCausalLM is not patched: LlamaForCausalLM has no mixture-of-experts layer" in said
 
@@ -137,7 +137,7 @@ def test_models_without_weights_are_not_spoken_of(make_session, capsys):
     with torch.device("meta"):
         shell = build()
     session.built(shell)
-    session.say()
+    session.report()
     assert sonicmoe_hf.is_patched(shell) and capsys.readouterr().err == ""
 
 
@@ -155,7 +155,7 @@ def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(m
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
     session = make_session(experts_quantization="mxfp4")
     with pytest.raises(RuntimeError, match="--experts-quantization mxfp4 had no effect"):
-        session.say()
+        session.report()
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     session.load(type(dense).from_pretrained, type(dense), (str(tmp_path / "dense"),), {})
     assert not session.has_packed
