@@ -220,33 +220,23 @@ def test_evaluation_refuses_any_other_routing(quality, tiny, corpus, monkeypatch
         training.evaluate(model, counters, tiny, corpus.held_out)
 
 
-def test_expert_choice_gives_every_expert_its_best_tokens(quality, tiny):
+@pytest.mark.parametrize(("factor", "only_top_k"), [(1.0, False), (0.5, True)], ids=["expert choice", "token drop"])
+def test_every_expert_takes_its_best_tokens_up_to_the_capacity(quality, tiny, factor, only_top_k):
     training, _ = quality
     model, _ = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
     router = next(training.find_layers(model)).router.train()
     x = torch.randn(32, tiny.hidden_size)
     logits_TE, weights_TK, index_TK = router(x)
-    scores_TE = logits_TE.softmax(-1)
-    routing = training.CapacityRouting(1.0, only_top_k=False)(router, (x,), (logits_TE, weights_TK, index_TK))[2]
+    scores_TE, capacity = logits_TE.softmax(-1), int(factor * 32 * 2 / 8)
+    routing = training.CapacityRouting(factor, only_top_k)(router, (x,), (logits_TE, weights_TK, index_TK))[2]
     for expert in range(tiny.experts):
-        chosen = routing.token_index[routing.expert_index == expert]
-        assert set(chosen.tolist()) == set(scores_TE[:, expert].topk(8).indices.tolist())  # 32 tokens * 2 / 8 experts
-    total = torch.zeros(32).index_add_(0, routing.token_index, routing.weights.detach())
-    chosen_once = torch.zeros(32).index_fill_(0, routing.token_index, 1.0)
-    torch.testing.assert_close(total, chosen_once)  # Qwen3's weights sum to 1 over whatever set a token has
-
-
-def test_token_drop_keeps_the_best_of_top_k_up_to_the_capacity(quality, tiny):
-    training, _ = quality
-    model, _ = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
-    router = next(training.find_layers(model)).router.train()
-    x = torch.randn(32, tiny.hidden_size)
-    logits_TE, weights_TK, index_TK = router(x)
-    routing = training.CapacityRouting(0.5, only_top_k=True)(router, (x,), (logits_TE, weights_TK, index_TK))[2]
-    for expert in range(tiny.experts):
-        named = (index_TK == expert).any(1).nonzero().flatten()
-        best = named[logits_TE.softmax(-1)[named, expert].argsort(descending=True)[:4]]  # 0.5 * 32 * 2 / 8
+        eligible = (index_TK == expert).any(1).nonzero().flatten() if only_top_k else torch.arange(32)
+        best = eligible[scores_TE[eligible, expert].argsort(descending=True)[:capacity]]
         assert set(routing.token_index[routing.expert_index == expert].tolist()) == set(best.tolist())
+    taken = routing.expert_index < tiny.experts
+    total = torch.zeros(32).index_add_(0, routing.token_index[taken], routing.weights.detach()[taken])
+    chosen_once = torch.zeros(32).index_fill_(0, routing.token_index[taken], 1.0)
+    torch.testing.assert_close(total, chosen_once)  # Qwen3's weights sum to 1 over whatever set a token has
 
 
 def test_a_second_call_skips_finished_runs(quality, tiny, corpus_file, tmp_path, monkeypatch, capsys):

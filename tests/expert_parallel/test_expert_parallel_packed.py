@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
 from helpers.checkpoints import edit_config, make, rewrite, tensors_in
+from helpers.marks import rest_slow
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH, mean_of_ranks
 from helpers.ranks import WORLD
@@ -54,8 +55,9 @@ def packed_and_reloaded(rank, folder, sizes, format):
     return [held_logits(model, rank, sizes), held_logits(reloaded, rank, sizes, POLICY)]
 
 
-@pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "sizes"), rest_slow([*zip(FORMATS, (SHARED, APART) * 2), *zip(FORMATS, (APART, SHARED) * 2)], 4)
+)
 def test_ranks_pack_save_and_reload_their_experts_as_one_rank_does_all(ranks, format, sizes, tmp_path):
     build("qwen3_moe", **SIZES).save_pretrained(tmp_path / "hub")
     model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format).train()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
+from helpers.marks import rest_slow
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, twin
 from helpers.parallel import HAS_EP_SIZE, OWN_BATCH, assert_mean_of_ranks, gathered, gradients, load_parallel
 from helpers.ranks import WORLD
@@ -85,8 +86,10 @@ def in_precision(model, precision):
     return model
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("experts_on_their_own", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "experts_on_their_own"),
+    rest_slow([(torch.float32, False), (torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)], 2),
+)
 @pytest.mark.parametrize(
     "family, checkpointing, patch_last",
     [("qwen3_moe", False, False), ("qwen3_moe", True, True), ("gpt_oss", False, True), ("deepseek_v3", False, False)],
