@@ -147,6 +147,12 @@ def batch(rows: int = 4, length: int = 24, padding: bool = False, seed: int = 0)
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
 
 
+def logits_of(model):
+    """Of `batch`, in evaluation."""
+    with torch.no_grad():
+        return model.eval()(input_ids=batch()["input_ids"]).logits
+
+
 def loss_and_gradients(model, inputs):
     """Logits, loss and every parameter's gradient of one training forward and backward."""
     model.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import tensors_in
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 import sonicmoe_hf
+from sonicmoe_hf import CheckpointError, convert_adapter
 
 ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
 HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -77,6 +79,18 @@ def adapt(model, name, folder, parameters=HUB, **options):
 
 def config_of(folder):
     return json.loads((folder / "adapter_config.json").read_text())
+
+
+def edit(adapter, **changes):
+    """Change entries of its adapter_config.json."""
+    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
+
+
+def assert_refused(adapter, match, layout="vllm", **options):
+    """convert_adapter raises, and writes nothing."""
+    with pytest.raises(CheckpointError, match=match):
+        convert_adapter(adapter, adapter.parent / "refused", layout, **options)
+    assert not (adapter.parent / "refused").exists()
 
 
 def merged_by_peft(adapted, folder):

@@ -2,14 +2,17 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
-from helpers.adapters import random_factors
+from helpers import served
+from helpers.adapters import random_factors, save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
 from helpers.examples import load as load_example
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, relative_error
+from helpers.models import assert_all_close, batch, build, logits_of, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
+from helpers.served import ATTENTION, HUB, config_of, edit
 from helpers.training import POLICY, Watch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -19,9 +22,8 @@ import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter
 from sonicmoe_hf.cli.main import main
 
-ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
-HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
+assert_refused = partial(served.assert_refused, layout="native")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -31,19 +33,18 @@ def lora(family, parameters, **options):
 
 
 def trained_adapter(model, family, parameters, folder, **options):
-    """An adapter whose lora_B is not zero, saved; returns the adapted model."""
-    adapted = get_peft_model(model, lora(family, parameters, **options))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.3)
-    adapted.save_pretrained(folder)
-    return adapted.eval()
+    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
+    return save_with_factors(get_peft_model(model, lora(family, parameters, **options)), folder)
 
 
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=batch()["input_ids"]).logits
+def assert_serves_and_merges(adapted, native, tmp_path):
+    """The converted adapter, of a native base, computes what it was converted from, and comes back to the hub's layout."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
+    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    sonicmoe_hf.merge_adapter(native, tmp_path / "converted", tmp_path / "merged", "hub")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert relative_error(logits_of(merged), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
 
 
 @every_family
@@ -55,8 +56,8 @@ def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, param
     adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), family, parameters, tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", base_model=str(native))
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    assert relative_error(logits(model), logits(AutoModelForCausalLM.from_pretrained(native))) > 0.05, (
+    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    assert relative_error(logits_of(model), logits_of(AutoModelForCausalLM.from_pretrained(native))) > 0.05, (
         "it does something"
     )
     convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
@@ -69,7 +70,7 @@ def test_an_adapter_trained_on_the_native_layout_serves_the_hub_layout(family, t
     adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(native), family, NATIVE, tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", "hub")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "converted")
-    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged hub")
     merged_native = adapted.merge_and_unload()
@@ -136,7 +137,7 @@ def test_layers_may_be_adapted_differently(tmp_path):
     adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), "qwen3_moe", parameters, tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
 
 
 @every_family
@@ -154,10 +155,6 @@ def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family,
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
 
 
-def config_of(folder):
-    return json.loads((folder / "adapter_config.json").read_text())
-
-
 @pytest.fixture
 def adapter(tmp_path):
     hub, _ = save_both(build("qwen3_moe"), tmp_path)
@@ -170,16 +167,6 @@ def adapter(tmp_path):
         alpha_pattern={r".*\.gate_up_proj": 8},
     )
     return tmp_path / "adapter"
-
-
-def edit(adapter, **changes):
-    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
-
-
-def assert_refused(adapter, match, **options):
-    with pytest.raises(CheckpointError, match=match):
-        convert_adapter(adapter, adapter.parent / "refused", **options)
-    assert not (adapter.parent / "refused").exists()
 
 
 def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
@@ -209,14 +196,9 @@ def test_ranks_and_alphas_of_any_regular_expression_stay_with_their_weights(patt
     adapted = random_factors(get_peft_model(AutoModelForCausalLM.from_pretrained(hub), config)).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits(model), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    sonicmoe_hf.merge_adapter(native, tmp_path / "converted", tmp_path / "merged", "hub")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert relative_error(logits(merged), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
+    assert_serves_and_merges(adapted, native, tmp_path)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "back")
-    assert torch.equal(logits(model), logits(adapted))
+    assert torch.equal(logits_of(model), logits_of(adapted))
 
 
 @every_family
@@ -227,12 +209,7 @@ def test_the_experts_own_rank_goes_through_conversion_and_merging_and_comes_back
     adapted.save_pretrained(tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
     assert config_of(tmp_path / "converted")["rank_pattern"] == {"experts.c_fc": 2, "experts.c_proj": 2}
-    converted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits(converted), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    sonicmoe_hf.merge_adapter(native, tmp_path / "converted", tmp_path / "merged", "hub")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert relative_error(logits(merged), logits(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
+    assert_serves_and_merges(adapted, native, tmp_path)
     assert same_bits(tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "back"))
     assert config_of(tmp_path / "back")["alpha_pattern"] == config_of(tmp_path / "adapter")["alpha_pattern"]
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from helpers.served import HUB, adapt, base, config_of
+from helpers.served import HUB, adapt, assert_refused, base, edit
 from safetensors.torch import load_file, save_file
 
-from sonicmoe_hf import CheckpointError, convert_adapter
+from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.rules import is_target_parameter
 
@@ -16,16 +16,6 @@ from sonicmoe_hf.lora.rules import is_target_parameter
 def adapter(tmp_path):
     adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter")
     return tmp_path / "adapter"
-
-
-def edit(adapter, **changes):
-    (adapter / "adapter_config.json").write_text(json.dumps({**config_of(adapter), **changes}))
-
-
-def assert_refused(adapter, match, layout="vllm", **options):
-    with pytest.raises(CheckpointError, match=match):
-        convert_adapter(adapter, adapter.parent / "refused", layout, **options)
-    assert not (adapter.parent / "refused").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.resuming import weights
 from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
 from transformers import TrainerCallback
 
@@ -11,10 +12,6 @@ from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
 
 SAME_COMPUTATION = "the same kernels on the same numbers: only the order of additions in autograd may differ"
-
-
-def weights(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def note_steps(watch, trainer):
