@@ -108,15 +108,15 @@ def test_nor_does_checkpointing(monkeypatch, use_reentrant):
 
 PACKED = packed(lengths=(5, 1, 10))
 WITH_SINKS = {
-    "whole": (batch(), True),
+    "packed, with position_ids alone": (PACKED, False),
     "padded": (batch(padding=True), True),
     "packed, with starts and lengths": (packed(lengths=(5, 1, 10), with_starts=True), True),
-    "packed, with position_ids alone": (PACKED, False),
+    "whole": (batch(), True),
     "neither mask nor positions": ({name: PACKED[name] for name in ("input_ids", "labels")}, False),
 }
 
 
-@pytest.mark.parametrize("case", WITH_SINKS)
+@pytest.mark.parametrize("case", rest_slow(WITH_SINKS, 2))
 def test_attention_with_sinks_is_captured_as_docs_attention_says(monkeypatch, case):
     inputs, is_captured = WITH_SINKS[case]
     monkeypatch.setattr(flash, "uses_cuda_kernels", lambda device: True)
