@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -271,8 +271,9 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
     return [gradients[name] for name, needed in zip(Inputs._fields, need) if needed]
 
 
-def _down_backward(layer: _Layer, need: Inputs, dout, saved: list[Saved]):
-    """(gradients of the routing weights and of the second adapter, dh, a', u); None for what is not needed."""
+def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):
+    """(gradients of the routing weights and of the second adapter, dh, a', u); None for what is not needed. need: Inputs
+    of bools."""
     kernels, inputs, rows, adapter = layer.kernels, layer.inputs, layer.rows, layer.down_adapter
     h, u, v = saved.pop()
     weight_P, gradients, dv, extra, dh, a = inputs.weight.reshape(-1), {}, None, None, None, None
@@ -296,8 +297,8 @@ def _down_backward(layer: _Layer, need: Inputs, dout, saved: list[Saved]):
     return gradients, dh, a if need.down else None, u
 
 
-def _up_backward(layer: _Layer, need: Inputs, dh, u, num_tokens: int):
-    """Gradients of x and of the first adapter."""
+def _up_backward(layer: _Layer, need: Any, dh, u, num_tokens: int):
+    """Gradients of x and of the first adapter. need: as there."""
     kernels, inputs, rows, adapter = layer.kernels, layer.inputs, layer.rows, layer.gate_up_adapter
     gradients, du, extra = {}, None, None
     if adapter is not None and (need.x or need.gate_up_a or need.gate_up_b):

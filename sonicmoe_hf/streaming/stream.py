@@ -98,7 +98,8 @@ class HostLayer:
     def mapped(self) -> dict[str, torch.Tensor] | None:
         if self._mapped is None:
             memories = [self.stream.copies.mapped(host) for host in self._bytes]
-            self._mapped = {} if any(memory is None for memory in memories) else self.views(memories)
+            mapped = [memory for memory in memories if memory is not None]
+            self._mapped = self.views(mapped) if len(mapped) == len(memories) else {}
         return self._mapped or None
 
     def pairs(self, buffer: _Buffer) -> list[tuple[torch.Tensor, torch.Tensor]]:
