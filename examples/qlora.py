@@ -64,6 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--experts-quantization", choices=tuple(FORMATS), help="default: the checkpoint's own format, else nf4"
     )
+    parser.add_argument("--experts-compute", choices=("fp8",), help="products of FP8 experts in FP8, on Hopper GPUs")
     parser.add_argument(
         "--experts-memory",
         help="such as 8GiB: how much of the experts stays on the GPU, while the rest is copied from host memory for each "
@@ -239,6 +240,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 make_small_model(texts, arguments.output / "base")
         tokenizer = AutoTokenizer.from_pretrained(base)
         model = load_packed(base, arguments, args.world_size)
+    if arguments.experts_compute is not None:
+        sonicmoe_hf.patch_model(model, experts_compute=arguments.experts_compute)
     options = {"target_parameters": []} if arguments.attention_only else {}
     if arguments.all_linear:
         options["target_modules"] = "all-linear"

@@ -384,6 +384,8 @@ def test_qlora_goes_from_a_checkpoint_over_packed_experts_to_a_merged_one(tmp_pa
     monkeypatch.setattr(qlora, "load_texts", lambda arguments: [TEXT] * 40)
     attention_only = qlora.main([*tiny, "--attention-only", "--output", str(tmp_path / "attention")])["eval_loss"]
     # 0.10 lower with two seeds
+    in_fp8 = ["--experts-quantization", "fp8", "--experts-compute", "fp8"]
+    assert qlora.main([*tiny, *in_fp8, "--output", str(tmp_path / "fp8")])["eval_loss"] < attention_only - 0.05
     losses = qlora.main([*tiny, "--output", str(tmp_path / "first")])
     assert losses["eval_loss"] < attention_only - 0.05, "the experts' adapters learned"
     merged = tmp_path / "first" / "merged"
