@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..interface import PackedOperand
+from ..interface import Activation, PackedOperand
 from ..quantized import (
     FP8_BLOCK,
     SCALE_OFFSET,
@@ -70,23 +70,27 @@ def _by_warp(groups):
 
 
 @triton.jit
-def _scale_codes(scales, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """uint8 [rows, 4], those of four blocks from `start` on; 0 past the end."""
-    block = start // BLOCK + tl.arange(0, 4)[None, :]
+def _scale_codes(
+    scales, weight_row, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):
+    """uint8 [rows, COUNT], those of so many blocks from `start` on; 0 past the end."""
+    block = start // BLOCK + tl.arange(0, COUNT)[None, :]
     pointers = scales + expert.to(tl.int64) * (N * (K // BLOCK)) + weight_row[:, None] * (K // BLOCK) + block
-    return tl.load(pointers) if K % (4 * BLOCK) == 0 else tl.load(pointers, mask=block < K // BLOCK, other=0)
+    return tl.load(pointers) if K % (COUNT * BLOCK) == 0 else tl.load(pointers, mask=block < K // BLOCK, other=0)
 
 
 @triton.jit
 def _words(
-    words, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):
-    """int32 [WARPS, 8 GROUPS, COUNT] from `start` on; 0 past the end."""
-    place = start // 8 + tl.arange(0, COUNT)[None, :]
+    words, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, CODES: tl.constexpr, STEP: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """int32 [WARPS, 8 GROUPS, COUNT] of so many CODES each from `start` on; 0 past the end."""
+    WIDTH: tl.constexpr = K // CODES
+    place = start // CODES + tl.arange(0, COUNT)[None, :]
     groups = ()
     for group in tl.static_range(len(weight_rows)):
-        pointers = words + expert.to(tl.int64) * (N * (K // 8)) + weight_rows[group][:, None] * (K // 8) + place
-        groups += (tl.load(pointers) if K % (4 * BLOCK) == 0 else tl.load(pointers, mask=place < K // 8, other=0),)
+        pointers = words + expert.to(tl.int64) * (N * WIDTH) + weight_rows[group][:, None] * WIDTH + place
+        groups += (tl.load(pointers) if K % STEP == 0 else tl.load(pointers, mask=place < WIDTH, other=0),)
     return _by_warp(groups)
 
 
@@ -110,14 +114,14 @@ def _add_nf4(
     offset = tl.load(state + _SCALE_OFFSET)
     groups = ()
     for group in tl.static_range(len(weight_rows)):
-        code = _scale_codes(scales, weight_rows[group], expert, start, N, K, 64)
+        code = _scale_codes(scales, weight_rows[group], expert, start, N, K, 64, 4)
         block = tl.minimum(start // 64 + tl.arange(0, 4), K // 64 - 1)[None, :]
         of_scale = (expert * (N * (K // 64)) + weight_rows[group][:, None] * (K // 64) + block) // _SCALES_PER_SCALE
         of_scale = gathered(state + _SCALE_SCALES, of_scale, INTERPRETED)
         groups += ((scale_of_code(code, table, state, INTERPRETED) * of_scale + offset) * _NF4_FACTOR,)
     scale = _by_warp(groups)
     for block in tl.static_range(4):
-        word = _words(words, weight_rows, expert, start + 64 * block, N, K, 64, 8)
+        word = _words(words, weight_rows, expert, start + 64 * block, N, K, 8, 256, 8)
         word = tl.split(tl.reshape(word, (WARPS, TALL, 4, 2)))
         part = tl.zeros((WARPS, TALL, 8), tl.float32)
         for which in tl.static_range(2):
@@ -132,44 +136,27 @@ def _add_nf4(
 
 
 @triton.jit
-def _add_mxfp4(
-    product, x, words, scales, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """product + that of four blocks from `start` on, one a lane."""
+def _add_e2m1(
+    product, x, words, scales, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """product + that of 128 columns from `start` on, a fourth of them a lane: a block of MXFP4, or two of NVFP4, without
+    the tensor's scale."""
     WARPS: tl.constexpr = product.shape[0]
     TALL: tl.constexpr = product.shape[1]
     groups = ()
     for group in tl.static_range(len(weight_rows)):
-        groups += (half_scale(_scale_codes(scales, weight_rows[group], expert, start, N, K, 32).to(tl.int32)),)
-    scale = _by_warp(groups)
-    words = _words(words, weight_rows, expert, start, N, K, 32, 16)
-    even, odd = tl.split(tl.reshape(words, (WARPS, TALL, 4, 2, 2)))
-    first = tl.split(even)
-    second = tl.split(odd)
-    for which in tl.static_range(4):
-        columns = _x(x, start + 8 * which, 32, K, 32)
-        word = first[which // 2] if which % 2 == 0 else second[which // 2]
-        values = mxfp4_values(word, scale, columns.dtype, INTERPRETED)
-        columns = tl.permute(tl.reshape(columns, (WARPS, 8, 4, 2, 4)), (0, 1, 2, 4, 3))
-        product = _add_dot(product, values, tl.reshape(columns, (WARPS, 8, 4, 8)), 8)
-    return product
-
-
-@triton.jit
-def _add_nvfp4(
-    product, x, words, scales, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """product + that of eight blocks from `start` on, two a lane, without the tensor's scale."""
-    WARPS: tl.constexpr = product.shape[0]
-    TALL: tl.constexpr = product.shape[1]
-    block = start // 16 + tl.arange(0, 8)[None, :]
-    groups = ()
-    for group in tl.static_range(len(weight_rows)):
-        pointers = scales + expert.to(tl.int64) * (N * (K // 16)) + weight_rows[group][:, None] * (K // 16) + block
-        code = tl.load(pointers) if K % 128 == 0 else tl.load(pointers, mask=block < K // 16, other=0)
-        groups += (half_e4m3_scale(code),)
-    scale = tl.split(tl.reshape(_by_warp(groups), (WARPS, TALL, 4, 2)))
-    words = _words(words, weight_rows, expert, start, N, K, 32, 16)
+        if FORMAT == "mxfp4":
+            code = _scale_codes(scales, weight_rows[group], expert, start, N, K, 32, 4)
+            groups += (half_scale(code.to(tl.int32)),)
+        else:
+            groups += (half_e4m3_scale(_scale_codes(scales, weight_rows[group], expert, start, N, K, 16, 8)),)
+    if FORMAT == "mxfp4":
+        of_lane = _by_warp(groups)
+        scale = of_lane, of_lane
+    else:
+        scale = tl.split(tl.reshape(_by_warp(groups), (WARPS, TALL, 4, 2)))
+    words = _words(words, weight_rows, expert, start, N, K, 8, 128, 16)
     even, odd = tl.split(tl.reshape(words, (WARPS, TALL, 4, 2, 2)))
     first = tl.split(even)
     second = tl.split(odd)
@@ -186,17 +173,6 @@ def _add_nvfp4(
 def _nvfp4_factor(state, weight_row, expert, N: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr):
     """The scale of the tensor that each row of the weight is from."""
     return tl.load(state + expert * (PARTS * KINDS) + weight_row // (N // PARTS) * KINDS + weight_row % KINDS)
-
-
-@triton.jit
-def _fp8_words(words, weight_rows, expert, start, N: tl.constexpr, K: tl.constexpr):
-    """int32 [WARPS, 8 GROUPS, 16] of four codes each, from `start` on; 0 past the end."""
-    place = start // 4 + tl.arange(0, 16)[None, :]
-    groups = ()
-    for group in tl.static_range(len(weight_rows)):
-        pointers = words + expert.to(tl.int64) * (N * (K // 4)) + weight_rows[group][:, None] * (K // 4) + place
-        groups += (tl.load(pointers) if K % 128 == 0 else tl.load(pointers, mask=place < K // 4, other=0),)
-    return _by_warp(groups)
 
 
 @triton.jit
@@ -222,7 +198,7 @@ def _add_fp8(
     scale = _by_warp(groups)
     part = tl.zeros((WARPS, TALL, 8), tl.float32)
     for half in tl.static_range(2):
-        word = _fp8_words(words, weight_rows, expert, start + 64 * half, N, K)
+        word = _words(words, weight_rows, expert, start + 64 * half, N, K, 4, 128, 16)
         even, odd = tl.split(tl.reshape(word, (WARPS, TALL, 4, 2, 2)))
         first = tl.split(even)
         second = tl.split(odd)
@@ -261,22 +237,15 @@ def _packed_product(
     weight_rows = ()
     for group in tl.static_range(GROUPS):
         weight_rows += (_weight_row(place + 8 * group, tile, N, HEIGHT, PAIRS),)
-    if FORMAT == "nf4":
-        product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
-        for start in range(0, K, STEP):
+    SCALED_LATER: tl.constexpr = FORMAT == "nf4" or FORMAT == "fp8"  # a lane's two columns apart
+    product = tl.zeros((WARPS, GROUPS * 8, 4, 2) if SCALED_LATER else (WARPS, GROUPS * 8, 8), tl.float32)
+    for start in range(0, K, STEP):
+        if FORMAT == "nf4":
             product = _add_nf4(product, x, words, scales, state, table, weight_rows, expert, start, N, K, INTERPRETED)
-    elif FORMAT == "fp8":
-        product = tl.zeros((WARPS, GROUPS * 8, 4, 2), tl.float32)
-        for start in range(0, K, STEP):
+        elif FORMAT == "fp8":
             product = _add_fp8(product, x, words, scales, weight_rows, expert, start, N, K, PARTS, KINDS, INTERPRETED)
-    elif FORMAT == "nvfp4":
-        product = tl.zeros((WARPS, GROUPS * 8, 8), tl.float32)
-        for start in range(0, K, STEP):
-            product = _add_nvfp4(product, x, words, scales, weight_rows, expert, start, N, K, INTERPRETED)
-    else:
-        product = tl.zeros((WARPS, GROUPS * 8, 8), tl.float32)
-        for start in range(0, K, STEP):
-            product = _add_mxfp4(product, x, words, scales, weight_rows, expert, start, N, K, INTERPRETED)
+        else:
+            product = _add_e2m1(product, x, words, scales, weight_rows, expert, start, N, K, FORMAT, INTERPRETED)
     return tl.reshape(product, (HEIGHT, 8))
 
 
@@ -332,7 +301,7 @@ def _packed_linear(
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
-def gemm_packed_up_kernel(
+def gemm_packed_kernel(
     x, words, scales, state, bias, rank, factor, h, a, token, tiles, num_row_tiles,
     H: tl.constexpr, I: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -340,8 +309,8 @@ def gemm_packed_up_kernel(
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]); INTERLEAVED is None
-    where the activation has no gate."""
+    """h[r] = x[token[r]] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]) and a[r] = act(h[r]), of x[r] where token is
+    None; INTERLEAVED is None where the activation has no gate."""
     GATED: tl.constexpr = INTERLEAVED is not None
     WIDTH: tl.constexpr = 2 * I if GATED else I
     PAIRS: tl.constexpr = None if not GATED else "interleaved" if INTERLEAVED else "concatenated"
@@ -379,82 +348,42 @@ def gemm_packed_up_kernel(
             tl.store(a + long_row * I + column[:, None], activated.to(a.dtype.element_ty), mask=is_stored)
 
 
-@triton.jit(do_not_specialize=T_DEPENDENT)
-def gemm_packed_down_kernel(
-    source, words, scales, state, bias, rank, factor, out, tiles, num_row_tiles,
-    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, KINDS: tl.constexpr,
-    BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr,
-    J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    HEIGHT: tl.constexpr, WARPS: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e])."""
-    column_tiles: tl.constexpr = (N + HEIGHT - 1) // HEIGHT
-    row_tile, tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert = tl.load(tiles + row_tile * 3)
-    if expert < 0:
+def _launch(x, weight: PackedOperand, bias, rows, token, h, a, inner: int, interleaved, activation, extra) -> None:
+    """Fill h and a, of which one may be None, from rows of x, or those that `token` names."""
+    codes, scales, state, name = weight
+    packed = Quantized(codes, scales, state)
+    num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
+    if not num_pairs:
         return
-    table = nf4_table(state, INTERPRETED) if FORMAT == "nf4" else 0
-    end = tl.load(tiles + row_tile * 3 + 2)
-    column = tile * HEIGHT + tl.arange(0, HEIGHT)
-    for first in range(tl.load(tiles + row_tile * 3 + 1), end, 8):
-        product = _packed_linear(
-            source, None, words, scales, state, table, bias, rank, factor, expert, tile, first, end,
-            N, K, FORMAT, STEP, PARTS, KINDS, BIAS_STRIDE_E, BIAS_STRIDE_N, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N,
-            FACTOR_STRIDE_J, None, HEIGHT, WARPS, INTERPRETED,
-        )  # fmt: skip
-        row = first + tl.arange(0, 8)
-        out_pointers = out + row.to(tl.int64)[None, :] * N + column[:, None]
-        is_stored = (row < end)[None, :] & (column < N)[:, None]
-        tl.store(out_pointers, product.to(out.dtype.element_ty), mask=is_stored)
-
-
-class _PackedPlan:
-    """How these kernels are launched: tensors and constants of the weight, the programs, and options."""
-
-    def __init__(self, tensor, weight: PackedOperand, rows):
-        codes, scales, state, name = weight
-        num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        blocks = packed_blocks(name, tensor, num_pairs, num_experts)
-        self.weight = words_of(codes), scales, state
-        self.format = name, STEP[name], *parts_and_kinds(Quantized(codes, scales, state), name)
-        self.row_tiles = max_row_tiles(num_pairs, num_experts)
-        self.height = blocks.height
-        self.tile = blocks.height, blocks.warps, is_interpreted(tensor.device)
-        self.options = {"num_warps": blocks.warps, "num_stages": 1, "maxnreg": blocks.registers}
+    _, width, hidden = weight_shape(packed, name)
+    blocks = packed_blocks(name, x, num_pairs, num_experts)
+    row_tiles = max_row_tiles(num_pairs, num_experts)
+    extra_tensors, extra_constants = extra_operands(extra)
+    launch_kernel(
+        gemm_packed_kernel,
+        (row_tiles * cdiv(width, blocks.height),),
+        (x, words_of(codes), scales, state, bias, *extra_tensors, h, a, token, rows.tiles),
+        (row_tiles,),
+        (hidden, inner, name, STEP[name], *parts_and_kinds(packed, name), *bias_strides(bias), interleaved,
+         *extra_constants, *activation, blocks.height, blocks.warps, is_interpreted(x.device)),
+        num_warps=blocks.warps, num_stages=1, maxnreg=blocks.registers,
+    )  # fmt: skip
 
 
 def packed_up(x_TH, gate_up: PackedOperand, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):
     """`up` with a packed weight."""
-    num_rows, (_, width, hidden) = rows.token.numel(), weight_shape(Quantized(*gate_up[:3]), gate_up.format)
-    h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
+    num_rows, (_, width, _) = rows.token.numel(), weight_shape(Quantized(*gate_up[:3]), gate_up.format)
     inner = activation.inner(width)
+    h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, inner) if want_a else None
-    if num_rows:
-        plan = _PackedPlan(x_TH, gate_up, rows)
-        extra_tensors, extra_constants = extra_operands(extra)
-        launch_kernel(
-            gemm_packed_up_kernel, (plan.row_tiles * cdiv(width, plan.height),),
-            (x_TH, *plan.weight, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token, rows.tiles), (plan.row_tiles,),
-            (hidden, inner, *plan.format, *bias_strides(bias_E2I), interleaved if activation.is_gated else None,
-             *extra_constants, *activation, *plan.tile),
-            **plan.options,
-        )  # fmt: skip
+    order = interleaved if activation.is_gated else None
+    _launch(x_TH, gate_up, bias_E2I, rows, rows.token, h_R2I, a_RI, inner, order, activation, extra)
     return h_R2I, a_RI
 
 
 def packed_down(a_RI, down: PackedOperand, bias_EH, rows, extra=None):
-    """`down` with a packed weight."""
-    num_rows, (_, columns, length) = rows.token.numel(), weight_shape(Quantized(*down[:3]), down.format)
+    """`down` with a packed weight: what `up` does for h without a gate."""
+    num_rows, (_, columns, _) = rows.token.numel(), weight_shape(Quantized(*down[:3]), down.format)
     out_RN = a_RI.new_empty(num_rows, columns)
-    if num_rows:
-        plan = _PackedPlan(a_RI, down, rows)
-        extra_tensors, extra_constants = extra_operands(extra)
-        launch_kernel(
-            gemm_packed_down_kernel,
-            (plan.row_tiles * cdiv(columns, plan.height),),
-            (a_RI, *plan.weight, bias_EH, *extra_tensors, out_RN, rows.tiles),
-            (plan.row_tiles,),
-            (columns, length, *plan.format, *bias_strides(bias_EH), *extra_constants, *plan.tile),
-            **plan.options,
-        )
+    _launch(a_RI, down, bias_EH, rows, None, out_RN, None, columns, None, Activation("relu"), extra)
     return out_RN
