@@ -103,7 +103,9 @@ def check_backward(
         ScaledRows(*(part[:num_rows] for part in one)) if isinstance(one, ScaledRows) else one[:num_rows]
         for one in (dh, a, dh8, alone, dx)
     )
-    assert nothing == [None, None] and all(torch.equal(*pair) for pair in zip((*alone, alone_dw), (*dh8, dw)))
+    assert nothing == [None, None]
+    # another kernel, in which ptxas may contract other multiplications and additions
+    assert relative_error(alone.values(), dh8.values()) < 5e-3 and relative_error(alone_dw, dw) < 1e-5
     assert dw.count_nonzero() <= num_rows, "a dropped pair has a gradient"
     found = {"dh": (dh, exact[0]), "a'": (a, exact[1]), "dx": (dx, dx_exact), "dw": (dw[kept], exact[2][kept])}
     found = {name: (one, whole if name == "dw" else whole[:num_rows]) for name, (one, whole) in found.items()}
