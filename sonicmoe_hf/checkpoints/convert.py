@@ -11,7 +11,6 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,19 +118,16 @@ def convert_checkpoint(
 class Target(NamedTuple):
     """What is to be written.
 
-    family, source_layout, target_layout: as Conversion's. rewriting, planned, config: the tensors, and config.json.
-    notices, and notices_after: those that are known once it is written. keeps_format: whether the format is the source's.
+    family, source_layout, target_layout: as Conversion's. rewriting, config: the tensors, and config.json. notices: those
+    that are known before.
     """
 
     family: str
     source_layout: str
     target_layout: str
     rewriting: Rewriting
-    planned: list[Planned]
     config: dict
     notices: list[str]
-    notices_after: Callable[[], list[str]]
-    keeps_format: bool = False
 
 
 def write_checkpoint(
@@ -143,8 +139,8 @@ def write_checkpoint(
     on_progress: Callable[[int, int], None] | None,
 ) -> Conversion:
     """Write `target`, which is made of `stored`, with the files that lie beside its weights; see `convert_checkpoint`."""
-    planned, notices = target.planned, target.notices
-    files, skipped = _other_files(stored, target.keeps_format)
+    planned, notices = target.rewriting.plan(), target.notices
+    files, skipped = _other_files(stored, target.rewriting.keeps_format)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
@@ -164,7 +160,7 @@ def write_checkpoint(
         len(planned),
         nbytes,
         len(shards),
-        notices + target.notices_after(),
+        notices + target.rewriting.notices(),
         target.rewriting.roundings.layers(),
     )
 
@@ -198,17 +194,7 @@ def target_of(
         packed = ExpertsQuantizationConfig(quantize).to_dict()
     notices = [] if keeps or is_hubs else _quantization_notices(source, dequantize)
     rewriting = Relayout(source, target_layout, None if dtype is None else DTYPES[dtype], quantize, changed)
-
-    def notices_after() -> list[str]:
-        if quantize is None:
-            return []
-        if is_hubs:
-            return rewriting.roundings.notices(quantize)
-        kept = f"the experts' {quantize} blocks are those of {source.folder}"
-        return [kept if keeps else rewriting.roundings.loss_notice(quantize)]
-
-    config = _config(source, layout, dtype, packed)
-    return Target(*layouts, rewriting, rewriting.plan(), config, notices, notices_after)
+    return Target(*layouts, rewriting, _config(source, layout, dtype, packed), notices)
 
 
 def own_target(
@@ -227,9 +213,8 @@ def own_target(
     rewriting = Rewriting(stored, groups, changed, keeps_format)
     if not keeps_format:
         notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
-        return Target(*layouts, rewriting, rewriting.plan(), config, notices, list)
-    format = stored.quantization
-    if format is None:
+        return Target(*layouts, rewriting, config, notices)
+    if stored.quantization is None:
         raise CheckpointError(
             f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
             "(gpt-oss) or fp8"
@@ -239,9 +224,8 @@ def own_target(
             f"{stored.folder} was packed for training, in names that no engine reads; leave quantize out, and convert "
             "the result: sonicmoe-hf convert SRC DST --layout hub --quantize FORMAT"
         )
-    notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {format}"]
-    after = partial(rewriting.roundings.notices, format)
-    return Target(*layouts, rewriting, rewriting.plan(), dict(stored.config), notices, after, keeps_format=True)
+    notices = [f"tensors that nothing changed are those of {stored.folder} bit by bit, in {stored.quantization}"]
+    return Target(*layouts, rewriting, dict(stored.config), notices)
 
 
 def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> list[str]:

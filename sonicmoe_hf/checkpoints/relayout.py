@@ -44,6 +44,16 @@ class Relayout(Rewriting):
         self._is_same = layout == source.layout and quantize is None and changed is None
         self._done: set[str] = set()
 
+    def notices(self) -> list[str]:
+        """See Rewriting."""
+        if self._format is None:
+            return []
+        if not self._is_for_training:
+            return self.roundings.notices(self._format.name)
+        if self._source.quantization == self._format.name:
+            return [f"the experts' {self._format.name} blocks are those of {self._source.folder}"]
+        return [self.roundings.loss_notice(self._format.name)]
+
     def _of_weight(self, name: str) -> Iterator[Planned]:
         """The tensors that stand for the parameter of a weight, once; or a weight that stays where it is.
 

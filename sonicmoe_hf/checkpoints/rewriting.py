@@ -48,7 +48,7 @@ class Rewriting:
         changed: ChangedParameters | None = None,
         keeps_format: bool = False,
     ):
-        self._stored, self._inner, self._changed, self._keeps = stored, groups, changed, keeps_format
+        self._stored, self._inner, self._changed, self.keeps_format = stored, groups, changed, keeps_format
         self._outer = groups
         self._target_of = {name: group.targets[0] for group in groups.values() for name in group.shapes}
         self._piece = lru_cache(ALTERNATING)(self._make_piece)
@@ -62,11 +62,15 @@ class Rewriting:
         """
         return [planned for name in self._stored.weights for planned in self._of_weight(name)]
 
+    def notices(self) -> list[str]:
+        """What rounding did, in sentences, once tensors are made."""
+        return self.roundings.notices(str(self._stored.quantization)) if self.keeps_format else []
+
     def _of_weight(self, name: str) -> Iterator[Planned]:
         target, parts = self._target_of.get(name), self._stored.weights[name]
         if target is None or not self._changes(target):
-            yield from map(self._copied, parts) if self._keeps else self._alone(name)
-        elif self._keeps and len(parts) > 1:
+            yield from map(self._copied, parts) if self.keeps_format else self._alone(name)
+        elif self.keeps_format and len(parts) > 1:
             shells = {part: torch.empty_like(self._stored.raw(part), device="meta") for part in parts}
             yield from made_together(shells, partial(self._round, name, target))
         else:
@@ -103,7 +107,7 @@ class Rewriting:
     def _make_piece(self, target: str, expert: int | None, dtype: torch.dtype, is_changed: bool = True) -> Tensors:
         """The weights that a parameter becomes, or those of one expert, in `dtype`; what is changed in fp32."""
         inner, outer = self._inner[target], self._outer[target]
-        exact, weights = torch.float32 if self._keeps else None, {}
+        exact, weights = torch.float32 if self.keeps_format else None, {}
         for name, own in inner.needed(expert).items():
             values = self._stored.read(name, own, exact)
             weights[name] = values.float() if self._changes(target) else in_range(values, dtype, name)
