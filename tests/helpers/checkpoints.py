@@ -5,9 +5,11 @@ import re
 from types import SimpleNamespace
 
 import torch
-from helpers.models import build
+from helpers.models import batch, build
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.checkpoints.comparing import same_bytes
 
 SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
@@ -33,6 +35,23 @@ def tensors_in(folder):
     for path in sorted(folder.glob("*.safetensors")):
         found.update(load_file(path))
     return found
+
+
+def load_whole(folder, dtype=torch.float32):
+    """The model of a checkpoint that has all of its weights and no others, in Transformers."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=batch()["input_ids"]).logits
+
+
+def packed_in(model):
+    """A model's packed weights by name."""
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
 def config_in(folder):

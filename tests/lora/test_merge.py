@@ -4,16 +4,16 @@ import json
 import multiprocessing
 import os
 import signal
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from helpers.adapters import save_with_factors
-from helpers.checkpoints import FAMILIES, SHARDS, config_in, make, same_bits, tensors_in
-from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
+from helpers.checkpoints import FAMILIES, SHARDS, config_in, load_whole, logits, make, same_bits, tensors_in
+from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
+from helpers.models import ORDER_OF_SUMS, assert_all_close, build, relative_error
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
 from sonicmoe_hf.cli.main import main
@@ -29,17 +29,11 @@ EVERYTHING = {
 }
 
 
-def load(folder, dtype=torch.float32):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"], info
-    return model
-
-
 def adapt(base, family, parameters, folder, dtype=torch.float32, **options):
     """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
     attention = ATTENTION.get(family, ["q_proj", "o_proj"])
     config = LoraConfig(r=2, lora_alpha=5, target_modules=attention, target_parameters=parameters, **options)
-    return save_with_factors(get_peft_model(load(base, dtype), config), folder)
+    return save_with_factors(get_peft_model(load_whole(base, dtype), config), folder)
 
 
 def expected_tensors(adapted, folder):
@@ -54,13 +48,13 @@ def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path)
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
     biases = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"] if family == "gpt_oss" else []
     adapted = adapt(tmp_path / "base", family, [*HUB, *biases, router], tmp_path / "adapter", **EVERYTHING)
-    expected = logits_of(adapted)
+    expected = logits(adapted)
     done = merge_adapter(
         tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARDS, verify=True
     )
     assert done.shards > 1 and done.target_layout == done.source_layout
-    assert relative_error(logits_of(load(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
-    assert relative_error(logits_of(load(tmp_path / "base")), expected) > 0.05, "the adapter does something"
+    assert relative_error(logits(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits(load_whole(tmp_path / "base")), expected) > 0.05, "the adapter does something"
     merged, by_peft = tensors_in(tmp_path / "merged"), expected_tensors(adapted, tmp_path / "by peft")
     assert_all_close(merged, by_peft, 1e-6, ORDER_OF_SUMS)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
@@ -82,7 +76,7 @@ def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
 def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
     make(tmp_path / "hub", family, dtype=torch.float32)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
-    expected = logits_of(adapt(tmp_path / "native", family, NATIVE, tmp_path / "native adapter"))
+    expected = logits(adapt(tmp_path / "native", family, NATIVE, tmp_path / "native adapter"))
     convert_adapter(tmp_path / "native adapter", tmp_path / "hub adapter", "hub")
     ways = [(base, adapter) for base in ("hub", "native") for adapter in ("hub", "native")]
     for layout in ("hub", "native"):
@@ -92,22 +86,22 @@ def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
             merge_adapter(tmp_path / base, tmp_path / f"{adapter} adapter", folder, wanted)
         alike = [tensors_in(tmp_path / f"{base} {adapter} {layout}") for base, adapter in ways]
         assert all(same_bits(alike[0], other) for other in alike[1:])
-        assert relative_error(logits_of(load(folder)), expected) < 1e-5, ORDER_OF_SUMS
+        assert relative_error(logits(load_whole(folder)), expected) < 1e-5, ORDER_OF_SUMS
 
 
 def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     make(tmp_path / "base", "qwen3_moe")
     config = LoraConfig(r=2, target_modules=["lm_head"], target_parameters=HUB, init_lora_weights=False)
-    adapted = get_peft_model(load(tmp_path / "base"), config).eval()
+    adapted = get_peft_model(load_whole(tmp_path / "base"), config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     weights = load_file(path)
     copy = "base_model.model.lm_head.base_layer.weight"
     assert copy in weights, "PEFT saves it where embeddings are adapted"
-    expected = logits_of(adapted)
+    expected = logits(adapted)
     convert_checkpoint(tmp_path / "base", tmp_path / "fp32", "hub", dtype="float32")
     merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "merged")
-    assert relative_error(logits_of(load(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
     save_file({**weights, copy: 2 * weights[copy]}, path)
     assert_refused(
         (tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"),
@@ -185,35 +179,17 @@ def test_a_kill_leaves_nothing_half_written(folders):
     assert sorted(path.name for path in dst.parent.iterdir()) == ["adapter", "base", "merged"]
 
 
-def _memory(key):
-    """VmRSS or VmHWM, its peak, of this process in bytes."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines[key].split()[0])
-
-
-def _merge_and_tell_peak(folders, peak):
-    torch.set_num_threads(1)  # a forked process has none of its parent's threads
-    before = _memory("VmRSS")
-    merge_adapter(*folders)
-    peak.send(_memory("VmHWM") - before)
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads a process's peak there")
+@reads_peaks
 def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
     model = build("qwen3_moe", num_experts=128, hidden_size=256, moe_intermediate_size=256).bfloat16()
     model.save_pretrained(tmp_path / "base", max_shard_size="20MB")
     get_peft_model(model, LoraConfig(r=2, target_parameters=HUB, init_lora_weights=False)).save_pretrained(
         tmp_path / "adapter"
     )
-    receiver, sender = multiprocessing.Pipe()
-    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=_merge_and_tell_peak, args=(folders, sender))
-    process.start()
-    assert receiver.poll(60)
-    process.join()
-    written = sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
-    assert receiver.recv() < 1.5 * written, "fresh fp32 temporaries between the tensors of a shard took it twice"
+    merge = partial(merge_adapter, tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    peak = peak_of_a_process(merge)
+    written = bytes_in(tmp_path / "merged")
+    assert peak < 1.5 * written, "fresh fp32 temporaries between the tensors of a shard took it twice"
 
 
 def assert_refused(folders, match):
@@ -289,7 +265,7 @@ def test_square_weights_of_a_peft_that_takes_in_for_in_are_merged(version, tmp_p
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    assert relative_error(logits_of(load(tmp_path / "merged")), logits_of(adapted)) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits(load_whole(tmp_path / "merged")), logits(adapted)) < 1e-5, ORDER_OF_SUMS
 
 
 def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
@@ -310,8 +286,8 @@ def test_the_command_merges_and_says_what_it_did(folders, capsys):
     arguments = ["merge", *map(str, folders)]
     assert main([*arguments, "--layout", "native", "--verify"]) == 0
     assert "per_expert -> native" in " ".join(capsys.readouterr().out.split())
-    adapted = PeftModel.from_pretrained(load(folders[0]), folders[1])
-    assert relative_error(logits_of(load(folders[2])), logits_of(adapted)) < 1e-5, ORDER_OF_SUMS
+    adapted = PeftModel.from_pretrained(load_whole(folders[0]), folders[1])
+    assert relative_error(logits(load_whole(folders[2])), logits(adapted)) < 1e-5, ORDER_OF_SUMS
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert "exists; remove it" in error and "Traceback" not in error

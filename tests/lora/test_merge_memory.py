@@ -1,11 +1,10 @@
 """Merging a checkpoint of 2 GB takes the memory of a shard, of a file of the base and of a layer's adapter, not of the model."""
 
-import multiprocessing
-import os
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.small_families import adapted_names
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
@@ -20,22 +19,8 @@ SHARD = 200_000_000
 HEADROOM = 150_000_000  # the model's modules and names, an expert's matrices in fp32, a layer's factors
 
 
-def memory(key):
-    """VmRSS or VmHWM, its peak, of this process in bytes."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines[key].split()[0])
-
-
-def merge_and_tell_peak(folders, peak):
-    torch.set_num_threads(1)  # a forked process has none of its parent's threads
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of what follows
-    before = memory("VmRSS")
-    merge_adapter(*folders, max_shard_size=SHARD)
-    peak.send(memory("VmHWM") - before)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads a process's peak there")
+@reads_peaks
 def test_the_peak_is_two_files_and_not_the_model(tmp_path):
     config = Glm4MoeConfig(**SIZES, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -44,12 +29,6 @@ def test_the_peak_is_two_files_and_not_the_model(tmp_path):
     config = LoraConfig(r=8, target_modules=modules, target_parameters=parameters, init_lora_weights=False)
     get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
     del model
-    receiver, sender = multiprocessing.Pipe()
-    folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
-    process = multiprocessing.get_context("fork").Process(target=merge_and_tell_peak, args=(folders, sender))
-    process.start()
-    assert receiver.poll(300)
-    process.join()
-    written = sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
-    peak = receiver.recv()
-    assert written > 2e9 and peak < 2 * SHARD + HEADROOM, f"{peak / 1e6:.0f} MB"
+    merge = partial(merge_adapter, tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARD)
+    peak = peak_of_a_process(merge)
+    assert bytes_in(tmp_path / "merged") > 2e9 and peak < 2 * SHARD + HEADROOM, f"{peak / 1e6:.0f} MB"

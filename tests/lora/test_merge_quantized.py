@@ -1,9 +1,7 @@
 """A merged checkpoint in the format of its base: untouched tensors bit for bit, the others on the format's grid, and
 loaded by Transformers alone as the base was."""
 
-import multiprocessing
-import os
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -14,15 +12,17 @@ from helpers.checkpoints import (
     config_in,
     edit_config,
     fp8_by_transformers,
+    load_whole,
+    logits,
     make,
     rewrite,
     same_bits,
     tensors_in,
 )
-from helpers.models import batch, build, relative_error
+from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
+from helpers.models import build, relative_error
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
 from sonicmoe_hf.cli.main import main
@@ -38,17 +38,6 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"
 every_kind = pytest.mark.parametrize("family, kind", KINDS)
 
 
-def load(folder, dtype=torch.bfloat16):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"], info
-    return model.eval()
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=batch()["input_ids"]).logits.float()
-
-
 def adapt(model, folder, size, parameters=(GATE_UP, DOWN), modules=("o_proj",), **options):
     """PEFT's adapter of this size on the model, saved in `folder`."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=list(modules), target_parameters=list(parameters), **options)
@@ -58,7 +47,7 @@ def adapt(model, folder, size, parameters=(GATE_UP, DOWN), modules=("o_proj",), 
 def base_and_adapter(folder, family, kind, size, **options):
     make(folder / "base", family, kind, fp8_block=BLOCK)
     convert_checkpoint(folder / "base", folder / "dense", "hub", dequantize=True)
-    adapt(load(folder / "dense", torch.float32), folder / "adapter", size, **options)
+    adapt(load_whole(folder / "dense"), folder / "adapter", size, **options)
     return folder / "base", folder / "adapter", folder / "merged"
 
 
@@ -70,7 +59,7 @@ def test_it_comes_back_in_the_format_of_the_base_and_loads_in_transformers(famil
     assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
     assert config_in(merged) == config_in(base) and done.shards > 1
     convert_checkpoint(merged, tmp_path / "merged dense", "hub", dequantize=True)
-    ours, theirs = load(tmp_path / "merged dense"), load(merged)
+    ours, theirs = load_whole(tmp_path / "merged dense", torch.bfloat16), load_whole(merged, torch.bfloat16)
     assert same_bits(ours.state_dict(), theirs.state_dict()), "Transformers reads the values that were meant"
     merge_adapter(base, adapter, tmp_path / "bf16")
     exact, rounded = tensors_in(tmp_path / "bf16"), tensors_in(tmp_path / "merged dense")
@@ -117,7 +106,7 @@ def test_new_scales_are_powers_of_two_where_the_base_says_so_and_the_change_is_t
     before, after = tensors_in(base), tensors_in(merged)
     moved = [after[name][after[name] != before[name]] for name in before if name.endswith("_scale_inv")]
     assert torch.all(torch.frexp(torch.cat(moved))[0] == 0.5) and torch.cat(moved).numel()
-    adapt(load(tmp_path / "dense", torch.float32), tmp_path / "smaller", 1e-5)
+    adapt(load_whole(tmp_path / "dense"), tmp_path / "smaller", 1e-5)
     smaller = merge_adapter(base, tmp_path / "smaller", tmp_path / "merged too", quantize="keep")
     for large, small in zip(larger.roundings, smaller.roundings, strict=True):
         assert small.change == pytest.approx(1e-5 * large.change, rel=0.02), "bf16 would round it away"
@@ -145,7 +134,7 @@ def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
     rewrite(tmp_path / "base", stored)
     edit_config(tmp_path / "base", quantization_config=NVFP4)
     convert_checkpoint(tmp_path / "base", tmp_path / "dense", "hub", dequantize=True)
-    adapt(load(tmp_path / "dense", torch.float32), tmp_path / "adapter", 0.03)
+    adapt(load_whole(tmp_path / "dense"), tmp_path / "adapter", 0.03)
     done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantize="keep", verify=True)
     merged = tensors_in(tmp_path / "merged")
     assert {n: (t.dtype, t.shape) for n, t in merged.items()} == {n: (t.dtype, t.shape) for n, t in stored.items()}
@@ -222,13 +211,14 @@ def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
     largest = 0.6 if format == "mxfp4" else 0.15  # 12% and 3% of each weight, through a router's choices
     sizes = {"intermediate_size": 32} if family == "gpt_oss" else {"hidden_size": 128, "moe_intermediate_size": 128}
     make(tmp_path / "base", family, dtype=torch.float32, **sizes)
-    adapt(load(tmp_path / "base", torch.float32), tmp_path / "adapter", 0.3)
+    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", 0.3)
     done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "packed", quantize=format, verify=True)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     convert_checkpoint(tmp_path / "merged", tmp_path / "expected", "hub", quantize=format)
     assert same_bits(tensors_in(tmp_path / "packed"), tensors_in(tmp_path / "expected"))
     assert config_in(tmp_path / "packed") == config_in(tmp_path / "expected")
-    assert relative_error(logits(load(tmp_path / "packed")), logits(load(tmp_path / "merged"))) < largest
+    packed, merged = (logits(load_whole(tmp_path / name, torch.bfloat16)) for name in ("packed", "merged"))
+    assert relative_error(packed, merged) < largest
     assert done.roundings and all(layer.survived > 0.8 for layer in done.roundings)
 
 
@@ -239,7 +229,7 @@ def test_a_base_packed_for_training_is_merged_and_packed_for_engines(family, for
     make(tmp_path / "base", family, **sizes)
     convert_checkpoint(tmp_path / "base", tmp_path / "packed", quantize=format)
     convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "hub", dequantize=True)
-    adapt(load(tmp_path / "dense", torch.float32), tmp_path / "adapter", 0.3, [GATE_UP])
+    adapt(load_whole(tmp_path / "dense"), tmp_path / "adapter", 0.3, [GATE_UP])
     merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged", "hub", quantize=format)
     merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "bf16", "hub")
     convert_checkpoint(tmp_path / "merged", tmp_path / "merged dense", "hub", dequantize=True)
@@ -252,7 +242,7 @@ def test_a_base_packed_for_training_is_merged_and_packed_for_engines(family, for
 
 def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
     make(tmp_path / "base", "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
-    adapt(load(tmp_path / "base"), tmp_path / "adapter", 0.1)
+    adapt(load_whole(tmp_path / "base", torch.bfloat16), tmp_path / "adapter", 0.1)
     convert_checkpoint(tmp_path / "base", tmp_path / "packed", quantize="fp8")
     for base, match, options in (
         ("base", "is not quantized, so there is no format to keep", {"quantize": "keep"}),
@@ -277,30 +267,14 @@ def test_the_command_prints_what_rounding_did_to_each_layer(tmp_path, capsys):
     assert "warning: rounding to mxfp4 ate more than half" in printed
 
 
-def _memory(key):
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines[key].split()[0])
-
-
-def _merge_and_tell_peak(folders, peak):
-    torch.set_num_threads(1)  # a forked process has none of its parent's threads
-    before = _memory("VmRSS")
-    merge_adapter(*folders, quantize="keep", max_shard_size="60MB")
-    peak.send(_memory("VmHWM") - before)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads a process's peak there")
+@reads_peaks
 def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
     model = build("qwen3_moe", num_experts=128, hidden_size=256, moe_intermediate_size=256).bfloat16()
     model.save_pretrained(tmp_path / "bf16")
     adapt(model, tmp_path / "adapter", 0.01)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "base", "hub", quantize="fp8")
-    receiver, sender = multiprocessing.Pipe()
     folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
-    process = multiprocessing.get_context("fork").Process(target=_merge_and_tell_peak, args=(folders, sender))
-    process.start()
-    assert receiver.poll(120)
-    process.join()
-    peak, written = receiver.recv(), sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
+    peak = peak_of_a_process(partial(merge_adapter, *folders, quantize="keep", max_shard_size="60MB"))
+    written = bytes_in(tmp_path / "merged")
     assert written > 50e6 and peak < 2 * written + 45e6, "a shard and a file; modules and names take 20 MB here"

@@ -11,7 +11,17 @@ import json
 import pytest
 import torch
 from helpers.adapters import EXPERTS, UNGATED_EXPERTS
-from helpers.checkpoints import DECLARED_FP8, edit_config, fp8_of, in_fp8, make, rewrite, same_bits, tensors_in
+from helpers.checkpoints import (
+    DECLARED_FP8,
+    edit_config,
+    fp8_of,
+    in_fp8,
+    make,
+    packed_in,
+    rewrite,
+    same_bits,
+    tensors_in,
+)
 from helpers.models import batch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -57,10 +67,6 @@ def make_fp8(folder, family, kind="fp32", **declared):
     rewrite(folder, stored)
     edit_config(folder, quantization_config={**DECLARED_FP8, **declared})
     return stored, dense
-
-
-def packed_in(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "ue8m0"])

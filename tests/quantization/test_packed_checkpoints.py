@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.checkpoints import config_in, edit_config, make, rewrite, same_bits, tensors_in
+from helpers.checkpoints import config_in, edit_config, make, packed_in, rewrite, same_bits, tensors_in
 from helpers.models import batch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from sonicmoe_hf import (
     CheckpointError,
-    PackedWeight,
     convert_checkpoint,
     from_pretrained,
     inspect_checkpoint,
@@ -27,10 +26,6 @@ SIZES = {  # NF4 needs multiples of 64
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
 }
 BATCH = batch(2, 8)
-
-
-def packed_in(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
 def error_of_tokens(logits, expected):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from helpers.checkpoints import edit_config, make, rewrite, tensors_in
+from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_slow
 from helpers.memory import LiveBytes
 from helpers.models import VOCABULARY, batch, build, loss_and_gradients
@@ -48,10 +48,6 @@ BATCH = batch(2, 8)
 
 def small(family, **changes):
     return build(family, **{**SIZES[family], "num_hidden_layers": 2, **changes})
-
-
-def packed_in(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
 
 
 def dequantized(model):
