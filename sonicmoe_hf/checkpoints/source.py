@@ -64,20 +64,13 @@ class Source(StoredWeights):
         self._check_names_and_shapes(_ignored_patterns(self.model, path))
 
     def _find_layout(self) -> str:
-        layout_of: dict[str, str] = {}
-        for block in self.blocks:
-            layout = detect_layout(self.tensors, block, self.family)
-            if layout is None:
-                raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
-            layout_of[block] = layout
-        if not layout_of:
+        """That of the first block's experts; names of others are unknown."""
+        block = next(iter(self.blocks), None)
+        if block is None:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        if len(set(layout_of.values())) > 1:
-            first, other = next((a, b) for a in layout_of for b in layout_of if layout_of[a] != layout_of[b])
-            raise CheckpointError(
-                f"the experts of {first} are {layout_of[first]!r}, those of {other} {layout_of[other]!r}"
-            )
-        layout = next(iter(layout_of.values()))
+        layout = detect_layout(self.tensors, block, self.family)
+        if layout is None:
+            raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
         if self.native != (layout == "native"):
             raise CheckpointError(
                 f"{self.folder / CONFIG_FILE} says model_type {self.config['model_type']!r}, but the experts are in the "

@@ -60,7 +60,7 @@ def native(tmp_path, hub):
         (lambda tensors: tensors.update({GATE + "_scale_inv": torch.ones(1, 1)}), "_scale_inv is unknown"),
         (
             lambda tensors: tensors.update({"model.layers.1.mlp.experts.c_fc": torch.ones(8, 32, 32)}),
-            "'per_expert', those of",
+            "experts.c_fc is unknown",
         ),
     ],
 )

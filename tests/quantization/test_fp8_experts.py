@@ -215,11 +215,3 @@ def test_what_no_packed_weight_is_stays_refused_with_the_remedy(load):
     ):
         sonicmoe_hf.patch_model(model)
     assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())
-
-
-def test_from_pretrained_without_a_format_names_the_remedy(load, tmp_path):
-    load("qwen3_moe")
-    with pytest.raises(
-        UnsupportedModelError, match=r'has FP8 experts: to keep its experts packed .*experts_quantization="fp8"'
-    ):
-        sonicmoe_hf.from_pretrained(tmp_path / "fp8")

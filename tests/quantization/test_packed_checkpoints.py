@@ -185,17 +185,3 @@ def test_damaged_packed_weights_are_errors_that_name_them(packed, tmp_path, chan
     refused(folder, tmp_path / "out", match, layout="hub")
     with pytest.raises((CheckpointError, RuntimeError, ValueError)):
         from_pretrained(folder)
-
-
-def test_a_declaration_without_packed_weights_is_refused(packed, tmp_path):
-    for declared, match in (
-        ({"quant_method": "sonicmoe_hf", "experts": "nf4"}, "c_fc|disagree on whether experts are packed"),
-        (
-            {"quant_method": "sonicmoe_hf", "experts": "int3"},
-            "format in quantization_config is 'int3', not nf4 or mxfp4",
-        ),
-    ):
-        folder = tmp_path / declared["experts"]
-        make(folder, "qwen3_moe", **SIZES["qwen3_moe"])
-        edit_config(folder, quantization_config=declared)
-        refused(folder, tmp_path / "out", match, layout="native")

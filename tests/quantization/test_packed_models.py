@@ -194,8 +194,6 @@ def test_kbit_preparation_leaves_packed_experts_and_what_they_compute_in(tmp_pat
 
 def test_full_fine_tuning_is_refused():
     model = quantize_experts(small("qwen3_moe"))
-    with pytest.raises(RuntimeError, match="frozen and have no gradient"):
-        model.requires_grad_(True)
     with pytest.raises(ValueError, match="purely quantized models"):
         Trainer(model, TrainingArguments(report_to=[], use_cpu=True))
 
