@@ -86,7 +86,7 @@ class Rewriting:
     def _alone(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Planned]:
         """A weight under its own name, dequantized where it is quantized; none of what is for inference in its format."""
         stored = self._stored
-        if stored.hub_format is None or not name.endswith(stored.hub_format.unused):
+        if not stored.is_unused(name):
             wanted = dtype or stored.dtype_of(name)
             yield Planned(
                 name, stored.shape_of(name), wanted, lambda: in_range(stored.read(name), wanted, name), is_sound

@@ -17,8 +17,9 @@ from ..patching.support import find_layers
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import build_from_config
 from .configs import family_of, hub_config
+from .converters import Shapes
 from .files import CONFIG_FILE
-from .layouts import EXPERT_WEIGHTS, PACKED, detect_layout, layout_groups, order_of
+from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups, order_of
 from .stored import StoredWeights
 
 
@@ -90,65 +91,46 @@ class Source(StoredWeights):
             return self.is_packed(name)
         return self.is_quantized(name) and (not isinstance(hub, HubFP8) or hub.block == BLOCK)
 
-    def _packed_parts(self) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
-        """The shapes and dtypes of what stores packed weights."""
-        parts: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
-        for name, target in self.targets.items():
-            if self.packed_format is not None and self.is_experts(target) and self.is_packed(name):
-                experts, *sizes = self.groups[target].shapes[name]
-                shape = (experts, *reversed(sizes)) if self.is_transposed else (experts, *sizes)
-                parts.update(self.packed_format.stored(name, shape, order_of(self.layout, target)))
-        return parts
-
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
-        packed, scales = self._packed_parts(), self._scales()
-        dense = {name: shape for group in self.groups.values() for name, shape in group.shapes.items()}
-        shapes = {name: shape for name, shape in dense.items() if not self.is_packed(name)}
-        shapes.update({name: shape for name, (shape, _) in packed.items()})
-        missing = sorted(set(shapes) - set(self.tensors) - self._tied_to_stored())
-        unknown = sorted(set(self.tensors) - set(shapes) - set(scales))
+        shapes = {name: shape for group in self.groups.values() for name, shape in group.shapes.items()}
+        missing = sorted(set(shapes) - set(self.weights) - self._tied_to_stored())
+        unknown = sorted(name for name in set(self.weights) - set(shapes) if not self.is_unused(name))
         unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
         for what, names in (("is missing", missing), ("is unknown", unknown)):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.folder}: {names[0]}{more} {what} in a {self.family.name} model")
-        for name, shape in {**shapes, **{name: shape for name, (shape, _) in scales.items()}}.items():
-            if name in self.tensors and self.shape_of(name) != shape:
-                raise CheckpointError(
-                    f"{self.folder}: {name} has shape {self.shape_of(name)}; by config.json it must be {shape}"
-                )
-        self._check_dtypes({name: dtypes for name, (_, dtypes) in (scales | packed).items()})
+        if self.format is not None and not any(map(self.is_quantized, self.weights)):
+            raise CheckpointError(f"{self.folder} is declared to be in {self.format.name.upper()}, but no weight is")
+        for weight, parts in self.weights.items():
+            if not self.is_packed(weight):
+                self._check_part(weight, self.shape_of(weight), shapes.get(weight, self.shape_of(weight)))
+            dtype = self.tensors[parts[0]].dtype
+            if len(parts) > 1:
+                for part, (shape, dtypes) in self._parts(weight, shapes).items():
+                    self._check_part(part, self.tensors[part].shape or (1,), shape or (1,), dtypes)
+            elif not (self.is_unused(weight) or (dtype.is_floating_point and dtype.itemsize >= 2)):
+                raise CheckpointError(f"{self.folder}: {weight} has dtype {dtype}; weights are floats")
+
+    def _parts(self, weight: str, shapes: Shapes) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """Of the tensors that store a quantized weight, the shapes and dtypes."""
+        if self.packed_format is not None and weight in shapes:
+            experts, *sizes = shapes[weight]
+            shape = (experts, *reversed(sizes)) if self.is_transposed else (experts, *sizes)
+            return self.packed_format.stored(weight, shape, order_of(self.layout, self.targets[weight]))
+        scales = () if self.hub_format is None else self.hub_format.stored_scales(self.tensors[weight].shape)
+        return dict(zip(self.weights[weight][1:], scales))
+
+    def _check_part(
+        self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()
+    ) -> None:
+        if found != shape:
+            raise CheckpointError(f"{self.folder}: {name} has shape {found}; by config.json it must be {shape}")
+        if dtypes and self.tensors[name].dtype not in dtypes:
+            raise CheckpointError(
+                f"{self.folder}: {name} has dtype {self.tensors[name].dtype}; it must be {dtypes[0]}"
+            )
 
     def _tied_to_stored(self) -> set[str]:
         """Names of which the checkpoint needs none, since it has the other of the two that are tied."""
         return {b if a in self.tensors else a for a, b in self.model.all_tied_weights_keys.items()}
-
-    def _scales(self) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
-        """The shapes and dtypes of what stands beside quantized weights; of activations' scales any is right."""
-        scales: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {}
-        if self.hub_format is None:
-            return scales
-        for name, header in self.tensors.items():
-            if name.endswith(self.hub_format.unused):
-                scales[name] = header.shape, (header.dtype,)
-            elif self.is_quantized(name):
-                wanted = self.hub_format.stored_scales(header.shape)
-                for stored, (shape, dtypes) in zip(self.weights[name][1:], wanted):
-                    is_one = not shape and self.tensors[stored].shape == (1,)
-                    scales[stored] = (1,) if is_one else shape, dtypes
-        return scales
-
-    def _check_dtypes(self, wanted: dict[str, tuple[torch.dtype, ...]]) -> None:
-        has_packed = any(name.endswith(PACKED[1:]) for name in self.tensors)
-        if has_packed != (self.packed_format is not None):
-            raise CheckpointError(f"{self.folder}: config.json and tensors disagree on whether experts are packed")
-        if self.hub_format is not None and not any(map(self.is_quantized, self.weights)):
-            raise CheckpointError(
-                f"{self.folder} is declared to be in {self.hub_format.name.upper()}, but no weight is"
-            )
-        for name, header in self.tensors.items():
-            is_plain = header.dtype.is_floating_point and header.dtype.itemsize >= 2
-            if name in wanted and header.dtype not in wanted[name]:
-                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; it must be {wanted[name][0]}")
-            if name not in wanted and not is_plain and not self.is_quantized(name):
-                raise CheckpointError(f"{self.folder}: {name} has dtype {header.dtype}; weights are floats")

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
+from ..formats import Format, HubFormat
 from ..formats.grid import Grid
 from ..formats.mxfp4 import mxfp4_grid
 from ..kernels.quantized import Quantized, dequantize_expert, weight_shape
@@ -53,10 +54,14 @@ class StoredWeights:
         self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
 
     @property
+    def format(self) -> Format | HubFormat | None:
+        """What quantized weights are stored in; None where there are none."""
+        return self.packed_format or self.hub_format
+
+    @property
     def quantization(self) -> str | None:
-        """The name of the format that weights are in; None where they are not quantized."""
-        format = self.packed_format or self.hub_format
-        return None if format is None else format.name
+        """The name of the format."""
+        return None if self.format is None else self.format.name
 
     @property
     def packed_here(self) -> bool:
@@ -67,25 +72,23 @@ class StoredWeights:
         by_weight: dict[str, list[str]] = {}
         beside: set[str] = set()
         for name, header in self.tensors.items():
-            weight, stored = name, [name]
-            if self.hub_format is not None and header.dtype == self.hub_format.dtype:
-                stored = self.hub_format.names(name)
-                if missing := [each for each in stored if each not in self.tensors]:
-                    raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a scale of a quantized weight")
-            elif header.dtype == torch.float8_e4m3fn and self.hub_format is None:
+            weight = None if self.format is None else self.format.weight_of(name, header.dtype)
+            if weight is None and header.dtype == torch.float8_e4m3fn and self.hub_format is None:
                 raise CheckpointError(f"{name} is float8, but config.json declares no fp8 quantization")
-            elif self.packed_format is not None:
-                weight = name.removesuffix(self.packed_format.names("")[0])
-                names = self.packed_format.names(weight)
-                stored = names if weight != name and all(each in self.tensors for each in names[1:]) else [name]
-                weight = weight if len(stored) > 1 else name
-            by_weight[weight] = stored
+            stored = [name] if self.format is None or weight is None else self.format.names(weight)
+            if missing := [each for each in stored if each not in self.tensors]:
+                raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
+            by_weight[weight or name] = stored
             beside.update(stored[1:])
         return {weight: stored for weight, stored in by_weight.items() if weight not in beside}
 
+    def is_unused(self, name: str) -> bool:
+        """Whether the tensor is for inference in the format alone."""
+        return self.hub_format is not None and name.endswith(self.hub_format.unused)
+
     def is_packed(self, name: str) -> bool:
         """Whether the experts' weight `name` is stored as packed weights are."""
-        return self.packed_format is not None and self.packed_format.names(name)[0] in self.tensors
+        return self.packed_format is not None and self.is_quantized(name)
 
     def is_quantized(self, name: str) -> bool:
         """Whether the weight has scales."""

@@ -50,6 +50,11 @@ class Format:
         """The names of the tensors that store the parameter `weight`."""
         return [f"{weight}_{part}" for part in self.parts]
 
+    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
+        """The parameter of which a checkpoint's tensor is the first that stores it; None of another tensor."""
+        first = self.names("")[0]
+        return name.removesuffix(first) if name.endswith(first) else None
+
     def tensors(self, name: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
         """What stores the parameter `name`, by name."""
         parts = (part for part in weight.packed if part is not None)
@@ -132,6 +137,10 @@ class HubFormat:
     def names(self, weight: str) -> list[str]:
         """The names of the tensors that store `weight`."""
         return [weight, *(weight + end for end in self.scales)]
+
+    def weight_of(self, name: str, dtype: torch.dtype) -> str | None:
+        """As Format's."""
+        return name if dtype == self.dtype else None
 
     def dense_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """(N, K) of a matrix that is stored in this shape."""
