@@ -104,7 +104,7 @@ def _interleaved(
     return f"{block}.router.{rest}" if layout == "upstream" and block in blocks else target, None
 
 
-def order_of(layout: str, target: str) -> str:
+def order_in(layout: str, target: str) -> str:
     """The order of ORDERS in which the rows of an experts' parameter stand in a layout of whole weights."""
     if target.endswith(EXPERT_WEIGHTS[1]):
         return "whole"

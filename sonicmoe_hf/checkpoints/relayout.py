@@ -14,7 +14,7 @@ import torch
 from ..errors import CheckpointError
 from ..formats import HUB, PACKED, Format
 from ..kernels.quantized import Quantized, dequantize, dequantize_expert, quantize
-from .layouts import layout_groups, order_of
+from .layouts import layout_groups, order_in
 from .plan import Planned, is_finite, is_sound, made_together
 from .rewriting import ChangedParameters, Rewriting
 from .source import Source
@@ -42,7 +42,7 @@ class Relayout(Rewriting):
         self._outer = layout_groups(source.model, source.family, layout, source.blocks)
         self._is_for_training = layout == "native"
         self._is_same = layout == source.layout and quantize is None and changed is None
-        self._done: set[str] = set()
+        self._first = {self._target_of[name]: name for name in reversed(source.weights) if name in self._target_of}
 
     def notices(self) -> list[str]:
         """See Rewriting."""
@@ -64,8 +64,7 @@ class Relayout(Rewriting):
         target = self._target_of.get(name)
         if target is None or self._is_same:
             yield from self._alone(name, self._wanted(name, self._source.dtype_of(name)))
-        elif target not in self._done:
-            self._done.add(target)
+        elif self._first[target] == name:
             yield from self._of_parameter(target)
 
     def _wanted(self, name: str, stored: torch.dtype) -> torch.dtype:
@@ -89,7 +88,7 @@ class Relayout(Rewriting):
                 "dtype="
             )
         for name in names:
-            dtype = self._wanted(name, dtypes[first])
+            dtype = self._wanted(name, dtypes[first] if other is None else torch.float32)
             if format is None:
                 yield self._dense(target, name, dtype)
             else:
@@ -106,7 +105,7 @@ class Relayout(Rewriting):
             dtype = torch.float8_e8m0fnu if scales == torch.uint8 else scales
             return dict(zip(hub.names(name), (_shell(shape, hub.dtype), _shell(of_scales, dtype))))
         shape = (shape[0], *shape[:0:-1]) if self._layout == "gpt_oss" else shape
-        parts = format.stored(name, shape, order_of(self._layout, target))
+        parts = format.stored(name, shape, order_in(self._layout, target))
         return {
             stored: _shell(part, scales if scales in dtypes else dtypes[0]) for stored, (part, dtypes) in parts.items()
         }
@@ -164,7 +163,6 @@ class Relayout(Rewriting):
     def _packed(self, target: str, name: str, dtype: torch.dtype, format: Format) -> Iterator[Planned]:
         """A weight in the format: [E, out, in] in the layout's order, or an expert's own."""
         shells = self._shells(target, name, format)
-        dtype = dtype if self._is_for_training else torch.float32
 
         def make() -> list[torch.Tensor]:
             if self._changes(target):
@@ -197,7 +195,7 @@ class Relayout(Rewriting):
         return matrix.transpose(1, 2) if self._layout == "gpt_oss" else matrix
 
     def _quantized(self, target: str, name: str, matrices: torch.Tensor, format: Format) -> Quantized:
-        order = order_of(self._layout, target) if self._outer[target].places[name] is None else "whole"
+        order = order_in(self._layout, target) if self._outer[target].places[name] is None else "whole"
         try:
             packed = quantize(matrices, format.name, order)
         except ValueError as error:

@@ -19,7 +19,7 @@ from .config_only import build_from_config
 from .configs import family_of, hub_config
 from .converters import Shapes
 from .files import CONFIG_FILE
-from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups, order_of
+from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups, order_in
 from .stored import StoredWeights
 
 
@@ -117,7 +117,7 @@ class Source(StoredWeights):
         if self.packed_format is not None and weight in shapes:
             experts, *sizes = shapes[weight]
             shape = (experts, *reversed(sizes)) if self.is_transposed else (experts, *sizes)
-            return self.packed_format.stored(weight, shape, order_of(self.layout, self.targets[weight]))
+            return self.packed_format.stored(weight, shape, order_in(self.layout, self.targets[weight]))
         scales = () if self.hub_format is None else self.hub_format.stored_scales(self.tensors[weight].shape)
         return dict(zip(self.weights[weight][1:], scales))
 

@@ -98,17 +98,6 @@ def test_save_pretrained_and_from_pretrained_across_both_layouts_keep_logits(tmp
     assert torch.equal(logits(load(tmp_path / "hub saved", experts_implementation="eager")), logits(model))
 
 
-def test_mxfp4_is_read_as_transformers_reads_it(tmp_path):
-    from transformers import Mxfp4Config
-
-    make(tmp_path / "source", "gpt_oss", "mxfp4")
-    convert_checkpoint(tmp_path / "source", tmp_path / "hub", "hub")
-    theirs = load(tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), device_map="cpu").state_dict()
-    ours = load(tmp_path / "hub").state_dict()
-    assert "quantization_config" not in config_in(tmp_path / "hub")
-    assert same_bits(ours, {name: tensor.to(ours[name].dtype) for name, tensor in theirs.items()})
-
-
 def test_fp8_is_read_as_transformers_quantizes_it():
     weight = torch.randn(64, 48)
     quantized, scale_inv = fp8_by_transformers(weight, (16, 24))

@@ -138,17 +138,6 @@ def test_every_kind_of_base_gives_what_its_hub_form_gives_under_its_own_names(fa
     assert any("bfloat16 now" in notice for notice in done.notices) == (kind != "fused")
 
 
-@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
-def test_a_packed_base_gives_what_its_values_give(format, tmp_path):
-    make(tmp_path / "hub", "qwen3_moe", hidden_size=144, moe_intermediate_size=80)
-    convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize=format)
-    convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "hub")
-    adapt(tmp_path / "dense", "qwen3_moe", HUB, tmp_path / "adapter")
-    for base in ("packed", "dense"):
-        merge_adapter(tmp_path / base, tmp_path / "adapter", tmp_path / f"merged {base}", "hub")
-    assert same_bits(tensors_in(tmp_path / "merged packed"), tensors_in(tmp_path / "merged dense"))
-
-
 @pytest.fixture
 def folders(tmp_path):
     """(base, adapter, where to)."""

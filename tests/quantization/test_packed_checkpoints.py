@@ -94,6 +94,7 @@ def test_mxfp4_blocks_are_moved_and_never_rounded_again(tmp_path):
             assert len(names) == 2
             assert all(torch.equal(before[key], after[key.replace(theirs, ours)]) for key in names)
     convert_checkpoint(tmp_path / "native", tmp_path / "hub", "hub")
+    assert "quantization_config" not in config_in(tmp_path / "hub")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt", quantization_config=Mxfp4Config(dequantize=True))
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
     assert same_bits(dict(dense.state_dict()), dict(theirs.state_dict()))
@@ -111,7 +112,10 @@ def test_mxfp4_blocks_are_moved_and_never_rounded_again(tmp_path):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", SIZES)
 def test_an_adapter_is_merged_into_what_it_was_trained_on(family, name, tmp_path):
-    make(tmp_path / "hub", family, **SIZES[family])
+    sizes = SIZES[family]
+    if name in ("fp8", "nvfp4"):  # blocks that are cut off
+        sizes = dict(zip(sizes, (144, 80, 2)))
+    make(tmp_path / "hub", family, **sizes)
     convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize=name)
     convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "native")
     targets = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.c_fc", "mlp.experts.c_proj"])
