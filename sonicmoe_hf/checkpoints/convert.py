@@ -42,10 +42,8 @@ SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([KMGT]B|B?)", re.IGNORECASE)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ALIGNED = 64  # bytes
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
-DTYPE_ENTRIES = {
-    "dtype",
-    "torch_dtype",
-}  # of config.json: Transformers 5's name, and the one before, which may both be there
+# of config.json: Transformers 5's name, and the one before, which may both be there
+DTYPE_ENTRIES = {"dtype", "torch_dtype"}
 
 
 class Conversion(NamedTuple):

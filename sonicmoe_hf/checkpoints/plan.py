@@ -60,7 +60,7 @@ class Planned(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
-    is_finite: Callable[[torch.Tensor], bool] = is_finite
+    is_finite: Callable[[torch.Tensor], bool] = is_sound
 
     @property
     def nbytes(self) -> int:
@@ -68,25 +68,12 @@ class Planned(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def of_experts(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, expert: Callable[[int], torch.Tensor]
-) -> Planned:
-    """A tensor of all experts, made of each expert's [1, ...]."""
-
-    def make() -> torch.Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        for place in range(shape[0]):
-            made[place] = expert(place)[0]
-        return made
-
-    return Planned(name, shape, dtype, make)
+def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the meta device."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def made_together(
-    shells: dict[str, torch.Tensor],
-    make: Callable[[], list[torch.Tensor]],
-    is_finite: Callable[[torch.Tensor], bool] = is_sound,
-) -> Iterator[Planned]:
+def made_together(shells: dict[str, torch.Tensor], make: Callable[[], list[torch.Tensor]]) -> Iterator[Planned]:
     """Tensors that stand for one weight, like `shells` on the meta device: they are asked for one after the other."""
     made: dict[str, torch.Tensor] = {}
 
@@ -96,4 +83,4 @@ def made_together(
         return made.pop(name)
 
     for name, shell in shells.items():
-        yield Planned(name, tuple(shell.shape), shell.dtype, partial(one, name), is_finite)
+        yield Planned(name, tuple(shell.shape), shell.dtype, partial(one, name))

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..formats import HUB, PACKED, Format
 from ..kernels.quantized import Quantized, dequantize, dequantize_expert, quantize
 from .layouts import layout_groups, order_in
-from .plan import Planned, is_finite, is_sound, made_together
+from .plan import Planned, is_finite, is_sound, made_together, shell
 from .rewriting import ChangedParameters, Rewriting
 from .source import Source
 
@@ -103,11 +103,11 @@ class Relayout(Rewriting):
             hub = HUB[format.name]
             (of_scales, _), *_ = hub.stored_scales(shape)
             dtype = torch.float8_e8m0fnu if scales == torch.uint8 else scales
-            return dict(zip(hub.names(name), (_shell(shape, hub.dtype), _shell(of_scales, dtype))))
+            return dict(zip(hub.names(name), (shell(shape, hub.dtype), shell(of_scales, dtype))))
         shape = (shape[0], *shape[:0:-1]) if self._layout == "gpt_oss" else shape
         parts = format.stored(name, shape, order_in(self._layout, target))
         return {
-            stored: _shell(part, scales if scales in dtypes else dtypes[0]) for stored, (part, dtypes) in parts.items()
+            stored: shell(part, scales if scales in dtypes else dtypes[0]) for stored, (part, dtypes) in parts.items()
         }
 
     def _filled(
@@ -197,11 +197,6 @@ class Relayout(Rewriting):
     def _quantized(self, target: str, name: str, matrices: torch.Tensor, format: Format) -> Quantized:
         order = order_in(self._layout, target) if self._outer[target].places[name] is None else "whole"
         try:
-            packed = quantize(matrices, format.name, order)
+            return quantize(matrices, format.name, order)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}; nothing is written") from error
-        return packed
-
-
-def _shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

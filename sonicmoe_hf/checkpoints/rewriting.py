@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from .converters import NOT_INVERTED, WITH_PEFT, Tensors, WeightGroup
-from .plan import Planned, in_range, is_sound, made_together, of_experts
+from .plan import Planned, in_range, made_together, shell
 from .roundings import Roundings
 from .stored import StoredWeights
 
@@ -71,7 +71,8 @@ class Rewriting:
         if target is None or not self._changes(target):
             yield from map(self._copied, parts) if self.keeps_format else self._alone(name)
         elif self.keeps_format and len(parts) > 1:
-            shells = {part: torch.empty_like(self._stored.raw(part), device="meta") for part in parts}
+            headers = {part: self._stored.tensors[part] for part in parts}
+            shells = {part: shell(header.shape, header.dtype) for part, header in headers.items()}
             yield from made_together(shells, partial(self._round, name, target))
         else:
             yield self._dense(target, name, self._stored.dtype_of(name))
@@ -81,28 +82,29 @@ class Rewriting:
 
     def _copied(self, name: str) -> Planned:
         header = self._stored.tensors[name]
-        return Planned(name, header.shape, header.dtype, partial(self._stored.stored, name), is_sound)
+        return Planned(name, header.shape, header.dtype, partial(self._stored.stored, name))
 
     def _alone(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Planned]:
         """A weight under its own name, dequantized where it is quantized; none of what is for inference in its format."""
         stored = self._stored
         if not stored.is_unused(name):
             wanted = dtype or stored.dtype_of(name)
-            yield Planned(
-                name, stored.shape_of(name), wanted, lambda: in_range(stored.read(name), wanted, name), is_sound
-            )
+            yield Planned(name, stored.shape_of(name), wanted, lambda: in_range(stored.read(name), wanted, name))
 
     def _dense(self, target: str, name: str, dtype: torch.dtype) -> Planned:
         """A weight in `dtype`, rounded once; of one that holds all experts, one after the other."""
         group, place = self._outer[target], self._outer[target].places[name]
         make = self._piece if group.num_experts or len(group.shapes) > 1 else self._make_piece  # which keeps nothing
 
-        def piece(expert: int | None) -> torch.Tensor:
-            return make(target, expert, dtype)[name].to(dtype)
+        def made() -> torch.Tensor:
+            if place is not None or group.num_experts is None:
+                return make(target, place, dtype)[name].to(dtype)
+            experts = torch.empty(group.shapes[name], dtype=dtype)
+            for expert in range(len(experts)):
+                experts[expert] = make(target, expert, dtype)[name][0]
+            return experts
 
-        if place is not None or group.num_experts is None:
-            return Planned(name, group.shapes[name], dtype, partial(piece, place))
-        return of_experts(name, group.shapes[name], dtype, piece)
+        return Planned(name, group.shapes[name], dtype, made)
 
     def _make_piece(self, target: str, expert: int | None, dtype: torch.dtype, is_changed: bool = True) -> Tensors:
         """The weights that a parameter becomes, or those of one expert, in `dtype`; what is changed in fp32."""

@@ -199,11 +199,8 @@ class ExpertsQuantizer(HfQuantizer):
     def param_element_size(self, model, param_name, param) -> float:
         if self.packs(model, param_name):
             return PACKED[self.quantization_config.experts].element_size
-        return (
-            super().param_element_size(model, param_name, param)
-            if self.linear is None
-            else (self.linear.param_element_size(model, param_name, param))
-        )
+        owner: Any = super() if self.linear is None else self.linear
+        return owner.param_element_size(model, param_name, param)
 
     def param_needs_quantization(self, model, param_name, **kwargs) -> bool:
         if self.packs(model, param_name):
