@@ -14,13 +14,12 @@ from helpers.checkpoints import (
     config_in,
     edit_config,
     fp8_by_transformers,
-    logits,
     make,
     rewrite,
     same_bits,
     tensors_in,
 )
-from helpers.models import VOCABULARY, batch, relative_error
+from helpers.models import VOCABULARY, batch, logits_of, relative_error
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -80,8 +79,8 @@ def test_every_kind_of_source_gives_the_same_native_checkpoint_as_its_hub_form(t
 def test_native_and_hub_forms_compute_the_same_logits(tmp_path, family):
     make(tmp_path / "hub", family)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
-    hub = logits(load(tmp_path / "hub", experts_implementation="sonicmoe_hf"))
-    assert torch.equal(logits(load(tmp_path / "native")), hub)
+    hub = logits_of(load(tmp_path / "hub", experts_implementation="sonicmoe_hf"))
+    assert torch.equal(logits_of(load(tmp_path / "native")), hub)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,13 +88,15 @@ def test_save_pretrained_and_from_pretrained_across_both_layouts_keep_logits(tmp
     model = make(tmp_path / "hub", family, dtype=torch.float32)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
     native = load(tmp_path / "native")
-    assert relative_error(logits(native), logits(model)) < 1e-5, "fp32: Transformers' eager sums in another order"
+    assert relative_error(logits_of(native), logits_of(model)) < 1e-5, (
+        "fp32: Transformers' eager sums in another order"
+    )
     native.save_pretrained(tmp_path / "native saved")
     assert same_bits(tensors_in(tmp_path / "native"), tensors_in(tmp_path / "native saved"))
     convert_checkpoint(tmp_path / "native saved", tmp_path / "hub again", "hub")
     load(tmp_path / "hub again").save_pretrained(tmp_path / "hub saved")
     assert same_bits(tensors_in(tmp_path / "hub"), tensors_in(tmp_path / "hub saved"))
-    assert torch.equal(logits(load(tmp_path / "hub saved", experts_implementation="eager")), logits(model))
+    assert torch.equal(logits_of(load(tmp_path / "hub saved", experts_implementation="eager")), logits_of(model))
 
 
 def test_fp8_is_read_as_transformers_quantizes_it():
@@ -136,7 +137,7 @@ def test_tied_embeddings_need_no_head(tmp_path):
     assert "lm_head.weight" not in tensors_in(tmp_path / "hub")
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
     assert torch.equal(
-        logits(load(tmp_path / "native")), logits(load(tmp_path / "hub", experts_implementation="sonicmoe_hf"))
+        logits_of(load(tmp_path / "native")), logits_of(load(tmp_path / "hub", experts_implementation="sonicmoe_hf"))
     )
 
 
@@ -227,7 +228,7 @@ torch.save([model(input_ids=ids).logits.detach(), model.generate(ids, max_new_to
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
     served, generated = torch.load(tmp_path / "out.pt")
-    assert relative_error(served, logits(model)) < 1e-5, "fp32: Transformers sums in another order"
+    assert relative_error(served, logits_of(model)) < 1e-5, "fp32: Transformers sums in another order"
     ids = batch()["input_ids"]
     assert torch.equal(generated, model.generate(ids, max_new_tokens=4, do_sample=False))
 

@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import torch
-from helpers.models import batch, build
+from helpers.models import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -42,11 +42,6 @@ def load_whole(folder, dtype=torch.float32):
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     return model
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=batch()["input_ids"]).logits
 
 
 def packed_in(model):

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 from helpers.adapters import save_with_factors
-from helpers.checkpoints import FAMILIES, SHARDS, config_in, load_whole, logits, make, same_bits, tensors_in
+from helpers.checkpoints import FAMILIES, SHARDS, config_in, load_whole, make, same_bits, tensors_in
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
-from helpers.models import ORDER_OF_SUMS, assert_all_close, build, relative_error
+from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
@@ -48,13 +48,13 @@ def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path)
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
     biases = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"] if family == "gpt_oss" else []
     adapted = adapt(tmp_path / "base", family, [*HUB, *biases, router], tmp_path / "adapter", **EVERYTHING)
-    expected = logits(adapted)
+    expected = logits_of(adapted)
     done = merge_adapter(
         tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARDS, verify=True
     )
     assert done.shards > 1 and done.target_layout == done.source_layout
-    assert relative_error(logits(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
-    assert relative_error(logits(load_whole(tmp_path / "base")), expected) > 0.05, "the adapter does something"
+    assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits_of(load_whole(tmp_path / "base")), expected) > 0.05, "the adapter does something"
     merged, by_peft = tensors_in(tmp_path / "merged"), expected_tensors(adapted, tmp_path / "by peft")
     assert_all_close(merged, by_peft, 1e-6, ORDER_OF_SUMS)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
@@ -76,7 +76,7 @@ def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
 def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
     make(tmp_path / "hub", family, dtype=torch.float32)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
-    expected = logits(adapt(tmp_path / "native", family, NATIVE, tmp_path / "native adapter"))
+    expected = logits_of(adapt(tmp_path / "native", family, NATIVE, tmp_path / "native adapter"))
     convert_adapter(tmp_path / "native adapter", tmp_path / "hub adapter", "hub")
     ways = [(base, adapter) for base in ("hub", "native") for adapter in ("hub", "native")]
     for layout in ("hub", "native"):
@@ -86,7 +86,7 @@ def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
             merge_adapter(tmp_path / base, tmp_path / f"{adapter} adapter", folder, wanted)
         alike = [tensors_in(tmp_path / f"{base} {adapter} {layout}") for base, adapter in ways]
         assert all(same_bits(alike[0], other) for other in alike[1:])
-        assert relative_error(logits(load_whole(folder)), expected) < 1e-5, ORDER_OF_SUMS
+        assert relative_error(logits_of(load_whole(folder)), expected) < 1e-5, ORDER_OF_SUMS
 
 
 def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
@@ -98,10 +98,10 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     weights = load_file(path)
     copy = "base_model.model.lm_head.base_layer.weight"
     assert copy in weights, "PEFT saves it where embeddings are adapted"
-    expected = logits(adapted)
+    expected = logits_of(adapted)
     convert_checkpoint(tmp_path / "base", tmp_path / "fp32", "hub", dtype="float32")
     merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "merged")
-    assert relative_error(logits(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
     save_file({**weights, copy: 2 * weights[copy]}, path)
     assert_refused(
         (tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"),
@@ -254,7 +254,7 @@ def test_square_weights_of_a_peft_that_takes_in_for_in_are_merged(version, tmp_p
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    assert relative_error(logits(load_whole(tmp_path / "merged")), logits(adapted)) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits_of(load_whole(tmp_path / "merged")), logits_of(adapted)) < 1e-5, ORDER_OF_SUMS
 
 
 def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
@@ -276,7 +276,7 @@ def test_the_command_merges_and_says_what_it_did(folders, capsys):
     assert main([*arguments, "--layout", "native", "--verify"]) == 0
     assert "per_expert -> native" in " ".join(capsys.readouterr().out.split())
     adapted = PeftModel.from_pretrained(load_whole(folders[0]), folders[1])
-    assert relative_error(logits(load_whole(folders[2])), logits(adapted)) < 1e-5, ORDER_OF_SUMS
+    assert relative_error(logits_of(load_whole(folders[2])), logits_of(adapted)) < 1e-5, ORDER_OF_SUMS
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert "exists; remove it" in error and "Traceback" not in error

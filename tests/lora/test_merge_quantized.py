@@ -13,14 +13,13 @@ from helpers.checkpoints import (
     edit_config,
     fp8_by_transformers,
     load_whole,
-    logits,
     make,
     rewrite,
     same_bits,
     tensors_in,
 )
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
-from helpers.models import build, relative_error
+from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
@@ -217,7 +216,7 @@ def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
     convert_checkpoint(tmp_path / "merged", tmp_path / "expected", "hub", quantize=format)
     assert same_bits(tensors_in(tmp_path / "packed"), tensors_in(tmp_path / "expected"))
     assert config_in(tmp_path / "packed") == config_in(tmp_path / "expected")
-    packed, merged = (logits(load_whole(tmp_path / name, torch.bfloat16)) for name in ("packed", "merged"))
+    packed, merged = (logits_of(load_whole(tmp_path / name, torch.bfloat16)) for name in ("packed", "merged"))
     assert relative_error(packed, merged) < largest
     assert done.roundings and all(layer.survived > 0.8 for layer in done.roundings)
 
