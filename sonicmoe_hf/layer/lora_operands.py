@@ -91,7 +91,7 @@ class LoraOperands(NamedTuple):
         """What the adapter adds to the product with W."""
         return LoraTerm(rank_PJ, self.b_ENJ)
 
-    def backward_term(self, drank_PJ, copied: bool) -> LoraTerm:
+    def backward_term(self, drank_PJ, copied: bool = False) -> LoraTerm:
         """What the adapter adds to the product with W^T. copied: W^T is a copy, in which `out` lies contiguous."""
         return LoraTerm(drank_PJ, self.a_EKJ.contiguous() if copied else self.a_EKJ)
 
