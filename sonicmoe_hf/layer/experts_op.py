@@ -125,8 +125,8 @@ class _Layer:
         self.down = down = Projection(*_DOWN[0](inputs), *_DOWN[1](options))
         self.gate_up_adapter, self.down_adapter = pack_all(
             (
-                (gate_up.a, gate_up.b, gate_up.scale, self._is_in_last(gate_up)),
-                (down.a, down.b, down.scale, self._is_in_last(down)),
+                (gate_up.a, gate_up.b, gate_up.scale, gate_up.a is not None and self._is_in_last(gate_up)),
+                (down.a, down.b, down.scale, down.a is not None and self._is_in_last(down)),
             ),
             rows.offsets.shape[0] - 1,
             dtype,
