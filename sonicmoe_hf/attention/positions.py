@@ -26,9 +26,9 @@ def begins_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor:
 
 
 def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | None:
-    """`sequence_starts` of them. It waits for the GPU, so a model's layers, which hand over the same tensor, ask once;
-    compiled ones get an op each, of which torch.compile keeps one. Under inference_mode every layer asks, since nothing
-    tells whether such a tensor was changed in place."""
+    """`sequence_starts` of them, kept for the model's other layers, which are given the same tensor, because it waits for
+    the GPU. torch.compile keeps one of the layers' ops. Under inference_mode it is computed for every layer, because such
+    a tensor has no version that would show a change in place."""
     global _last
     if torch.compiler.is_compiling() or position_ids.is_inference():
         return sequence_starts(begins_of(position_ids, batch_size))

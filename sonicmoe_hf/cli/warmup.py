@@ -150,16 +150,16 @@ def placement(hidden: int, inner: int, activation: Activation) -> str:
     """Which of a layer's products run on the Hopper kernels, in words; triton is installed."""
     from ..kernels.triton.config import FEW
 
-    refused = on_triton(hidden, inner, activation)
+    functions = on_triton(hidden, inner, activation)
     sizes = f"H={hidden}, I={inner}"
-    if not refused:
+    if not functions:
         return (
             f"{sizes}: on a Hopper GPU, in bf16 and fp16, every product runs on the Hopper kernels, except "
             f"that up and down_backward run on Triton where experts have {FEW} rows or fewer on average, as it is faster "
             "there"
         )
     return (
-        f"{sizes}: {', '.join(refused)} run on the Triton kernels on a Hopper GPU too; the Hopper kernels take sizes "
+        f"{sizes}: {', '.join(functions)} run on the Triton kernels on a Hopper GPU too; the Hopper kernels take sizes "
         "that are multiples of 8 above 64"
     )
 

@@ -8,7 +8,8 @@ engines.py what engines load.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +35,9 @@ from .rules import (
     NATIVE_ORDER,
     PARAMETERS,
     PREFIX,
-    both_factors,
     check_factors,
     check_plain,
     is_target_parameter,
-    pattern_name,
     read_adapter_config,
     resolved,
     without_wrappers,
@@ -50,20 +49,11 @@ MIXED = "{path} has factors of {name} for all experts and for single ones: the f
 TEXT_MODEL = re.compile(r"^(model\.language_model|language_model\.model|model)\.")  # as the classes of a model name it
 
 
-class Lazy(Mapping):
-    """A mapping whose values are made when they are read."""
-
-    def __init__(self, makers: dict[str, Callable[[], Any]]):
-        self._makers = makers
+class _Lazy(UserDict):
+    """A mapping of functions, which gives what they return."""
 
     def __getitem__(self, name: str) -> Any:
-        return self._makers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
+        return self.data[name]()
 
 
 class Adapter(NamedTuple):
@@ -93,7 +83,7 @@ class Adapter(NamedTuple):
         config = read_adapter_config(folder / ADAPTER_CONFIG)
         check_plain(config, folder / ADAPTER_CONFIG, WITH_PEFT)
         reader = _Reader(folder / ADAPTER_WEIGHTS, config, model)
-        return cls(config, Lazy(reader.factors()), Lazy(reader.replaced))
+        return cls(config, _Lazy(reader.factors()), _Lazy(reader.replaced))
 
 
 class _Place(NamedTuple):
@@ -142,8 +132,9 @@ class _Reader:
         single = {place.module for place in self.sides if place.part is not None}
         for module in single & {place.module for place in self.sides if place.part is None}:
             raise CheckpointError(MIXED.format(path=path, name=module))
-        for place in self._targets() if not single else ():
-            self.sides.setdefault(place, {})
+        for name in self.experts if not single else ():  # whose factors must be there, as target_parameters names them
+            for place in self._adapted(name):
+                self.sides.setdefault(place, {})
         if not (self.sides or self.replaced):
             raise CheckpointError(f"{path} has no weights")
 
@@ -202,10 +193,6 @@ class _Reader:
         trained, names = self._as_trained(module), self._parameters(module).items()
         places = [_Place(f"{module}.{here}", f"{trained}.{there}") for there, here in names]
         return [place for place in places if is_target_parameter(place.trained, self.config)]
-
-    def _targets(self) -> list[_Place]:
-        """The weights of experts that target_parameters names."""
-        return [place for module in self.experts for place in self._adapted(module)]
 
     def _put(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         """Put the tensor `name` where it belongs."""
@@ -282,8 +269,11 @@ class _Reader:
             if place.part != "down" and has_gate(module):
                 size_out //= 2
         may_be_swapped = num_experts is not None and num_experts > 1 and (self.native or not is_transposed)
-        a, b = both_factors(place.trained, sides, self.path)
-        name = pattern_name(place.trained, self.config)
+        if missing := {"A", "B"} - set(sides):
+            raise CheckpointError(f"{self.path} has no lora_{min(missing)} of {place.trained}, though it is adapted")
+        a, b, name = sides["A"], sides["B"], place.trained
+        if not is_target_parameter(name, self.config):
+            name = name.removesuffix(".weight")  # PEFT compares the name of a linear layer with patterns
         rank = resolved(self.config, "rank_pattern", name, self.config_path)
         alpha = resolved(self.config, "alpha_pattern", name, self.config_path)
         shapes, sizes = (self.headers[a].shape, self.headers[b].shape), (size_out, size_in)

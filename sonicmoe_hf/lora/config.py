@@ -110,8 +110,8 @@ def patterns(settings: dict, weights: list[str], experts_r: int) -> dict[str, di
 
 
 def quiet_false_alarms(config: Any, model: nn.Module) -> None:
-    """PEFT 0.21 looks for the names in rank_pattern and alpha_pattern among modules alone, and warns that it ignores
-    those of parameters, which it does not. Have nobody hear that of the parameters that a LoraConfig adapts."""
+    """Filter a false warning of PEFT 0.21. It looks for the names in rank_pattern and alpha_pattern among modules alone,
+    and warns that those of parameters are ignored, which they are not."""
     if not getattr(config, "target_parameters", None):
         return
     names = [without_wrappers(name) for name, _ in model.named_parameters()]

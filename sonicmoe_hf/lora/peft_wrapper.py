@@ -192,7 +192,7 @@ def _fsdp_auto_wrap_policy(model: nn.Module):
 
 
 def _get_tp_plan_and_mesh(model: nn.Module, current_key: str):
-    """PEFT asks the tensor-parallel plan of the model how to split an adapter, but the plan's rules for experts do not
+    """PEFT reads from the model's tensor-parallel plan how to split an adapter, but the plan's rules for experts do not
     count where expert parallelism splits them. Raises as `_check_split`: PEFT comes here before it makes an adapter."""
     place, _, name = current_key.rpartition(".")
     module: Any = model.get_submodule(place)

@@ -78,11 +78,6 @@ def is_target_parameter(name: str, config: dict) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
-def pattern_name(weight: str, config: dict) -> str:
-    """What PEFT compares with patterns: the name of a parameter, or of the linear layer that the weight belongs to."""
-    return weight if is_target_parameter(weight, config) else weight.removesuffix(".weight")
-
-
 def resolved(config: dict, pattern: str, name: str, path: Path) -> float:
     """The rank ("rank_pattern") or alpha ("alpha_pattern") of what PEFT calls `name`: by the first entry of the pattern
     that matches an end of the name.
@@ -144,14 +139,3 @@ def endings(names: Iterable[str], everything: Iterable[str], parts: tuple[int, .
 
 def _ending(name: str, parts: int) -> str:
     return ".".join(name.split(".")[-parts:])
-
-
-def both_factors(weight: str, sides: dict[str, str], path: Path) -> tuple[str, str]:
-    """The names of a weight's lora_A and lora_B.
-
-    Raises:
-        CheckpointError: one is missing.
-    """
-    if missing := {"A", "B"} - set(sides):
-        raise CheckpointError(f"{path} has no lora_{min(missing)} of {weight}, though it is adapted")
-    return sides["A"], sides["B"]
