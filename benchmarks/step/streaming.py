@@ -33,8 +33,8 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 import sonicmoe_hf
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.table import Table
-from benchmarks.step.models import MODELS
-from benchmarks.step.qlora_step import ATTENTION, GPT_OSS, RANK, SEQUENCE, TINY
+from benchmarks.step.models import MODELS, TINY
+from benchmarks.step.qlora_step import ATTENTION, RANK, SEQUENCE
 from benchmarks.step.training import LEARNING_RATE, one_step
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.demo.model import random_packed_model
@@ -61,10 +61,13 @@ GIB = 2**30
 
 def config_of(name: str, options, **changes):
     """A model's config; tiny ones keep the architecture."""
-    qwen3 = MODELS["Qwen3-30B-A3B"].sizes
-    sizes = (
-        {"qwen3": qwen3, "qwen3_235b": qwen3 | QWEN3_235B, "gpt_oss": GPT_OSS}[name] | {"use_cache": False} | changes
-    )
+    qwen3, gpt_oss = MODELS["Qwen3-30B-A3B"], MODELS["gpt-oss-20b"]
+    sizes, layers = {
+        "qwen3": (qwen3.sizes, qwen3.layers),
+        "qwen3_235b": (qwen3.sizes | QWEN3_235B, QWEN3_235B["num_hidden_layers"]),
+        "gpt_oss": (gpt_oss.sizes, gpt_oss.layers),
+    }[name]
+    sizes = {"num_hidden_layers": layers} | sizes | {"use_cache": False} | changes
     if options.tiny:
         sizes = {key: TINY.get(key, value) for key, value in sizes.items() if key != "rope_parameters"}
         sizes["num_hidden_layers"] = 5

@@ -7,7 +7,7 @@ import torch
 from helpers.models import build
 
 from sonicmoe_hf import patch_model, quantize_experts
-from sonicmoe_hf.layer.fetching import _Fetched
+from sonicmoe_hf.layer import fetching
 from sonicmoe_hf.streaming.weight import HostWeight
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def made(format, experts_memory):
 @pytest.mark.parametrize("format", ["nf4", "mxfp4", "fp8", "nvfp4"])
 def test_few_tokens_are_computed_without_a_copy(format, monkeypatch):
     model, resident, copied = made(format, 0), made(format, None), []
-    monkeypatch.setattr(_Fetched, "__enter__", _counted(copied, _Fetched.__enter__))
+    monkeypatch.setattr(fetching, "_replaced", _counted(copied, fetching._replaced))
     tokens = torch.arange(20, device="cuda")[None]
     with torch.no_grad():
         for count, copies in ((1, 0), (6, 0), (7, 3), (20, 3), (1, 0)):
@@ -58,9 +58,9 @@ def test_memory_is_unpinned_after_the_kernels_that_read_it():
         assert not host.is_pinned()
 
 
-def _counted(calls, enter):
-    def run(self):
+def _counted(calls, function):
+    def run(*arguments):
         calls.append(1)
-        return enter(self)
+        return function(*arguments)
 
     return run
