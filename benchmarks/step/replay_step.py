@@ -40,7 +40,10 @@ RESULT = RESULTS / "replay_step.csv"
 def build(options):
     """The patched model, as `train_step.py --liger --spread-load` trains it."""
     model = models.build(MODEL, options.layers, device=options.device, tiny=options.tiny)
-    if not options.tiny:
+    if options.tiny:
+        for layer in model.model.layers:
+            layer.mlp.gate.top_k = 2  # the tiny models' tokens take all experts, which leaves no other choice
+    else:
         models.apply_liger(MODEL, model)
     models.spread_load(model)
     sonicmoe_hf.patch_model(model)
