@@ -37,12 +37,14 @@ OF_TWO_LAYERS = ("layer_types", "mlp_layer_types")
 
 
 SMALL_FAMILIES = (
-    "afmoe", "aria", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "deepseek_v4", "dots1", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flex_olmo", "gemma4", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
-    "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
-    "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
-    "minimax_m3_vl", "mistral4", "mistral_large4", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
-    "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "solar_open", "zaya",
+    "afmoe", "aria", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note", "ernie4_5_moe", "ernie4_5_vl_moe",
+    "exaone_moe", "flex_olmo", "flint", "gemma4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next",
+    "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling", "inkling2", "jamba", "kimi_linear", "kolibri1", "laguna",
+    "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "mistral4", "mistral_large4",
+    "mixtral", "nemotron_h", "olmoe", "openai_privacy_filter", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe",
+    "qwen3_next", "qwen3_vl_moe", "qwen4_exp", "solar_open", "unlimited_ocr", "zaya",
 )  # fmt: skip
 
 
@@ -52,7 +54,7 @@ def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTra
     entries = {}
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
-            entries[name] = small_config(type(value)).to_dict()
+            entries[name] = small_config(type(value), (own or {}).get(name)).to_dict()
         elif name in SIZES and isinstance(value, int):
             entries[name] = SIZES[name]
         elif name in OF_TWO_LAYERS and isinstance(value, list):
@@ -68,6 +70,7 @@ def small_config(cls: type[PreTrainedConfig], own: dict | None = None) -> PreTra
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CHANGES = {
     "bailing_hybrid": {"n_group": 2, "topk_group": 1},
+    "deepseek_ocr2": {"text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}},
     "deepseek_v2": {"topk_method": "greedy", "topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "ernie4_5_vl_moe": {
@@ -76,12 +79,15 @@ CHANGES = {
             "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
         }
     },
+    "flint": {"mlp_only_layers": []},
     "gemma4": {
         "text_config": {
             "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16,
             "num_global_key_value_heads": 2,
         }
     },
+    "glm5_next": {"text_config": {"index_kpool": 2, "layer_types": ["linear_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse"], "qk_rope_head_dim": 0, "num_key_value_heads": 4}},
     "glm4v_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [0, 1, 1]}}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 8, "num_experts": 8, "moe_topk": 2},
@@ -89,18 +95,33 @@ CHANGES = {
     "kimi_linear": {"n_group": 1, "topk_group": 1, "num_expert_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     "mistral4": {"head_dim": 16},
+    "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_compress_ratio": 2, "layer_types": ["linear_attention", "indexed_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
+
+
+TEXT_ALONE = ("dots3_note", "inkling", "inkling2", "qwen4_exp")  # built as their language models
+
+
+def _model_type(folder: str) -> str:
+    return f"{folder}_text" if folder in TEXT_ALONE else folder
+
+
+def families_here() -> list[str]:
+    """Those that the installed Transformers has."""
+    return [folder for folder in SMALL_FAMILIES if _model_type(folder) in CONFIG_MAPPING]
 
 
 def small_model(folder: str) -> nn.Module:
     """The family's causal or conditional language model, with hidden pre-activations of O(1)."""
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    config = small_config(CONFIG_MAPPING[folder], CHANGES.get(folder))
+    config = small_config(CONFIG_MAPPING[_model_type(folder)], CHANGES.get(folder))
     classes = [
         cls
         for name, cls in inspect.getmembers(module, inspect.isclass)
-        if name.endswith(("ForCausalLM", "ForConditionalGeneration")) and cls.__module__ == module.__name__
+        if name.endswith(("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification"))
+        and cls.__module__ == module.__name__
     ]
     cls = next(cls for cls in classes if cls.config_class is type(config))
     torch.manual_seed(0)

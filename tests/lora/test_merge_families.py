@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.checkpoints import config_in, edit_config, in_fp8, rewrite, same_bits, tensors_in
 from helpers.models import build, relative_error
-from helpers.small_families import SMALL_FAMILIES, adapted_names, small_model
+from helpers.small_families import adapted_names, families_here, small_model
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
@@ -49,7 +49,7 @@ def adapt(model, folder):
     return adapted.merge_and_unload()
 
 
-@pytest.mark.parametrize("family", [family for family in SMALL_FAMILIES if family in CONFIG_MAPPING])
+@pytest.mark.parametrize("family", families_here())
 def test_it_is_what_peft_merges_and_other_tensors_keep_their_bytes(family, tmp_path):
     base, merged = tmp_path / "base", tmp_path / "merged"
     model = small_model(family)
