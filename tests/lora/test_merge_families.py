@@ -6,7 +6,7 @@ from helpers.checkpoints import config_in, edit_config, in_fp8, rewrite, same_bi
 from helpers.models import build, relative_error
 from helpers.small_families import adapted_names, families_here, small_model
 from peft import LoraConfig, get_peft_model
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
