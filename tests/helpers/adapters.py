@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+NATIVE_EXPERTS = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 UNGATED_EXPERTS = ["mixer.experts.up_proj", "mixer.experts.down_proj"]  # of nemotron_h
 
 
@@ -31,6 +32,18 @@ def with_lora(model, targets=None, **options):
         targets, options = targets or UNGATED_EXPERTS, {"target_modules": [], **options}
     config = LoraConfig(**{"r": 3, "lora_alpha": 6, **options}, target_parameters=targets or EXPERTS)
     return random_factors(get_peft_model(model, config))
+
+
+def lora(model, parameters=EXPERTS, **options):
+    """The config of an adapter of rank 2 on these parameters and two linear layers of the attention."""
+    query = "q_a_proj" if model.config.model_type.endswith("deepseek_v3") else "q_proj"
+    options = {"r": 2, "lora_alpha": 5, "target_modules": [query, "o_proj"], **options}
+    return LoraConfig(**options, target_parameters=parameters)
+
+
+def adapt(model, folder, parameters=EXPERTS, **options):
+    """PEFT's model with the adapter that `lora` describes, of which nothing is zero, saved in `folder`."""
+    return save_with_factors(get_peft_model(model, lora(model, parameters, **options)), folder)
 
 
 def save_with_factors(adapted, folder, size=0.3):

@@ -5,11 +5,15 @@ import copy
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
+    MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
+    Qwen3VLMoeConfig,
 )
 from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import Ernie4_5_VLMoeTextConfig
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel
@@ -77,17 +81,36 @@ def nemotron_h(**changes):
     return NemotronHConfig(**{**sizes, **GROUPED, **mamba, **experts, **layers, **changes})
 
 
+def mixtral(**changes):
+    return MixtralConfig(**{**SHARED, **GROUPED, "num_local_experts": 8, "intermediate_size": 16, **changes})
+
+
+def glm4_moe(**changes):
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    return Glm4MoeConfig(**{**SHARED, **GROUPED, **experts, "intermediate_size": 48, **changes})
+
+
+def qwen3_vl_moe():
+    text = {**SHARED, **GROUPED, "num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    return Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
+
+
 CONFIGS = {"qwen3_moe": qwen3_moe, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
-OTHERS = {"nemotron_h": nemotron_h}  # without a native layout
+OTHERS = {  # without a native layout
+    "nemotron_h": nemotron_h,
+    "mixtral": mixtral,
+    "glm4_moe": glm4_moe,
+    "qwen3_vl_moe": qwen3_vl_moe,
+}
 
 
 def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
-    """A causal LM whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
+    """A language model whose hidden pre-activations are O(1) and whose biases are not zero: at the usual initialisation of
     0.02 a wrong gate or a forgotten bias passes every test."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        (CONFIGS | OTHERS)[family](**changes), experts_implementation=implementation
-    )
+    auto_class = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
+    model = auto_class.from_config((CONFIGS | OTHERS)[family](**changes), experts_implementation=implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and "bias" not in name:

@@ -4,24 +4,12 @@ import json
 import re
 
 import pytest
-import torch
-from helpers.adapters import save_with_factors
 from helpers.checkpoints import tensors_in
-from helpers.models import CONFIGS, GROUPED, SHARED, build
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Glm4MoeConfig,
-    MixtralConfig,
-    Qwen3VLMoeConfig,
-)
+from helpers.models import build
 
 import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter
 
-ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
-HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 UNEVEN = {
     "use_rslora": True,
     "rank_pattern": {r"layers\.1\..*gate_up_proj": 4, "o_proj": 1},
@@ -29,52 +17,19 @@ UNEVEN = {
 }
 
 
-def mixtral():
-    return MixtralConfig(**SHARED, **GROUPED, num_local_experts=4, intermediate_size=24)
-
-
-def glm4_moe():
-    experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    return Glm4MoeConfig(**SHARED, **GROUPED, **experts, intermediate_size=40)
-
-
-def qwen3_vl_moe():
-    text = {**SHARED, **GROUPED, "num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 40}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "num_heads": 2,
-        "intermediate_size": 16,
-        "out_hidden_size": 32,
-        "deepstack_visual_indexes": [0],
-    }
-    return Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-
-
 FAMILIES_IN_VLLM = [  # besides, built by small_model
     "afmoe", "axk1", "gemma4", "granitemoe", "granitemoehybrid", "granitemoeshared", "hy_v3", "jamba", "laguna",
     "lfm2_moe", "minimax_m2", "nemotron_h", "phimoe", "qwen3_5_moe",
 ]  # fmt: skip
 FAMILIES_IN_SGLANG = ["granitemoe", "minimax_m2", "phimoe", "qwen3_5_moe"]
-OTHERS = {"mixtral": mixtral, "glm4_moe": glm4_moe, "qwen3_vl_moe": qwen3_vl_moe}
+OTHERS = ("mixtral", "glm4_moe", "qwen3_vl_moe")
 
 
 def base(name, folder):
     """A small model saved in `folder`, loaded from there."""
-    auto_class = AutoModelForImageTextToText if name == "qwen3_vl_moe" else AutoModelForCausalLM
-    if name in CONFIGS:
-        build(name).save_pretrained(folder)
-    else:
-        torch.manual_seed(0)
-        auto_class.from_config(OTHERS[name]()).save_pretrained(folder)
-    return auto_class.from_pretrained(folder)
-
-
-def adapt(model, name, folder, parameters=HUB, **options):
-    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
-    modules = options.pop("target_modules", ATTENTION.get(name, ["q_proj", "o_proj"]))
-    config = LoraConfig(r=2, lora_alpha=5, target_modules=modules, target_parameters=parameters, **options)
-    return save_with_factors(get_peft_model(model, config), folder)
+    model = build(name)
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
 
 
 def config_of(folder):

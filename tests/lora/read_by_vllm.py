@@ -40,15 +40,16 @@ def run_in_an_environment_of_its_own() -> int:
 
 
 def read_every_model() -> None:
+    from helpers.adapters import adapt
     from helpers.checkpoints import FAMILIES
-    from helpers.served import FAMILIES_IN_VLLM, OTHERS, UNEVEN, adapt, base, config_for_vllm
+    from helpers.served import FAMILIES_IN_VLLM, OTHERS, UNEVEN, base, config_for_vllm
     from helpers.small_families import small_model
     from peft import get_peft_model
 
     for name in (*FAMILIES, *OTHERS):
         for title, options in (("one rank", {}), ("patterns and rsLoRA", UNEVEN)):
             with tempfile.TemporaryDirectory() as folder:
-                adapted = adapt(base(name, Path(folder) / "base"), name, Path(folder) / "adapter", **options)
+                adapted = adapt(base(name, Path(folder) / "base"), Path(folder) / "adapter", **options)
                 read(f"{name}, {title}", adapted, Path(folder))
     for name in FAMILIES_IN_VLLM:
         with tempfile.TemporaryDirectory() as folder:

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 from helpers import served
-from helpers.adapters import random_factors, save_with_factors
+from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, lora, random_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
 from helpers.examples import load as load_example
 from helpers.models import assert_all_close, batch, build, logits_of, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
-from helpers.served import ATTENTION, HUB, config_of, edit
+from helpers.served import config_of, edit
 from helpers.training import POLICY, Watch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -22,19 +22,8 @@ import sonicmoe_hf
 from sonicmoe_hf import CheckpointError, convert_adapter
 from sonicmoe_hf.cli.main import main
 
-NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 assert_refused = partial(served.assert_refused, layout="native")
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def lora(family, parameters, **options):
-    attention = ATTENTION.get(family, ["q_proj", "v_proj"])
-    return LoraConfig(r=2, lora_alpha=6, target_modules=attention, target_parameters=parameters, **options)
-
-
-def trained_adapter(model, family, parameters, folder, **options):
-    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
-    return save_with_factors(get_peft_model(model, lora(family, parameters, **options)), folder)
 
 
 def assert_serves_and_merges(adapted, native, tmp_path):
@@ -49,11 +38,11 @@ def assert_serves_and_merges(adapted, native, tmp_path):
 
 @every_family
 @pytest.mark.parametrize(
-    "parameters", [HUB, HUB[:1], HUB[1:], []], ids=["both", "gate and up", "down", "attention only"]
+    "parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:], []], ids=["both", "gate and up", "down", "attention only"]
 )
 def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, parameters, tmp_path):
     hub, native = save_both(build(family), tmp_path)
-    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), family, parameters, tmp_path / "adapter")
+    adapted = adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter", parameters)
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", base_model=str(native))
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
     assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
@@ -67,7 +56,7 @@ def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, param
 @every_family
 def test_an_adapter_trained_on_the_native_layout_serves_the_hub_layout(family, tmp_path):
     hub, native = save_both(build(family), tmp_path)
-    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(native), family, NATIVE, tmp_path / "adapter")
+    adapted = adapt(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter", NATIVE_EXPERTS)
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", "hub")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "converted")
     assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
@@ -84,7 +73,7 @@ def test_an_adapter_trained_on_the_native_layout_serves_the_hub_layout(family, t
 def test_lora_on_native_experts_trains_with_token_rounding(family, tmp_path):
     native = native_twin(build(family), tmp_path)
     sonicmoe_hf.patch_model(native, POLICY)
-    model = get_peft_model(native, lora(family, NATIVE)).train()
+    model = get_peft_model(native, lora(native, NATIVE_EXPERTS)).train()
     watch = Watch(model)
     losses = []
     for _ in range(5):
@@ -109,7 +98,7 @@ def test_peft_s_shorthands_reach_linear_layers_only(tmp_path):
 @every_family
 def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
     hub, native = save_both(build(family), tmp_path)
-    trained_adapter(AutoModelForCausalLM.from_pretrained(hub), family, HUB, tmp_path / "adapter")
+    adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="another order"), pytest.warns(RuntimeWarning):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="no place in the native layout"), pytest.warns(RuntimeWarning):
@@ -122,11 +111,10 @@ def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(fa
     """As when a Trainer run resumes across layouts: PEFT then reads weights alone."""
     folders = dict(zip(("hub", "native"), save_both(build(family), tmp_path)))
     other = "hub" if attached == "native" else "native"
-    parameters = {"hub": HUB, "native": NATIVE}
-    trained_adapter(
-        AutoModelForCausalLM.from_pretrained(folders[other]), family, parameters[other], tmp_path / "adapter"
-    )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[attached]), lora(family, parameters[attached]))
+    parameters = {"hub": EXPERTS, "native": NATIVE_EXPERTS}
+    adapt(AutoModelForCausalLM.from_pretrained(folders[other]), tmp_path / "adapter", parameters[other])
+    model = AutoModelForCausalLM.from_pretrained(folders[attached])
+    model = get_peft_model(model, lora(model, parameters[attached]))
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_adapter(tmp_path / "adapter", "default")
 
@@ -134,7 +122,7 @@ def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(fa
 def test_layers_may_be_adapted_differently(tmp_path):
     hub, native = save_both(build("qwen3_moe"), tmp_path)
     parameters = ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
-    adapted = trained_adapter(AutoModelForCausalLM.from_pretrained(hub), "qwen3_moe", parameters, tmp_path / "adapter")
+    adapted = adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter", parameters)
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
     assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
@@ -143,7 +131,7 @@ def test_layers_may_be_adapted_differently(tmp_path):
 @every_family
 def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family, tmp_path):
     hub, native = save_both(build(family), tmp_path)
-    trained_adapter(AutoModelForCausalLM.from_pretrained(native), family, NATIVE, tmp_path / "adapter")
+    adapt(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter", NATIVE_EXPERTS)
     model = AutoModelForCausalLM.from_pretrained(hub)
     with pytest.warns(RuntimeWarning, match="no parameter was matched"):
         model = PeftModel.from_pretrained(model, tmp_path / "adapter")
@@ -158,14 +146,8 @@ def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family,
 @pytest.fixture
 def adapter(tmp_path):
     hub, _ = save_both(build("qwen3_moe"), tmp_path)
-    trained_adapter(
-        AutoModelForCausalLM.from_pretrained(hub),
-        "qwen3_moe",
-        HUB,
-        tmp_path / "adapter",
-        rank_pattern={r".*\.gate_up_proj": 4},
-        alpha_pattern={r".*\.gate_up_proj": 8},
-    )
+    patterns = {"rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {r".*\.gate_up_proj": 8}}
+    adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter", **patterns)
     return tmp_path / "adapter"
 
 
@@ -173,7 +155,7 @@ def test_ranks_and_alphas_named_for_a_parameter_follow_it(adapter, tmp_path):
     convert_adapter(adapter, tmp_path / "converted")
     config = config_of(tmp_path / "converted")
     assert config["rank_pattern"] == {"experts.c_fc": 4} and config["alpha_pattern"] == {"experts.c_fc": 8}
-    assert sorted(config["target_parameters"]) == sorted(NATIVE) and config["base_model_name_or_path"] is None
+    assert sorted(config["target_parameters"]) == sorted(NATIVE_EXPERTS) and config["base_model_name_or_path"] is None
 
 
 PATTERNS = [
@@ -192,9 +174,8 @@ def test_ranks_and_alphas_of_any_regular_expression_stay_with_their_weights(patt
     )  # its first layer and its shared experts have linear layers down_proj
     options = {"rank_pattern": pattern, "alpha_pattern": {name: 5 * value for name, value in pattern.items()}}
     modules = ["q_a_proj", "mlp.down_proj", "shared_experts.down_proj"]
-    config = LoraConfig(r=2, lora_alpha=6, target_modules=modules, target_parameters=HUB, **options)
-    adapted = random_factors(get_peft_model(AutoModelForCausalLM.from_pretrained(hub), config)).eval()
-    adapted.save_pretrained(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(hub)
+    adapted = adapt(model, tmp_path / "adapter", target_modules=modules, **options)
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
     assert_serves_and_merges(adapted, native, tmp_path)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "back")
@@ -217,7 +198,7 @@ def test_the_experts_own_rank_goes_through_conversion_and_merging_and_comes_back
 @every_family
 def test_either_layout_of_the_base_tells_where_an_adapter_belongs(family, tmp_path):
     hub, native = save_both(build(family), tmp_path)
-    trained_adapter(AutoModelForCausalLM.from_pretrained(hub), family, HUB, tmp_path / "adapter")
+    adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
     for layout in ("native", "hub"):
         converted = []
         for base in (hub, native):
@@ -272,7 +253,7 @@ def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
     assert_refused(adapter, "rank_pattern is 4")
     edit(adapter, rank_pattern={}, target_parameters=[4])
     assert_refused(adapter, "target_parameters is")
-    edit(adapter, target_parameters=HUB, rank_pattern={})
+    edit(adapter, target_parameters=EXPERTS, rank_pattern={})
     assert_refused(adapter, "lora_A and lora_B of .*gate_up_proj have shapes .* are expected for r = 2")
     edit(adapter, rank_pattern={r".*\.gate_up_proj": 4})
     name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"

@@ -12,27 +12,13 @@ from helpers.small_families import small_model
 from peft import PeftModel, get_peft_model
 from peft.tuners import tuners_utils
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf.demo.model import config_of
 
 ATTENTION = {"deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}}
 GROUPED = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def mixtral():
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    return AutoModelForCausalLM.from_config(config)
 
 
 def adapted_names(model, config):
@@ -65,7 +51,7 @@ def test_a_model_that_has_an_adapter_gets_the_config_of_one_that_has_none(family
     "family, layout", [("mixtral", "hub"), *((family, layout) for family in FAMILIES for layout in ("hub", "native"))]
 )
 def test_experts_and_attention_are_adapted_and_nothing_else(family, layout, tmp_path):
-    model = mixtral() if family == "mixtral" else build(family)
+    model = build(family)
     model = native_twin(model, tmp_path) if layout == "native" else model
     layers = [layer.name for layer in sonicmoe_hf.supports(model)]
     config = sonicmoe_hf.lora_config(model)
@@ -194,7 +180,7 @@ def ranks_and_scales(model, config):
 )
 @pytest.mark.parametrize("rslora", [False, True])
 def test_experts_have_their_own_rank_and_the_same_scale(family, layout, rslora, tmp_path):
-    model = mixtral() if family == "mixtral" else build(family)
+    model = build(family)
     model = native_twin(model, tmp_path) if layout == "native" else model
     config = sonicmoe_hf.lora_config(model, 16, experts_r=2, use_rslora=rslora)
     found = ranks_and_scales(model, config)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.adapters import save_with_factors
+from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt
 from helpers.checkpoints import FAMILIES, SHARDS, config_in, load_whole, make, same_bits, tensors_in
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
@@ -18,22 +18,12 @@ from safetensors.torch import load_file, save_file
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
 from sonicmoe_hf.cli.main import main
 
-ATTENTION = {"deepseek_v3": ["q_a_proj", "o_proj"]}
-HUB = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 EVERYTHING = {
     "use_rslora": True,
     "rank_pattern": {r"layers\.1\..*gate_up_proj": 4, "o_proj": 1},
     "alpha_pattern": {"experts.down_proj": 3, "mlp.gate.weight": 1.5, "o_proj": 7},
     "modules_to_save": ["lm_head"],
 }
-
-
-def adapt(base, family, parameters, folder, dtype=torch.float32, **options):
-    """PEFT's model with an adapter of which nothing is zero, saved in `folder`."""
-    attention = ATTENTION.get(family, ["q_proj", "o_proj"])
-    config = LoraConfig(r=2, lora_alpha=5, target_modules=attention, target_parameters=parameters, **options)
-    return save_with_factors(get_peft_model(load_whole(base, dtype), config), folder)
 
 
 def expected_tensors(adapted, folder):
@@ -47,7 +37,7 @@ def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path)
     make(tmp_path / "base", family, dtype=torch.float32)
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
     biases = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"] if family == "gpt_oss" else []
-    adapted = adapt(tmp_path / "base", family, [*HUB, *biases, router], tmp_path / "adapter", **EVERYTHING)
+    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", [*EXPERTS, *biases, router], **EVERYTHING)
     expected = logits_of(adapted)
     done = merge_adapter(
         tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARDS, verify=True
@@ -60,10 +50,10 @@ def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
 
 
-@pytest.mark.parametrize("parameters", [HUB[:1], HUB[1:], []], ids=["gate and up", "down", "attention only"])
+@pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
     make(tmp_path / "base", "qwen3_moe", dtype=torch.float32)
-    adapted = adapt(tmp_path / "base", "qwen3_moe", parameters, tmp_path / "adapter")
+    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", parameters)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     base, merged = tensors_in(tmp_path / "base"), tensors_in(tmp_path / "merged")
     assert_all_close(merged, expected_tensors(adapted, tmp_path / "by peft"), 1e-6, ORDER_OF_SUMS)
@@ -76,7 +66,7 @@ def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
 def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
     make(tmp_path / "hub", family, dtype=torch.float32)
     convert_checkpoint(tmp_path / "hub", tmp_path / "native")
-    expected = logits_of(adapt(tmp_path / "native", family, NATIVE, tmp_path / "native adapter"))
+    expected = logits_of(adapt(load_whole(tmp_path / "native"), tmp_path / "native adapter", NATIVE_EXPERTS))
     convert_adapter(tmp_path / "native adapter", tmp_path / "hub adapter", "hub")
     ways = [(base, adapter) for base in ("hub", "native") for adapter in ("hub", "native")]
     for layout in ("hub", "native"):
@@ -91,7 +81,7 @@ def test_base_adapter_and_result_may_each_be_in_either_layout(family, tmp_path):
 
 def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     make(tmp_path / "base", "qwen3_moe")
-    config = LoraConfig(r=2, target_modules=["lm_head"], target_parameters=HUB, init_lora_weights=False)
+    config = LoraConfig(r=2, target_modules=["lm_head"], target_parameters=EXPERTS, init_lora_weights=False)
     adapted = get_peft_model(load_whole(tmp_path / "base"), config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -111,7 +101,7 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
 
 def test_a_bf16_base_is_rounded_once(tmp_path):
     make(tmp_path / "base", "qwen3_moe")
-    adapted = adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter")  # the same weights, in fp32
+    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter")  # the same weights, in fp32
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     exact = expected_tensors(adapted, tmp_path / "by peft")
     merged = tensors_in(tmp_path / "merged")
@@ -125,7 +115,7 @@ def test_a_bf16_base_is_rounded_once(tmp_path):
 def test_every_kind_of_base_gives_what_its_hub_form_gives_under_its_own_names(family, kind, tmp_path):
     make(tmp_path / "source", family, kind)
     convert_checkpoint(tmp_path / "source", tmp_path / "hub", "hub")
-    adapt(tmp_path / "hub", family, HUB, tmp_path / "adapter")
+    adapt(load_whole(tmp_path / "hub"), tmp_path / "adapter")
     done = merge_adapter(tmp_path / "source", tmp_path / "adapter", tmp_path / "merged")
     merge_adapter(tmp_path / "hub", tmp_path / "adapter", tmp_path / "merged hub")
     if kind == "fused":
@@ -142,7 +132,7 @@ def test_every_kind_of_base_gives_what_its_hub_form_gives_under_its_own_names(fa
 def folders(tmp_path):
     """(base, adapter, where to)."""
     make(tmp_path / "base", "qwen3_moe", dtype=torch.float32)
-    adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter")
+    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter")
     return tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
 
 
@@ -172,7 +162,7 @@ def test_a_kill_leaves_nothing_half_written(folders):
 def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
     model = build("qwen3_moe", num_experts=128, hidden_size=256, moe_intermediate_size=256).bfloat16()
     model.save_pretrained(tmp_path / "base", max_shard_size="20MB")
-    get_peft_model(model, LoraConfig(r=2, target_parameters=HUB, init_lora_weights=False)).save_pretrained(
+    get_peft_model(model, LoraConfig(r=2, target_parameters=EXPERTS, init_lora_weights=False)).save_pretrained(
         tmp_path / "adapter"
     )
     merge = partial(merge_adapter, tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
@@ -198,8 +188,8 @@ def assert_refused(folders, match):
         ({"r": 3}, "are expected for r = 3"),
         ({"lora_alpha": None}, "lora_alpha of .* is None"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern has a name that is no pattern"),
-        ({"target_parameters": [HUB[0], NATIVE[1]]}, "name experts of both layouts"),
-        ({"target_parameters": HUB[:1]}, "adapts nothing that the model has"),
+        ({"target_parameters": [EXPERTS[0], NATIVE_EXPERTS[1]]}, "name experts of both layouts"),
+        ({"target_parameters": EXPERTS[:1]}, "adapts nothing that the model has"),
     ],
     ids=str,
 )
@@ -240,7 +230,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, 
 @pytest.mark.parametrize("version", ["0.19.0", None])
 def test_square_weights_of_an_older_peft_may_be_the_other_way_round(version, tmp_path):
     make(tmp_path / "base", "olmoe")  # where 2I is H, as in OLMoE itself
-    adapt(tmp_path / "base", "olmoe", HUB[:1], tmp_path / "adapter")
+    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", EXPERTS[:1])
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
     match = "which do not show what is in and what is out; PEFT up to 0.19.0"
@@ -250,7 +240,7 @@ def test_square_weights_of_an_older_peft_may_be_the_other_way_round(version, tmp
 @pytest.mark.parametrize("version", ["0.19.1", "0.20.0", "1.0.dev0"])
 def test_square_weights_of_a_peft_that_takes_in_for_in_are_merged(version, tmp_path):
     make(tmp_path / "base", "olmoe", dtype=torch.float32)
-    adapted = adapt(tmp_path / "base", "olmoe", HUB[:1], tmp_path / "adapter")
+    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", EXPERTS[:1])
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
@@ -259,7 +249,7 @@ def test_square_weights_of_a_peft_that_takes_in_for_in_are_merged(version, tmp_p
 
 def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):
     make(tmp_path / "base", "qwen3_moe", tie_word_embeddings=True)
-    adapt(tmp_path / "base", "qwen3_moe", HUB, tmp_path / "adapter", modules_to_save=["embed_tokens"])
+    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", modules_to_save=["embed_tokens"])
     assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), "tie_word_embeddings")
 
 

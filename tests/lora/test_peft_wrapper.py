@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.adapters import EXPERTS, fused, random_factors, with_lora
+from helpers.adapters import EXPERTS, NATIVE_EXPERTS, fused, random_factors, with_lora
 from helpers.models import (
     CONFIGS,
     ORDER_OF_SUMS,
@@ -24,7 +24,6 @@ from helpers.training import CHECKPOINTING, POLICY, Watch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.lora import peft_wrapper as peft_adapters
@@ -32,27 +31,10 @@ from sonicmoe_hf.patching import active_adapters as adapters
 from sonicmoe_hf.patching.support import find_layers
 
 GATE_UP, DOWN = EXPERTS
-NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
-def mixtral(**changes):
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2, pad_token_id=0, **changes,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-    return model.train()
-
-
 def small(family):
-    if family == "mixtral":
-        return mixtral()
     return build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
 
 
@@ -89,7 +71,7 @@ def test_gradients_of_factors_input_and_router_are_pefts_on_eager_experts(family
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_native_experts_compute_their_adapters_as_merged_weights(family, tmp_path):
-    model = patched(with_lora(native_twin(small(family), tmp_path), NATIVE))
+    model = patched(with_lora(native_twin(small(family), tmp_path), NATIVE_EXPERTS))
     merged = copy.deepcopy(model).merge_and_unload()
     inputs = batch()
     with fused():

@@ -4,17 +4,15 @@ import re
 
 import pytest
 import torch
-from helpers.adapters import save_with_factors
+from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, save_with_factors
 from helpers.checkpoints import FAMILIES, same_bits, tensors_in
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build
 from helpers.native import save_both
 from helpers.served import (
     FAMILIES_IN_SGLANG,
     FAMILIES_IN_VLLM,
-    HUB,
     OTHERS,
     UNEVEN,
-    adapt,
     base,
     config_for_vllm,
     config_of,
@@ -32,7 +30,6 @@ from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
-NATIVE = ["mlp.experts.c_fc", "mlp.experts.c_proj"]
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
 every_model = pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 
@@ -65,7 +62,7 @@ def merged_by_the_engines_rule(weights, adapter, name):
 @pytest.mark.parametrize("options", [{}, UNEVEN], ids=["one rank", "patterns and rsLoRA"])
 def test_what_vllm_loads_is_pefts_merge_in_memory(name, options, tmp_path):
     model = base(name, tmp_path / "base")
-    adapted = adapt(model, name, tmp_path / "adapter", **options)
+    adapted = adapt(model, tmp_path / "adapter", **options)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm", verify=True)
     keys = load_file(tmp_path / "served" / "adapter_model.safetensors").keys()
     assert any("experts.base_layer.lora_A" in key for key in keys) == (name in THREE_DIMENSIONAL)
@@ -136,7 +133,7 @@ def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_nam
 
 @every_model
 def test_the_way_back_is_exact_where_ranks_are_equal(name, tmp_path):
-    adapt(base(name, tmp_path / "base"), name, tmp_path / "adapter")
+    adapt(base(name, tmp_path / "base"), tmp_path / "adapter")
     for engine in ("vllm", "sglang"):
         convert_adapter(tmp_path / "adapter", tmp_path / engine, engine)
         convert_adapter(tmp_path / engine, tmp_path / f"{engine} back", "hub", trained_on=tmp_path / "base")
@@ -148,7 +145,7 @@ def test_the_way_back_is_exact_where_ranks_are_equal(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
 def test_patterns_and_rslora_come_back_with_the_same_products(name, tmp_path):
-    adapted = adapt(base(name, tmp_path / "base"), name, tmp_path / "adapter", **UNEVEN)
+    adapted = adapt(base(name, tmp_path / "base"), tmp_path / "adapter", **UNEVEN)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
     convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "back")
@@ -159,7 +156,7 @@ def test_patterns_and_rslora_come_back_with_the_same_products(name, tmp_path):
 def test_lora_alpha_is_a_whole_number_of_the_file_whatever_the_scale(tmp_path):
     """Of rank 2, rsLoRA's scale is 5 over the root of 2: no whole number over 2."""
     model = base("qwen3_moe", tmp_path / "base")
-    adapted = adapt(model, "qwen3_moe", tmp_path / "adapter", use_rslora=True)
+    adapted = adapt(model, tmp_path / "adapter", use_rslora=True)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
     assert isinstance(config_of(tmp_path / "served")["lora_alpha"], int)
     merged = merged_by_the_engines_rule(tensors_in(tmp_path / "base"), tmp_path / "served", "qwen3_moe")
@@ -167,17 +164,17 @@ def test_lora_alpha_is_a_whole_number_of_the_file_whatever_the_scale(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("parameters", [HUB[:1], HUB[1:], []], ids=["gate and up", "down", "attention only"])
+@pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, parameters, tmp_path):
     model = base(name, tmp_path / "base")
-    adapted = adapt(model, name, tmp_path / "adapter", parameters)
+    adapted = adapt(model, tmp_path / "adapter", parameters)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
     factors = load_file(tmp_path / "served" / "adapter_model.safetensors")
     of_experts = {key: tensor for key, tensor in factors.items() if ".experts." in key}
     zero = {key for key, tensor in of_experts.items() if not tensor.any()}
     if name == "qwen3_moe" and parameters:  # vLLM asserts that all three projections of every expert are there
         assert len(of_experts) == 2 * 8 * 3 * 2 and len(zero) == len(of_experts) // 3 * (
-            2 if parameters == HUB[1:] else 1
+            2 if parameters == EXPERTS[1:] else 1
         )
     merged = merged_by_the_engines_rule(tensors_in(tmp_path / "base"), tmp_path / "served", name)
     assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-5, ORDER_OF_SUMS)
@@ -211,7 +208,7 @@ def test_experts_of_several_ranks_and_scales_become_one_weight_with_the_same_pro
 
 def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
     """Its B is zero, and its A is not: what is trained on must not be left out."""
-    config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=HUB)
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=EXPERTS)
     get_peft_model(base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
     convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
@@ -220,7 +217,7 @@ def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
 
 @pytest.mark.parametrize("rank", [8, 512])
 def test_ranks_that_vllm_has_are_taken_as_they_are(rank, tmp_path, capsys):
-    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter", rank_pattern={"o_proj": rank})
+    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter", rank_pattern={"o_proj": rank})
     assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "served"), "--layout", "vllm"]) == 0
     assert f"--max-lora-rank {rank} " in " ".join(capsys.readouterr().out.split())
 
@@ -228,7 +225,7 @@ def test_ranks_that_vllm_has_are_taken_as_they_are(rank, tmp_path, capsys):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_adapter_trained_on_the_native_layout_is_served_and_comes_back(name, tmp_path):
     hub, native = save_both(build(name), tmp_path)
-    adapt(AutoModelForCausalLM.from_pretrained(native), name, tmp_path / "adapter", NATIVE)
+    adapt(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter", NATIVE_EXPERTS)
     convert_adapter(tmp_path / "adapter", tmp_path / "hub adapter", "hub")
     for engine in ("vllm", "sglang"):
         convert_adapter(tmp_path / "adapter", tmp_path / engine, engine)
@@ -269,7 +266,7 @@ EXPERT_PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
 def test_peft_loads_the_file_into_a_model_whose_experts_are_linear_layers(tmp_path):
     model = base("qwen3_moe", tmp_path / "base")
-    adapted = adapt(model, "qwen3_moe", tmp_path / "adapter", **UNEVEN)
+    adapted = adapt(model, tmp_path / "adapter", **UNEVEN)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
     config = config_of(tmp_path / "served")
     assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj"]
@@ -311,7 +308,7 @@ def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_pat
     """Its loader looks q_proj, k_proj and v_proj up together, and the scale is alpha / r whatever the config says."""
     for name, modules in (("gpt_oss", ["q_proj"]), ("deepseek_v3", ["kv_a_proj_with_mqa"])):
         model = base(name, tmp_path / name)
-        adapted = adapt(model, name, tmp_path / f"{name} adapter", target_modules=modules, **UNEVEN)
+        adapted = adapt(model, tmp_path / f"{name} adapter", target_modules=modules, **UNEVEN)
         served = tmp_path / f"{name} served"
         convert_adapter(tmp_path / f"{name} adapter", served, "sglang")
         factors = tensors_in(served)
@@ -347,7 +344,7 @@ def split_gpt_oss(tensors):
 
 
 def test_an_adapter_on_some_layers_names_them_in_full(tmp_path):
-    adapt(base("deepseek_v3", tmp_path / "base"), "deepseek_v3", tmp_path / "adapter", layers_to_transform=[1])
+    adapt(base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", layers_to_transform=[1])
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
     config = config_of(tmp_path / "served")
     assert "model.layers.1.self_attn.o_proj" in config["target_modules"] and config["layers_to_transform"] is None

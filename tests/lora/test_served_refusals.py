@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers.served import HUB, adapt, assert_refused, base, edit
+from helpers.adapters import EXPERTS, adapt
+from helpers.served import assert_refused, base, edit
 from safetensors.torch import load_file, save_file
 
 from sonicmoe_hf import convert_adapter
@@ -14,7 +15,7 @@ from sonicmoe_hf.lora.rules import is_target_parameter
 
 @pytest.fixture
 def adapter(tmp_path):
-    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "adapter")
+    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
@@ -38,25 +39,25 @@ def test_what_engines_refuse_raises_with_the_remedy(adapter, changes, match):
 
 def test_routers_embeddings_biases_and_large_ranks_raise_with_the_remedy(tmp_path):
     model = base("gpt_oss", tmp_path / "gpt_oss")
-    adapt(model, "gpt_oss", tmp_path / "biases", [*HUB, "mlp.experts.down_proj_bias"])
+    adapt(model, tmp_path / "biases", [*EXPERTS, "mlp.experts.down_proj_bias"])
     assert_refused(tmp_path / "biases", "experts.down_proj_bias, and engines take .* sonicmoe-hf merge")
     merged = "which not all models of engines adapt; merge it, and serve the result"
     for match, parameters, modules in (
-        (f"a router, {merged}", [*HUB, "mlp.gate.weight"], ["q_proj"]),
-        ("lora_embedding_A is neither lora_A nor lora_B .*merge_and_unload", HUB, ["q_proj", "embed_tokens"]),
-        (f"the embeddings or the head, {merged}", HUB, ["lm_head"]),
+        (f"a router, {merged}", [*EXPERTS, "mlp.gate.weight"], ["q_proj"]),
+        ("lora_embedding_A is neither lora_A nor lora_B .*merge_and_unload", EXPERTS, ["q_proj", "embed_tokens"]),
+        (f"the embeddings or the head, {merged}", EXPERTS, ["lm_head"]),
     ):
         folder = tmp_path / f"{modules[-1]} {len(modules)}"
-        adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", folder, parameters, target_modules=modules)
+        adapt(base("qwen3_moe", tmp_path / "base"), folder, parameters, target_modules=modules)
         assert_refused(folder, match)
-    adapt(base("qwen3_moe", tmp_path / "base"), "qwen3_moe", tmp_path / "large", rank_pattern={"q_proj": 513})
+    adapt(base("qwen3_moe", tmp_path / "base"), tmp_path / "large", rank_pattern={"q_proj": 513})
     assert_refused(tmp_path / "large", "largest rank is 513, and vLLM's is 512; merge it")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "glm4_moe", "qwen3_vl_moe"])
 def test_a_router_is_refused_for_every_family_with_both_ways_to_merge(name, tmp_path):
     model = base(name, tmp_path / "base")
-    adapt(model, name, tmp_path / "adapter", [*HUB, "mlp.gate.weight"])
+    adapt(model, tmp_path / "adapter", [*EXPERTS, "mlp.gate.weight"])
     assert_refused(
         tmp_path / "adapter", r"adapts a router, .*: sonicmoe-hf merge BASE ADAPTER DST, or .*merge_and_unload"
     )
@@ -65,7 +66,7 @@ def test_a_router_is_refused_for_every_family_with_both_ways_to_merge(name, tmp_
 def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path):
     """Its MLA makes W_UK and W_UV of the base's kv_b_proj as it loads, and no adapter reaches them; SGLang corrects."""
     modules = ["kv_b_proj", "o_proj"]
-    adapt(base("deepseek_v3", tmp_path / "base"), "deepseek_v3", tmp_path / "adapter", target_modules=modules)
+    adapt(base("deepseek_v3", tmp_path / "base"), tmp_path / "adapter", target_modules=modules)
     match = (
         "adapts kv_b_proj, and vLLM decodes without .* sonicmoe-hf merge BASE ADAPTER DST.*; or leave kv_b_proj out"
     )

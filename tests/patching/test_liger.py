@@ -26,7 +26,7 @@ from helpers.models import (
 )
 from helpers.training import TILE, Watch, trainer_for
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
@@ -122,11 +122,7 @@ def test_a_model_whose_experts_liger_replaced_computes_with_ours(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_so_does_a_model_of_another_family(order):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = AutoModelForCausalLM.from_config(
-        MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2), experts_implementation="eager"
-    )
+    model = build("mixtral")
     expected = loss_and_gradients(model, batch())
     apply_both(model, order, **EXPERTS_ALONE)
     assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)

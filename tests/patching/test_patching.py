@@ -6,10 +6,8 @@ from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, r
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3VLMoeConfig,
 )
 
 import sonicmoe_hf
@@ -278,15 +276,7 @@ def test_the_one_model_with_experts_is_meant_whatever_stands_beside_it():
 
 
 def test_a_transformers_model_that_contains_others_is_one():
-    config = Qwen3VLMoeConfig(
-        text_config={"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                     "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16,
-                     "intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": 0},
-        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
-                       "deepstack_visual_indexes": [0]},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").eval()
+    model = build("qwen3_vl_moe").eval()
     ids = batch()["input_ids"]
     with torch.no_grad():
         expected = model(input_ids=ids).logits
