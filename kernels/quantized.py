@@ -185,9 +185,7 @@ def quantize(
     Raises:
         ValueError: NaN or infinity in the weight, or K no multiple of the format's block.
     """
-    return _quantize(
-        weight_ENK, stored_shapes(name, tuple(weight_ENK.shape), order), weight_ENK.device, name, order, mean
-    )
+    return pack_experts(weight_ENK, tuple(weight_ENK.shape), name, order, mean, weight_ENK.device)
 
 
 def requantize(
@@ -202,12 +200,20 @@ def requantize(
     expert dense at a time. Raises ValueError as `quantize`."""
     shape = weight_shape(packed, name)
     experts = (dequantize_expert(packed, name, dtype, expert) for expert in range(shape[0]))
-    return _quantize(experts, stored_shapes(wanted, shape, order), packed.codes.device, wanted, order, mean)
+    return pack_experts(experts, shape, wanted, order, mean, packed.codes.device)
 
 
-def _quantize(
-    experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device, name: str, order: str, mean
+def pack_experts(
+    experts: Iterable[torch.Tensor],
+    shape: tuple[int, ...],
+    name: str,
+    order: str = "whole",
+    mean: Callable[[torch.Tensor], torch.Tensor] = torch.mean,
+    device: torch.device | None = None,
 ) -> Quantized:
+    """What `quantize` makes of a weight of this shape [E, N, K] whose experts [N, K] come one after the other, on their
+    device (default: the CPU). Raises ValueError as `quantize`."""
+    shapes = stored_shapes(name, shape, order)
     if name == "nf4":
         return _quantize_nf4_weight(experts, shapes, device, mean)
     codes = torch.empty(shapes.codes, dtype=torch.uint8, device=device)
@@ -224,7 +230,9 @@ def _quantize(
     return Quantized(codes, scales, state)
 
 
-def _quantize_nf4_weight(experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device, mean) -> Quantized:
+def _quantize_nf4_weight(
+    experts: Iterable[torch.Tensor], shapes: Shapes, device: torch.device | None, mean
+) -> Quantized:
     codes, scales = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])
     absmax = torch.empty(shapes.scales, device=device)
     for expert, weight in enumerate(experts):

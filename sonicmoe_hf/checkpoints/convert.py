@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from ..errors import CheckpointError
 from ..formats import PACKED
 from ..formats.declared import MODELOPT_FILE
-from ..formats.quantizer import ExpertsQuantizationConfig
+from ..formats.format import is_sound
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
 from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
@@ -30,7 +30,8 @@ from .configs import hub_config, native_config
 from .converters import WeightGroup
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
-from .packed_hub import check_hub_format, quantization_config
+from .layouts import layout_groups
+from .packed_config import check_format, quantization_config
 from .plan import TARGETS, Planned
 from .relayout import Relayout
 from .rewriting import ChangedParameters, Rewriting
@@ -175,23 +176,29 @@ def target_of(
     check_choice("layout", layout, TARGETS)
     target_layout = "native" if layout == "native" else source.family.hub_layout
     layouts = source.family.name, source.layout, target_layout
-    is_hubs = quantize is not None and layout == "hub"
-    if is_hubs and dtype is not None:
-        raise CheckpointError(
-            f"quantize={quantize!r} writes the hub's layout and leaves other tensors their dtype; leave layout and dtype "
-            "out"
-        )
-    keeps = quantize is not None and source.quantization == quantize
-    if is_hubs and keeps and not source.packed_here and source.layout == target_layout:
-        return own_target(source, source.groups, None, layouts, keeps_format=True)
-    packed = None
-    if quantize is not None and is_hubs:
-        check_hub_format(source, quantize)
-        packed = quantization_config(source, quantize)
-    elif quantize is not None:
-        packed = ExpertsQuantizationConfig(quantize).to_dict()
-    notices = [] if keeps or is_hubs else _quantization_notices(source, dequantize)
-    rewriting = Relayout(source, target_layout, None if dtype is None else DTYPES[dtype], quantize, changed)
+    packed, notices = None, []
+    if quantize is None:
+        notices = _quantization_notices(source, dequantize)
+    else:
+        if layout == "hub" and dtype is not None:
+            raise CheckpointError(
+                f"quantize={quantize!r} writes the hub's layout and leaves other tensors their dtype; leave layout and "
+                "dtype out"
+            )
+        keeps = source.quantization == quantize
+        if keeps and not source.packed_here and source.layout == target_layout:
+            return own_target(source, source.groups, None, layouts, keeps_format=True)
+        check_format(source, quantize, layout)
+        packed = quantization_config(source, quantize, layout)
+        if keeps and changed is None:
+            notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
+    wanted = None if dtype is None else DTYPES[dtype]
+    rewriting: Rewriting
+    if source.layout == target_layout and quantize is None and changed is None:
+        rewriting = Rewriting(source, source.groups, dtype=wanted)
+    else:
+        groups = layout_groups(source.model, source.family, target_layout, source.blocks)
+        rewriting = Relayout(source, groups, wanted, quantize, changed)
     return Target(*layouts, rewriting, _config(source, layout, dtype, packed), notices)
 
 
@@ -300,7 +307,7 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
         made = {name: _place(by_name[name], memory[start:]) for name, start in zip(names, starts[file])}
         for name in names:
             made[name].copy_(by_name[name].make())
-            if verify and not by_name[name].is_finite(made[name]):
+            if verify and not is_sound(made[name]):
                 raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
             progress.add(by_name[name].nbytes)
         save_file(made, folder / file, metadata={"format": "pt"})

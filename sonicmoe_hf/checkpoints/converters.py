@@ -49,10 +49,14 @@ class WeightGroup:
     sources: the weights' names by the converter's pattern, of experts in their order. targets: the parameters' names, in
     the order of the converter's patterns. num_experts: E where experts are converted one by one; None otherwise.
     shapes: those of the weights. places: the experts whose own they are; None of one that holds all, or all are needed.
+    order, is_transposed: of weights that hold all experts, the order of ORDERS in which their rows stand, and whether
+    they are [E, in, out].
 
     Of packed weights, each of the tensors that store them is converted, as [E, rows, ...] or an expert's own [rows, ...]:
     they are stored as [E, out, in] whatever dense ones are, so nothing transposes them.
     """
+
+    order, is_transposed = "whole", False
 
     def __init__(self, converter: WeightConverter | None, target: str, state: Tensors, config: PreTrainedConfig):
         self._converter, self._config = converter, config

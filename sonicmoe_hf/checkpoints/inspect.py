@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from .convert import Target, target_of
 from .hub import local_folder
 from .layouts import CHECKPOINT_LAYOUTS
-from .plan import TARGETS, Planned
-from .relayout import Relayout
+from .plan import TARGETS
 from .source import Source
 
 
@@ -61,8 +61,7 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
     for header in source.tensors.values():
         name = str(header.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + header.nbytes
-    layouts = dict(zip(TARGETS, ("native", source.family.hub_layout)))
-    planned = {target: Relayout(source, layout).plan() for target, layout in layouts.items()}
+    conversions = {layout: target_of(source, layout) for layout in TARGETS}
     sizes = next(iter(source.blocks.values()))
     expert_parameters, expert_nbytes = _experts_weights(source)
     return Inspection(
@@ -72,7 +71,7 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         description=CHECKPOINT_LAYOUTS[source.layout],
         quantization=source.quantization,
         dtypes=dtypes,
-        parameters=sum(torch.Size(tensor.shape).numel() for tensor in planned["native"]),
+        parameters=sum(torch.Size(tensor.shape).numel() for tensor in conversions["native"].rewriting.plan()),
         nbytes=sum(dtypes.values()),
         files=len({header.file for header in source.tensors.values()}),
         layers=len(source.blocks),
@@ -81,7 +80,7 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         intermediate_size=sizes.intermediate,
         expert_parameters=expert_parameters,
         expert_nbytes=expert_nbytes,
-        conversions={target: _outlook(source, layouts[target], tensors) for target, tensors in planned.items()},
+        conversions={layout: _outlook(source, target) for layout, target in conversions.items()},
     )
 
 
@@ -92,9 +91,11 @@ def _experts_weights(source: Source) -> tuple[int, int]:
     return values, sum(source.tensors[part].nbytes for name in stored for part in source.weights[name])
 
 
-def _outlook(source: Source, layout: str, planned: list[Planned]) -> str:
-    if layout == source.layout and source.quantization is None:
+def _outlook(source: Source, target: Target) -> str:
+    """What converting to this target would do, in words."""
+    if target.target_layout == source.layout and source.quantization is None:
         return "already in this layout"
+    planned = target.rewriting.plan()
     nbytes = sum(tensor.nbytes for tensor in planned)
     experts = [tensor for tensor in planned if ".experts." in tensor.name]
     words = (

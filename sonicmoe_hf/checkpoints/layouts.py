@@ -26,7 +26,6 @@ LAYOUT_VERSION = 1
 NATIVE_PREFIX = "sonicmoe_"
 VERSION_KEY = "sonicmoe_layout_version"
 HUB_CONFIG_KEY = "sonicmoe_hub_config"
-PACKED = ("", "_blocks", "_codes", "_values", "_packed")  # how a name goes on: dense, MXFP4, NF4, FP8, NVFP4
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # a parameter of experts that is packed
 INTERLEAVED = {  # layouts of [E, 2I, H] with gate and up rows in turn, by the model's names: what follows the block's
     "native": {
@@ -54,15 +53,15 @@ CHECKPOINT_LAYOUTS = {  # name: what inspect says of it
 }
 
 
-def detect_layout(names: Collection[str], block: str, family: NativeFamily) -> str | None:
-    """Which layout the tensors of one block are in, by their names; None for none of them."""
-    if any(f"{block}.experts.c_fc{packed}" in names for packed in PACKED):
+def detect_layout(weights: Collection[str], block: str, family: NativeFamily) -> str | None:
+    """Which layout the weights of one block are in, by their names; None for none of them."""
+    if f"{block}.experts.c_fc" in weights:
         return "native"
-    if f"{block}.c_fc.weight" in names:
+    if f"{block}.c_fc.weight" in weights:
         return "upstream"
-    if any(f"{block}.experts.gate_up_proj{packed}" in names for packed in PACKED):
+    if f"{block}.experts.gate_up_proj" in weights:
         return "gpt_oss" if family.hub_layout == "gpt_oss" else "fused"
-    if f"{block}.experts.0.gate_proj.weight" in names:
+    if f"{block}.experts.0.gate_proj.weight" in weights:
         return "per_expert"
     return None
 
@@ -86,6 +85,9 @@ def layout_groups(
         group = WeightGroup(converter, target, state, model.config)
         turned = isinstance(operation, Transpose)
         group.add(name, name, tuple(parameter.transpose(1, 2).shape if turned else parameter.shape))
+        if target.endswith(f".experts.{EXPERT_WEIGHTS[0]}"):
+            group.order = "concatenated" if layout == "fused" else "interleaved"
+        group.is_transposed = layout == "gpt_oss" and target.endswith(EXPERT_WEIGHTS)
         groups[target] = group
     return groups
 
@@ -102,13 +104,6 @@ def _interleaved(
         return name, Interleave(1) if parameter == EXPERT_WEIGHTS[0] else None
     block, _, rest = target.rpartition(f".{family.router_attribute}.")
     return f"{block}.router.{rest}" if layout == "upstream" and block in blocks else target, None
-
-
-def order_in(layout: str, target: str) -> str:
-    """The order of ORDERS in which the rows of an experts' parameter stand in a layout of whole weights."""
-    if target.endswith(EXPERT_WEIGHTS[1]):
-        return "whole"
-    return "concatenated" if layout == "fused" else "interleaved"
 
 
 def from_upstream(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..formats.format import has_nan_e4m3, has_nan_power
 
 TARGETS = ("native", "hub")
 
@@ -17,15 +16,6 @@ TARGETS = ("native", "hub")
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite."""
     return bool(torch.isfinite(tensor).all())
-
-
-def is_sound(stored: torch.Tensor) -> bool:
-    """Whether what is stored has no NaN or infinity; bytes show none."""
-    if stored.dtype == torch.float8_e4m3fn:
-        return not has_nan_e4m3(stored)
-    if stored.dtype == torch.float8_e8m0fnu:
-        return not has_nan_power(stored)
-    return is_finite(stored) if stored.is_floating_point() else True
 
 
 def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -53,14 +43,12 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
 
 
 class Planned(NamedTuple):
-    """A tensor to be written: its name, shape and dtype, how it is made, and whether the values that it stands for are
-    finite."""
+    """A tensor to be written: its name, shape and dtype, and how it is made."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
-    is_finite: Callable[[torch.Tensor], bool] = is_sound
 
     @property
     def nbytes(self) -> int:

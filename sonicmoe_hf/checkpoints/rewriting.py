@@ -36,7 +36,8 @@ class Rewriting:
 
     Args:
         stored: the checkpoint. groups: by name of a parameter of its model, the weights that become it. changed: what has
-            other values. keeps_format: whether quantized weights stay quantized, or become dense.
+            other values. keeps_format: whether quantized weights stay quantized, or become dense. dtype: to cast dense
+            weights to; None keeps what is stored.
     Attributes:
         roundings: what rounding to a format does, once tensors are made.
     """
@@ -47,9 +48,10 @@ class Rewriting:
         groups: Mapping[str, WeightGroup],
         changed: ChangedParameters | None = None,
         keeps_format: bool = False,
+        dtype: torch.dtype | None = None,
     ):
         self._stored, self._inner, self._changed, self.keeps_format = stored, groups, changed, keeps_format
-        self._outer = groups
+        self._outer, self._dtype = groups, dtype
         self._target_of = {name: group.targets[0] for group in groups.values() for name in group.shapes}
         self._piece = lru_cache(ALTERNATING)(self._make_piece)
         self.roundings = Roundings()
@@ -84,12 +86,17 @@ class Rewriting:
         header = self._stored.tensors[name]
         return Planned(name, header.shape, header.dtype, partial(self._stored.stored, name))
 
-    def _alone(self, name: str, dtype: torch.dtype | None = None) -> Iterator[Planned]:
+    def _alone(self, name: str) -> Iterator[Planned]:
         """A weight under its own name, dequantized where it is quantized; none of what is for inference in its format."""
         stored = self._stored
         if not stored.is_unused(name):
-            wanted = dtype or stored.dtype_of(name)
-            yield Planned(name, stored.shape_of(name), wanted, lambda: in_range(stored.read(name), wanted, name))
+            dtype = self._wanted(name, stored.dtype_of(name))
+            yield Planned(name, stored.shape_of(name), dtype, lambda: in_range(stored.read(name), dtype, name))
+
+    def _wanted(self, name: str, stored: torch.dtype) -> torch.dtype:
+        """What a weight of the dtype `stored` is written in."""
+        keeps_fp32 = self._stored.keep_fp32.intersection(name.split("."))
+        return self._dtype if self._dtype is not None and stored.is_floating_point and not keeps_fp32 else stored
 
     def _dense(self, target: str, name: str, dtype: torch.dtype) -> Planned:
         """A weight in `dtype`, rounded once; of one that holds all experts, one after the other."""

@@ -10,6 +10,7 @@ import torch
 
 LAYER = re.compile(r"^(.*?\.?layers\.\d+)\.")
 UNMERGED = "serve the adapter beside the base, unmerged (sonicmoe-hf convert ADAPTER DST --layout vllm)"
+PRODUCTS = (("error", "error"), ("change", "change"), ("error", "change"), ("weight", "weight"))  # that are summed
 REMEDY = f"{UNMERGED}, or leave --quantize out and serve bf16"
 
 
@@ -31,49 +32,35 @@ class Roundings:
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
-        self._first: dict[str, list[float]] = {}
 
     def begin(self, name: str) -> None:
         """Forget what is known of the weight `name`."""
-        self._sums[name] = [0.0, 0.0, 0.0]
+        self._sums[name] = [0.0] * len(PRODUCTS)
 
     def add(self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
-        """Part of the weight `name`, in fp32: as it was, with the change, and with the change and rounded."""
-        change, error = exact - before, rounded - exact
-        products = (error, error), (change, change), (error, change)
-        for place, (first, second) in enumerate(products):
-            self._sums[name][place] += torch.sum(first * second, dtype=torch.float64).item()
-
-    def add_first(self, name: str, before: torch.Tensor, rounded: torch.Tensor) -> None:
-        """The first expert of the weight `name`, in fp32, before rounding and after."""
-        self._first.setdefault(name, [(rounded - before).square().sum().item(), before.square().sum().item()])
-
-    def loss_notice(self, format: str) -> str:
-        """What rounding lost of all weights whose first experts it was told."""
-        lost, whole = map(sum, zip(*self._first.values())) if self._first else (0.0, 0.0)
-        error = (lost / whole) ** 0.5 if whole else 0.0
-        return (
-            f"the experts are {format} now, and differ from the weights before by {error:.1%} (root mean square, over "
-            "the first expert of each weight)"
-        )
+        """Part of the weight `name`: as it was, with the change, and with the change and rounded."""
+        parts = {"error": rounded - exact.float(), "change": exact.float() - before.float(), "weight": before.float()}
+        for place, (first, second) in enumerate(PRODUCTS):
+            self._sums[name][place] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
 
     def layers(self) -> list[LayerRounding]:
-        """By layer, in the order of the weights; a weight of no layer stands for itself."""
+        """Those that were changed, in the order of the weights; a weight of no layer stands for itself."""
         by_layer: dict[str, list[float]] = {}
         for name, sums in self._sums.items():
             match = LAYER.match(name)
-            total = by_layer.setdefault(match[1] if match else name, [0.0, 0.0, 0.0])
-            total[:] = [old + new for old, new in zip(total, sums)]
+            total = by_layer.setdefault(match[1] if match else name, [0.0] * len(PRODUCTS))
+            total[:] = map(sum, zip(total, sums))
         return [
-            LayerRounding(layer, math.sqrt(error), math.sqrt(change), 1 + both / change if change else 1.0)
-            for layer, (error, change, both) in by_layer.items()
+            LayerRounding(layer, math.sqrt(error), math.sqrt(change), 1 + both / change)
+            for layer, (error, change, both, _) in by_layer.items()
+            if change
         ]
 
     def notices(self, format: str) -> list[str]:
         """What a user should hear, in sentences."""
-        layers = [layer for layer in self.layers() if layer.change]
+        layers = self.layers()
         if not layers:
-            return []
+            return [self._loss(format)] if self._sums else []
         worst = min(layers, key=lambda layer: layer.survived)
         lost = [layer for layer in layers if layer.survived < 0.5]
         ratios = sorted(layer.error / layer.change for layer in layers)
@@ -87,3 +74,12 @@ class Roundings:
                 f"{len(layers)} layers: {REMEDY}"
             )
         return notices
+
+    def _loss(self, format: str) -> str:
+        """Of weights that nothing changed, of which a part each was added."""
+        errors, _, _, squares = map(sum, zip(*self._sums.values()))
+        loss = math.sqrt(errors / squares) if squares else 0.0
+        return (
+            f"the experts are {format} now, and differ from the weights before by {loss:.1%} (root mean square, over "
+            "the first expert of each weight)"
+        )

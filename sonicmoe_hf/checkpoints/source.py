@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
+from ..formats import Format
+from ..formats.format import Stored
 from ..formats.fp8 import BLOCK, HubFP8
 from ..model_patches import NativeFamily
 from ..patching.experts import sizes_of
@@ -19,7 +21,7 @@ from .config_only import build_from_config
 from .configs import family_of, hub_config
 from .converters import Shapes
 from .files import CONFIG_FILE
-from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups, order_in
+from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups
 from .stored import StoredWeights
 
 
@@ -43,8 +45,7 @@ class Source(StoredWeights):
     """An opened checkpoint, whose tensors are what its config says.
 
     Attributes:
-        family, native: what config.json says. model: the family's own, on the meta device. keep_fp32: its modules that
-        are never cast. blocks: its experts' sizes.
+        family, native: what config.json says. model: the family's own, on the meta device. blocks: its experts' sizes.
         layout: a name of CHECKPOINT_LAYOUTS. groups: by name of the model's parameters, the weights that become them;
         targets: the reverse.
     Raises:
@@ -57,7 +58,7 @@ class Source(StoredWeights):
         self.family, self.native = family_of(self.config, path)
         self.hub_config = hub_config(self.config, self.family)
         self.model = _model(self.hub_config, self.family, path)
-        self.keep_fp32 = strictly_fp32_modules(self.model)
+        self.keep_fp32 = frozenset(strictly_fp32_modules(self.model))
         self.blocks = {layer.name: sizes_of(layer.experts) for layer in find_layers(self.model)}
         self.layout = self._find_layout()
         self.groups = layout_groups(self.model, self.family, self.layout, self.blocks)
@@ -69,7 +70,7 @@ class Source(StoredWeights):
         block = next(iter(self.blocks), None)
         if block is None:
             raise CheckpointError(f"{self.folder / CONFIG_FILE}: this model has no mixture-of-experts layer")
-        layout = detect_layout(self.tensors, block, self.family)
+        layout = detect_layout(self.weights, block, self.family)
         if layout is None:
             raise CheckpointError(f"{self.folder} has no experts of {block} in a layout that conversion knows")
         if self.native != (layout == "native"):
@@ -84,12 +85,10 @@ class Source(StoredWeights):
         block, _, name = target.rpartition(".experts.")
         return block in self.blocks and name in EXPERT_WEIGHTS
 
-    def is_kept(self, name: str, format: str) -> bool:
-        """Whether the experts' weight `name` is packed, or an expert's in `format` as the hub has it."""
-        hub = self.hub_format
-        if self.is_packed(name) or hub is None or hub.name != format:
-            return self.is_packed(name)
-        return self.is_quantized(name) and (not isinstance(hub, HubFP8) or hub.block == BLOCK)
+    def has_blocks_of(self, name: str, format: Format) -> bool:
+        """Whether a weight of experts is stored in the blocks of this format."""
+        has_own_size = isinstance(self.hub_format, HubFP8) and self.hub_format.block != BLOCK
+        return self.is_quantized(name) and self.quantization == format.name and not has_own_size
 
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
         shapes = {name: shape for group in self.groups.values() for name, shape in group.shapes.items()}
@@ -112,14 +111,13 @@ class Source(StoredWeights):
             elif not (self.is_unused(weight) or (dtype.is_floating_point and dtype.itemsize >= 2)):
                 raise CheckpointError(f"{self.folder}: {weight} has dtype {dtype}; weights are floats")
 
-    def _parts(self, weight: str, shapes: Shapes) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+    def _parts(self, weight: str, shapes: Shapes) -> Stored:
         """Of the tensors that store a quantized weight, the shapes and dtypes."""
         if self.packed_format is not None and weight in shapes:
             experts, *sizes = shapes[weight]
             shape = (experts, *reversed(sizes)) if self.is_transposed else (experts, *sizes)
-            return self.packed_format.stored(weight, shape, order_in(self.layout, self.targets[weight]))
-        scales = () if self.hub_format is None else self.hub_format.stored_scales(self.tensors[weight].shape)
-        return dict(zip(self.weights[weight][1:], scales))
+            return self.packed_format.stored(weight, shape, self.groups[self.targets[weight]].order)
+        return {} if self.hub_format is None else self.hub_format.stored(weight, self.shape_of(weight))
 
     def _check_part(
         self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from ..formats import Format, HubFormat
+from ..formats import PACKED, Format, HubFormat
 from ..formats.grid import Grid
 from ..formats.mxfp4 import mxfp4_grid
 from ..kernels.quantized import Quantized, dequantize_expert, weight_shape
@@ -29,9 +29,12 @@ class StoredWeights:
         packed_format: of experts stored [E, ...] under their parameter's name. hub_format: how weights are stored each
             for itself, in every linear layer. Both are None where nothing is quantized.
         weights: by name of a weight, the names of the tensors that hold it, its scales behind it.
+        keep_fp32: modules of the model that are never cast, where it is known.
     Raises:
         CheckpointError: a file is missing, damaged or contradicts another, or a quantized weight is not as declared.
     """
+
+    keep_fp32: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -188,7 +191,12 @@ class StoredWeights:
         if self.packed_format is not None and self.is_packed(name):
             return self.packed_format.rows(self._packed(name, expert or 0)[0])
         assert self.hub_format is not None
-        return [part for part in self.hub_format.pack(*map(self.stored, self.weights[name])) if part is not None]
+        format = PACKED[self.hub_format.name]
+        rows = [part for part in self.hub_format.pack(*map(self.stored, self.weights[name])) if part is not None]
+        for part, tensor in zip(format.parts, rows):
+            if not format.is_sound(part, tensor):
+                raise CheckpointError(f"{name} has NaN or infinite values in its {part}: the checkpoint is damaged")
+        return rows
 
     def close(self) -> None:
         """Close the file that is open."""

@@ -7,7 +7,7 @@ the parameter's name (Format), and as checkpoints of the hub have it (HubFormat)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from .grid import Grid
 
 E8M0_NAN = 255  # of the bytes that stand for powers of two
 Pack = Callable[..., PackedWeight]
+Stored = dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]  # by name: shape, and the dtypes that it may have
 
 
 class Share(NamedTuple):
@@ -37,12 +38,14 @@ class Format:
     """A format of packed experts.
 
     name: in kernels.quantized.FORMATS. parts: what follows a parameter's name in those of the tensors that store it, in
-    the order of Quantized. loss: percent of normally distributed weights that rounding changes (root mean squares of
-    error and weight). element_size: bytes a weight that device_map counts with, somewhat more than is stored.
+    the order of Quantized. values: what bytes of a part stand for, where they are floats. loss: percent of normally
+    distributed weights that rounding changes (root mean squares of error and weight). element_size: bytes a weight that
+    device_map counts with, somewhat more than is stored.
     """
 
     name: str
     parts: tuple[str, ...]
+    values: ClassVar[dict[str, torch.dtype]] = {}
     loss: int
     element_size = 0.6  # 4.13, 4.25 and 4.5 bits
 
@@ -83,11 +86,10 @@ class Format:
 
     def is_sound(self, part: str, tensor: torch.Tensor) -> bool:
         """Whether one of `parts` stands for finite values."""
-        return tensor.dtype != torch.float32 or bool(torch.isfinite(tensor).all())
+        is_bytes = tensor.dtype == torch.uint8 and part in self.values
+        return is_sound(tensor.view(self.values[part]) if is_bytes else tensor)
 
-    def stored(
-        self, name: str, shape: tuple[int, ...], order: str
-    ) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+    def stored(self, name: str, shape: tuple[int, ...], order: str) -> Stored:
         """By name, the shape of each of the tensors that store the weight `name` [E, N, K], and the dtypes that it may
         have, the first where it is made here. Raises CheckpointError where K is no multiple of the format's block."""
         try:
@@ -146,16 +148,15 @@ class HubFormat:
         """(N, K) of a matrix that is stored in this shape."""
         return shape
 
-    def stored_scales(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
-        """The shape of each of the scales of a matrix that is stored in this shape, and the dtypes that it may have."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """As Format's, of a matrix [N, K]."""
         raise NotImplementedError
 
     def check(self, *tensors: torch.Tensor) -> None:
         """Raise CheckpointError where a matrix and its scales do not fit together."""
-        weight, *scales = tensors
-        check_matrix(weight, tuple(weight.shape), (self.dtype,), "the weight")
-        for end, scale, (shape, dtypes) in zip(self.scales, scales, self.stored_scales(weight.shape)):
-            check_matrix(scale, shape, dtypes, f"the scales (weight{end})")
+        parts = self.stored("weight", self.dense_shape(tensors[0].shape)).items()
+        for tensor, (stored, (shape, dtypes)) in zip(tensors, parts):
+            check_matrix(tensor, shape, dtypes, stored)
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """The values that a matrix with such scales can have: their dtype says it, and NVFP4's scale of the whole."""
@@ -194,11 +195,10 @@ def check_matrix(tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[tor
         )
 
 
-def has_nan_power(scales: torch.Tensor) -> bool:
-    """Whether a byte that stands for a power of two is NaN's."""
-    return scales.dtype.itemsize == 1 and bool((scales.view(torch.uint8) == E8M0_NAN).any())
-
-
-def has_nan_e4m3(codes: torch.Tensor) -> bool:
-    """Whether a byte that stands for an E4M3 value is NaN's."""
-    return has_e4m3_nan(codes.view(torch.uint8))
+def is_sound(stored: torch.Tensor) -> bool:
+    """Whether what is stored has no NaN or infinity; bytes show none."""
+    if stored.dtype == torch.float8_e4m3fn:
+        return not has_e4m3_nan(stored.view(torch.uint8))
+    if stored.dtype == torch.float8_e8m0fnu:
+        return not bool((stored.view(torch.uint8) == E8M0_NAN).any())
+    return not stored.is_floating_point() or bool(torch.isfinite(stored).all())

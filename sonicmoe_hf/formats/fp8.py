@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..errors import CheckpointError
 from ..kernels.minifloat import E4M3_MAX, to_e4m3
 from ..kernels.quantized import FP8_BLOCK, Quantized
-from .format import Format, HubFormat, has_nan_e4m3, has_nan_power
+from .format import Format, HubFormat, Stored
 from .grid import POWER_BIAS, Grid, ceiled_exponent, powers_of_two
 
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)  # what stores them; bytes: E8M0
@@ -18,12 +20,7 @@ class FP8(Format):
     """Experts in blocks of 128 x 128, the gates' and the ups' apart."""
 
     name, parts, loss, element_size = "fp8", ("values", "scale_inv"), 3, 1.1
-
-    def is_sound(self, part: str, tensor: torch.Tensor) -> bool:
-        """See Format."""
-        if part == "values":
-            return not has_nan_e4m3(tensor)
-        return super().is_sound(part, tensor) and not has_nan_power(tensor)
+    values: ClassVar = {"values": torch.float8_e4m3fn, "scale_inv": torch.float8_e8m0fnu}
 
     def rows(self, packed: Quantized) -> list[torch.Tensor]:
         """See Format: rows of blocks."""
@@ -41,11 +38,12 @@ class HubFP8(HubFormat):
     def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
         self.block, self.has_powers = block, has_powers
 
-    def stored_scales(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """See HubFormat. The last blocks are cut off."""
         if len(shape) != 2:
-            raise CheckpointError(f"fp8 tensors have two dimensions; one has shape {tuple(shape)}")
-        return [(tuple(-(-size // block) for size, block in zip(shape, self.block)), FP8_SCALES)]
+            raise CheckpointError(f"fp8 tensors have two dimensions; {name} has shape {tuple(shape)}")
+        blocks = tuple(-(-size // block) for size, block in zip(shape, self.block))
+        return dict(zip(self.names(name), ((tuple(shape), (self.dtype,)), (blocks, FP8_SCALES))))
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat."""

@@ -150,7 +150,7 @@ def dense_rows(format: HubFP8, weight: torch.Tensor, scales: torch.Tensor, param
     """A rank's rows of a sharded weight. Transformers cuts the scales into as many parts as the weight, but blocks need
     not end where parts do."""
     rows = parameter.shape[0]
-    ((num_blocks, _), _), *_ = format.stored_scales(parameter.shape)
+    _, ((num_blocks, _), _) = format.stored("", parameter.shape).values()
     whole, first = gathered_rows(scales, num_blocks, parameter)
     return format.dense_rows(weight, whole, rows, first)
 

@@ -6,11 +6,13 @@ NVIDIA/TensorRT-Model-Optimizer at 0ad6e5f0.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ..kernels.minifloat import E2M1_MAX, from_e2m1, from_e4m3, to_e2m1, to_e4m3
 from ..kernels.quantized import SCALE_COLUMNS, Quantized
-from .format import Format, HubFormat, has_nan_e4m3
+from .format import Format, HubFormat, Stored
 from .grid import Grid
 
 BLOCK = SCALE_COLUMNS["nvfp4"]
@@ -20,10 +22,7 @@ class NVFP4(Format):
     """Experts whose gates and ups have a scale of the whole tensor each."""
 
     name, parts, loss = "nvfp4", ("packed", "scale", "scale_2"), 10
-
-    def is_sound(self, part: str, tensor: torch.Tensor) -> bool:
-        """See Format."""
-        return not has_nan_e4m3(tensor) if part == "scale" else super().is_sound(part, tensor)
+    values: ClassVar = {"scale": torch.float8_e4m3fn}
 
     def rows(self, packed: Quantized) -> list[torch.Tensor]:
         """See Format: a state's rows are the gates' and the ups'."""
@@ -44,10 +43,12 @@ class HubNVFP4(HubFormat):
         """See HubFormat."""
         return (*shape[:-1], 2 * shape[-1])
 
-    def stored_scales(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """See HubFormat."""
-        rows, columns = self.dense_shape(shape)
-        return [((rows, columns // BLOCK), (torch.float8_e4m3fn,)), ((), (torch.float32,))]
+        rows, columns = shape
+        shapes = (rows, columns // 2), (rows, columns // BLOCK), ()
+        dtypes = self.dtype, torch.float8_e4m3fn, torch.float32
+        return {part: (shape, (dtype,)) for part, shape, dtype in zip(self.names(name), shapes, dtypes)}
 
     def grid(self, *scales: torch.Tensor) -> Grid:
         """See HubFormat. weight_scale_2 stays: engines that fuse projections want theirs to be equal."""

@@ -238,18 +238,12 @@ def test_verify_refuses_values_that_are_not_finite(hub, value):
     assert same_bits(tensors_in(hub.parent / "back"), tensors)
 
 
-def test_verify_refuses_mxfp4_blocks_that_stand_for_infinite_values(tmp_path):
+def test_blocks_whose_scale_is_no_number_are_not_moved(tmp_path):
     make(tmp_path / "source", "gpt_oss", "mxfp4")
     tensors = tensors_in(tmp_path / "source")
-    name = "model.layers.1.mlp.experts.down_proj"
-    tensors[f"{name}_blocks"][3, 5, 0] = 0x77  # 6.0 in every place
-    tensors[f"{name}_scales"][3, 5, 0] = 252  # 6 * 2^125 is the largest finite bf16 of the format
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 0] = 255
     rewrite(tmp_path / "source", tensors)
-    convert_checkpoint(tmp_path / "source", tmp_path / "kept", quantize="mxfp4", verify=True)
-    tensors[f"{name}_scales"][3, 5, 0] = 253
-    rewrite(tmp_path / "source", tensors)
-    infinite = "down_proj.* has NaN or infinite|c_proj_scales has NaN or infinite"
-    assert_refused(tmp_path / "source", infinite, quantize="mxfp4", verify=True)
+    assert_refused(tmp_path / "source", "down_proj_scales has NaN or infinite", quantize="mxfp4")
 
 
 def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):

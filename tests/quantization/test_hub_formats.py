@@ -318,7 +318,7 @@ LINEAR = "model.layers.1.self_attn.o_proj.weight"
         ),
         (
             lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 3)}),
-            r"up_proj.weight of expert 3: the scales .* \(2, 3\)",
+            r"up_proj.weight of expert 3: weight_scale_inv is .* \(2, 3\)",
         ),
         (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN .* in expert 3"),
         (

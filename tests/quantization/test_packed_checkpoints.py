@@ -153,7 +153,7 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
     out = tmp_path / "out"
     refused(packed / "hub", out, "no layout for .* in nf4, only for fp8", layout="hub", quantize="nf4")
     refused(packed / "hub", out, "contradict each other", quantize="nf4", dequantize=True)
-    refused(packed / "nf4", out, "packed as mxfp4, but is nf4 already", quantize="mxfp4")
+    refused(packed / "nf4", out, "packed as mxfp4, but are nf4 already", quantize="mxfp4")
     refused(packed / "nf4", out, "packed as nf4 already; from_pretrained loads it", quantize="nf4")
     refused(
         packed / "nf4", out, r"is quantized \(nf4\): conversion can only dequantize", layout="hub", dequantize=False

@@ -1,9 +1,11 @@
-"""Checkpoints whose experts are packed in the hub's own layout, as engines and Transformers read it: MXFP4 for gpt-oss,
-FP8 for families that have one tensor for each expert and projection. The rest stays dense."""
+"""Which formats conversion packs experts in, and what config.json says of them: every format in the native layout; in the
+hub's, MXFP4 for gpt-oss and FP8 for families that have one tensor for each expert and projection, as engines and
+Transformers read them. The rest stays dense."""
 
 from __future__ import annotations
 
 from ..errors import CheckpointError
+from ..formats.quantizer import ExpertsQuantizationConfig
 from ..kernels.quantized import FP8_BLOCK
 from .source import Source
 
@@ -11,19 +13,28 @@ FORMATS_OF = {"gpt_oss": "mxfp4", "per_expert": "fp8"}  # by the hub's layout
 MXFP4_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
-def check_hub_format(source: Source, format: str) -> None:
-    """Raise CheckpointError where the hub has no layout for this family's experts in the format, or `source` is quantized
-    otherwise."""
+def check_format(source: Source, format: str, layout: str) -> None:
+    """Raise CheckpointError where the experts of `source` cannot be packed in the format in "native" or "hub" layout."""
+    if layout == "hub":
+        _check_hub_format(source, format)
+    if source.quantization not in (None, format) and (layout == "hub" or source.packed_format is not None):
+        raise CheckpointError(
+            f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
+            "more: keep that format, or convert the bf16 checkpoint"
+        )
+    if source.quantization == "nf4":
+        raise CheckpointError(
+            f"{source.folder} is packed as nf4 already; from_pretrained loads it as it is (NF4's scales have scales "
+            "of 256 neighbouring blocks, which cannot be put into another order)"
+        )
+
+
+def _check_hub_format(source: Source, format: str) -> None:
     layout = source.family.hub_layout
     if format != FORMATS_OF.get(layout):
         raise CheckpointError(
             f"the hub has no layout for the experts of {source.family.name} in {format}, only for "
             f"{FORMATS_OF.get(layout, 'none')}; for training, --layout native packs in every format"
-        )
-    if source.quantization not in (None, format):
-        raise CheckpointError(
-            f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
-            "more: keep that format, or convert the bf16 checkpoint"
         )
     for block, sizes in source.blocks.items():
         if format == "fp8" and (sizes.hidden % FP8_BLOCK or sizes.intermediate % FP8_BLOCK):
@@ -33,8 +44,10 @@ def check_hub_format(source: Source, format: str) -> None:
             )
 
 
-def quantization_config(source: Source, format: str) -> dict:
-    """config.json's entry for such a checkpoint."""
+def quantization_config(source: Source, format: str, layout: str) -> dict:
+    """config.json's entry for a checkpoint whose experts are packed so."""
+    if layout == "native":
+        return ExpertsQuantizationConfig(format).to_dict()
     if format == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_DENSE}
     dense = {
