@@ -5,7 +5,7 @@ on any machine.
 
     python examples/qlora.py
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --dataset roneneldan/TinyStories --output outputs/qlora
-    python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl --attn-implementation flex_attention
+    python examples/qlora.py --model openai/gpt-oss-20b --dataset my_texts.jsonl
     python examples/qlora.py --model Qwen/Qwen3.5-35B-A3B --all-linear --no-liger --dataset my_texts.jsonl    # a hybrid
     python examples/qlora.py --model Qwen/Qwen3-30B-A3B --random --steps 10      # before the download: speed and memory
     python examples/qlora.py --model openai/gpt-oss-120b --experts-memory 0 ...    # its experts in host memory
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         'layer; or "auto"',
     )
     parser.add_argument("--replicate", action="store_true", help="under torchrun: every GPU holds all experts")
-    parser.add_argument("--attn-implementation", help="sdpa, flex_attention (gpt-oss has no sdpa), ...")
+    parser.add_argument("--attn-implementation", help="default: the model's own; gpt-oss: torch_sinks on GPUs")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--attention-only", action="store_true", help="no adapters on the experts")
     parser.add_argument("--all-linear", action="store_true", help="adapt linear attention, Mamba, shared experts too")

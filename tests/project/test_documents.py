@@ -139,6 +139,12 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert patch_state(model) is not None
 
 
+def test_the_tests_that_the_evidence_names_exist():
+    text = (EXAMPLES.parent / "docs" / "evidence.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w/.]+)`", text))
+    assert len(named) > 10 and [path for path in named if not (EXAMPLES.parent / path).exists()] == []
+
+
 def test_the_reference_has_every_public_name():
     """A name by itself, or in one of the modules that are listed whole."""
     text = (EXAMPLES.parent / "docs" / "api.md").read_text(encoding="utf-8")
