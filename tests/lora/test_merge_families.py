@@ -6,10 +6,11 @@ from helpers.checkpoints import config_in, edit_config, in_fp8, rewrite, same_bi
 from helpers.models import build, relative_error
 from helpers.small_families import adapted_names, families_here, small_model
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
 
-from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
 
 TOLERANCE = 1e-5  # fp32: the products summed in another order, through two layers
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -186,3 +187,42 @@ def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypa
     with pytest.raises(CheckpointError, match=r"layers.1.self_attn.q_proj.weight, .* comes of no weight in .*unload"):
         merge_adapter(*folders)
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.fixture
+def nemotron(tmp_path):
+    """(base, adapter) of experts without a gate."""
+    model = small_model("nemotron_h")
+    model.save_pretrained(tmp_path / "base")
+    adapt(model, tmp_path / "adapter")
+    return tmp_path / "base", tmp_path / "adapter"
+
+
+def test_factors_of_a_single_expert_change_it_alone(nemotron, tmp_path):
+    base, adapter = nemotron
+    before = tensors_in(base)
+    weight = next(name for name in before if name.endswith(".experts.0.up_proj.weight"))
+    size_out, size_in = before[weight].shape
+    stem = f"base_model.model.{weight.replace('backbone.', 'model.')}".removesuffix(".weight")
+    factors = {f"{stem}.lora_A.weight": torch.ones(2, size_in), f"{stem}.lora_B.weight": torch.ones(size_out, 2)}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    merge_adapter(base, adapter, tmp_path / "merged")
+    after = tensors_in(tmp_path / "merged")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == [weight]
+    change = after[weight] - before[weight]
+    assert relative_error(change, torch.full_like(change, 4.0)) < 1e-6, "lora_alpha / r B A, of which B A is r"
+
+
+def test_a_family_without_a_native_layout_is_refused_by_all_that_write_one(nemotron, tmp_path):
+    base, adapter = nemotron
+    for write, match in (
+        (
+            lambda to: convert_checkpoint(base, to, "native"),
+            r"conversion knows qwen3_moe, .* Load other checkpoints as",
+        ),
+        (lambda to: convert_adapter(adapter, to, "native", trained_on=base), "'nemotron_h'; conversion knows"),
+        (lambda to: merge_adapter(base, adapter, to, "native"), r"'nemotron_h'; conversion knows .* without --layout"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            write(tmp_path / "written")
+        assert not (tmp_path / "written").exists()

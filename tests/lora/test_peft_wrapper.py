@@ -35,7 +35,9 @@ ONE_LAYER = {"num_hidden_layers": 1}
 
 
 def small(family):
-    return build(family, **({} if family == "deepseek_v3" else ONE_LAYER))
+    """A model with one layer that has experts."""
+    layers = {"deepseek_v3": {}, "nemotron_h": {"layers_block_type": ["full_attention", "moe"]}}
+    return build(family, **layers.get(family, ONE_LAYER))
 
 
 def patched(model, **options):
@@ -51,13 +53,13 @@ def fused_gradients(model, inputs=None):
 def learning_besides(model):
     """The router and the embedding learn too: their gradients pass through every product of the experts."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("mlp.gate.weight", "router.weight", "embed_tokens.weight")):
+        if name.endswith((".gate.weight", "router.weight", "embed_tokens.weight", "embeddings.weight")):
             parameter.requires_grad_(True)
     return model
 
 
 @pytest.mark.parametrize("order", ["patched, then PEFT", "PEFT, then patched"])
-@pytest.mark.parametrize("family", [*CONFIGS, "mixtral"])
+@pytest.mark.parametrize("family", [*CONFIGS, "mixtral", "nemotron_h"])
 def test_gradients_of_factors_input_and_router_are_pefts_on_eager_experts(family, order):
     expected = loss_and_gradients(learning_besides(with_lora(small(family))), batch())
     first, then = (patched, with_lora) if order == "patched, then PEFT" else (with_lora, patched)

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounter
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.patching.patch import router_hooks, start_counting
+from sonicmoe_hf.patching.support import find_layers
 
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here
 # with top-k Qwen3-MoE follows the mode below; OLMoE's block differs from its by a flag
@@ -38,6 +39,14 @@ def test_a_compiled_model_without_graph_breaks_computes_the_same(family, routing
     actual = loss_and_gradients(compiled, inputs)
     assert_all_close({n.removeprefix("_orig_mod."): t for n, t in actual.items()}, expected, 1e-5, ORDER_OF_SUMS)
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(router_hooks(model), counts))
+
+
+def test_a_block_whose_experts_have_no_gate_compiles_without_graph_breaks():
+    torch._dynamo.reset()
+    block = next(find_layers(patched("nemotron_h"))).block
+    x = torch.randn(2, 16, 32)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert relative_error(compiled(x), block(x)) < 1e-5, ORDER_OF_SUMS
 
 
 @pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])

@@ -1,4 +1,4 @@
-"""The four families compute what Transformers computes: logits, loss and every gradient."""
+"""The families compute what Transformers computes: logits, loss and every gradient."""
 
 import pytest
 import torch
@@ -14,22 +14,27 @@ from sonicmoe_hf.patching.experts import UnsupportedExpertsError, experts_facts
 
 FP32 = "fp32: two orders of summation over a few dozen terms, through two layers and back"
 FAMILIES = list(CONFIGS)
+EVERY_FAMILY = [*FAMILIES, "nemotron_h"]  # whose experts have no gate, and read a latent
+OF_THE_HIDDEN_SIZE = pytest.param("nemotron_h", {"moe_latent_size": None}, id="nemotron_h without a latent")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, changes", [*((family, {}) for family in EVERY_FAMILY), OF_THE_HIDDEN_SIZE])
 @pytest.mark.parametrize("how", ["interface", "patched"])
 @pytest.mark.parametrize("padding", [False, True])
-def test_logits_loss_and_gradients_equal_eagers(family, how, padding):
-    model, inputs = build(family), batch(padding=padding)
+def test_logits_loss_and_gradients_equal_eagers(family, changes, how, padding):
+    model, inputs = build(family, **changes), batch(padding=padding)
     ours = twin(model)
     if how == "interface":
         ours.set_experts_implementation(IMPLEMENTATION)
     else:
-        sonicmoe_hf.patch_model(ours)
-    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, FP32)
+        report = sonicmoe_hf.patch_model(ours)
+        assert all(layer.accelerated and layer.token_rounding for layer in report.layers)
+    expected = loss_and_gradients(model, inputs)
+    assert any(".experts." in name for name in expected)
+    assert_all_close(loss_and_gradients(ours, inputs), expected, 1e-5, FP32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_save_input_gives_the_same(family):
     model, inputs = build(family), batch()
     ours = twin(model)

@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from helpers.adapters import EXPERTS, with_lora
 from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_slow
 from helpers.memory import LiveBytes
-from helpers.models import VOCABULARY, batch, build, loss_and_gradients
+from helpers.models import CONFIGS, VOCABULARY, batch, build, loss_and_gradients
 from helpers.native import save_both
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from tokenizers import Tokenizer
@@ -34,20 +35,21 @@ from sonicmoe_hf import (
     patch_model,
     quantize_experts,
 )
-from sonicmoe_hf.kernels.quantized import FORMATS
+from sonicmoe_hf.kernels.quantized import FORMATS, parts_and_kinds
 
 SIZES = {  # NF4 needs multiples of 64
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
     "olmoe": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
     "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 64},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+    "nemotron_h": {"moe_latent_size": 64, "moe_intermediate_size": 64},
 }
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 BATCH = batch(2, 8)
 
 
 def small(family, **changes):
-    return build(family, **{**SIZES[family], "num_hidden_layers": 2, **changes})
+    layers = {} if family == "nemotron_h" else {"num_hidden_layers": 2}
+    return build(family, **{**SIZES[family], **layers, **changes})
 
 
 def dequantized(model):
@@ -67,10 +69,14 @@ def logits(model):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", SIZES)
 def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, name, tmp_path):
-    for folder in save_both(small(family).bfloat16(), tmp_path):
+    model = small(family).bfloat16()
+    model.save_pretrained(tmp_path / "hub")
+    for folder in save_both(model, tmp_path) if family in CONFIGS else [tmp_path / "hub"]:
         streamed = from_pretrained(folder, experts_quantization=name)
         in_memory = quantize_experts(from_pretrained(folder), name)
         assert len(packed_in(streamed)) == len(packed_in(in_memory)) > 0
+        parts = {parts_and_kinds(weight.packed, name) for weight in packed_in(streamed).values()}
+        assert family != "nemotron_h" or parts == {(1, 1)}, "of no gate and no up"
         expected = logits(in_memory)
         assert torch.equal(logits(streamed), expected)
         # gpt-oss's dense weights are stored transposed, which changes the order of bf16 sums
@@ -104,16 +110,9 @@ def test_the_memory_footprint_counts_the_bytes_that_are_stored(name):
 def test_pefts_adapters_train_on_packed_experts_as_on_the_dequantized(family, name):
     model = quantize_experts(small(family), name)
     patch_model(model)
-    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
-    found = []
-    for base in (model, dequantized(model)):
-        torch.manual_seed(1)
-        peft = get_peft_model(base, config)
-        for parameter_name, parameter in peft.named_parameters():
-            if "lora_B" in parameter_name:
-                nn.init.normal_(parameter, std=0.1)
-        found.append(loss_and_gradients(peft, BATCH))
-    packed, dense = found
+    packed, dense = (
+        loss_and_gradients(with_lora(base, target_modules=["q_proj"]), BATCH) for base in (model, dequantized(model))
+    )
     assert set(packed) == set(dense) and len(packed) == 2 + 2 * 2 * 3  # logits, loss, A and B of three in two layers
     for key in dense:  # gpt-oss's dense weights are stored transposed: the same numbers summed in another order
         torch.testing.assert_close(packed[key], dense[key], rtol=1e-4, atol=1e-5)
