@@ -4,7 +4,7 @@ docs/patching.md has the list for users.
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
 replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to
 import as Transformers. So its functions are replaced at once only where it is imported already, and else when the first
-model gets our experts, before PEFT can meet it. A model whose experts are packed guards DeepSpeed's initialize
+config or model names our experts, before PEFT can meet them. A model whose experts are packed guards DeepSpeed's initialize
 (formats/refusals.py), which comes later too.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from packaging.version import Version
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
@@ -75,7 +75,7 @@ def install() -> None:
     if not _replaced:
         for sentence in untested_versions():
             logger.warning(f"sonicmoe_hf: {sentence}")
-        _replace([*scalars_read_whole(), *_where_models_get_our_experts()])
+        _replace([*scalars_read_whole(), *_where_our_experts_are_named()])
     if "peft" in sys.modules:
         install_in_peft()
 
@@ -109,10 +109,16 @@ def uninstall() -> None:
             setattr(owner, name, original)
 
 
-def _where_models_get_our_experts() -> Iterator[tuple[Any, str, Any]]:
-    """Of the function that a model is built and switched to other experts by, and of the one that it is unpickled by."""
+def _where_our_experts_are_named() -> Iterator[tuple[Any, str, Any]]:
+    """Of what sets the experts of a config, and of what a model is built, switched to other experts and unpickled by."""
+    chosen: Any = PreTrainedConfig._experts_implementation
     choose: Any = PreTrainedModel.get_correct_experts_implementation
     restore: Any = PreTrainedModel.__setstate__
+
+    def set_chosen(config, value):
+        chosen.fset(config, value)
+        if experts_implementation(config) == IMPLEMENTATION:
+            install_in_peft()
 
     @functools.wraps(choose)
     def get_correct_experts_implementation(self, requested_experts):
@@ -127,6 +133,7 @@ def _where_models_get_our_experts() -> Iterator[tuple[Any, str, Any]]:
         if experts_implementation(self.config) == IMPLEMENTATION:
             install_in_peft()
 
+    yield PreTrainedConfig, "_experts_implementation", chosen.setter(set_chosen)
     yield PreTrainedModel, "get_correct_experts_implementation", get_correct_experts_implementation
     yield PreTrainedModel, "__setstate__", __setstate__
 

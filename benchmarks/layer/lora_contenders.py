@@ -24,9 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from benchmarks.common.contenders import peer_module, upstream
 from benchmarks.common.shapes import Shape
-from sonicmoe_hf.registration import install_in_peft
 
-install_in_peft()  # which else waits for a model with our experts, and here are experts alone
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 RELATIVE_SIZE = 0.3  # of the adapters' products, elementwise against the weights
 

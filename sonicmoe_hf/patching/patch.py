@@ -117,7 +117,6 @@ def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> N
         setattr(experts, attributes.UNPATCHED, before.setdefault(id(experts.config), implementation))
         setattr(experts, attributes.SAVE, save)
         setattr(experts, attributes.COMPUTE, compute)
-    root.get_correct_experts_implementation(IMPLEMENTATION)  # tells registration.py of the model
     for experts in every:
         set_experts_implementation(experts.config, IMPLEMENTATION)
 

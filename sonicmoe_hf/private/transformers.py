@@ -31,7 +31,7 @@ def fp8_experts_functions() -> Any:
 
 def experts_implementation(config) -> str | None:
     """The experts implementation that a config asks for."""
-    return getattr(config, "_experts_implementation_internal", None)
+    return getattr(config, "_experts_implementation", None)
 
 
 def experts_implementation_at_once(config) -> str | None:
@@ -41,7 +41,7 @@ def experts_implementation_at_once(config) -> str | None:
 
 def set_experts_implementation(config, name: str | None) -> None:
     """Have the experts of a config computed by another implementation; its sub-configs keep theirs."""
-    config._experts_implementation_internal = name
+    config._experts_implementation = {"": name}
 
 
 _taking_weights: ContextVar[Callable[[Any, str], None] | None] = ContextVar("what takes loaded weights", default=None)

@@ -133,8 +133,26 @@ def check(model):
     (experts,) = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts"]
     seen = []
     experts.register_forward_hook(lambda module, *_: seen.append(parametrize.is_parametrized(module)))
-    model(input_ids=torch.arange(8)[None])
+    call(model)
     assert seen == [False], seen
+
+
+def call(model):
+    if hasattr(model, "lm_head"):
+        model(input_ids=torch.arange(8)[None])
+    else:
+        model.mlp(torch.ones(1, 8, 16))
+
+
+def alone():
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config._experts_implementation = "sonicmoe_hf"
+    model = torch.nn.Module()
+    model.mlp = Qwen3MoeSparseMoeBlock(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    return model
 """
 ORDERS = {
     "PEFT after the model": "import sonicmoe_hf; model = build(); assert 'peft' in sys.modules; check(adapt(model))",
@@ -145,6 +163,7 @@ ORDERS = {
     "patched": "m = build('eager'); import sonicmoe_hf; sonicmoe_hf.patch_model(m); check(adapt(m))",
     "by the family's patch": "import sonicmoe_hf; sonicmoe_hf.patch(); check(adapt(build(None)))",
     "load_adapter": "import sonicmoe_hf; m = build(); m.load_adapter(sys.argv[1]); m.train(); check(m)",
+    "a block alone, PEFT last": "import sonicmoe_hf; check(adapt(alone()))",
     "unpickled": "import sonicmoe_hf; m = torch.load(sys.argv[1] + '/model.pt', weights_only=False); check(adapt(m))",
 }
 
