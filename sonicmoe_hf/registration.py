@@ -4,8 +4,8 @@ docs/patching.md has the list for users.
 Entries in Transformers' registers add our names, and change nothing for others. Functions of PEFT and of Transformers are
 replaced by ones that call the original for every model that is not ours. PEFT, with what it imports, takes as long to
 import as Transformers. So its functions are replaced at once only where it is imported already, and else when the first
-config or model names our experts, before PEFT can meet them. A model whose experts are packed guards DeepSpeed's initialize
-(formats/refusals.py), which comes later too.
+config or model names our experts, before PEFT can meet them. A model whose experts are packed guards DeepSpeed's
+initialize (formats/refusals.py), which comes later too.
 """
 
 from __future__ import annotations
