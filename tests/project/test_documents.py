@@ -1,20 +1,23 @@
 """What the documents show runs: their commands and their Python."""
 
+import importlib.util
 import os
 import re
 import shlex
 
 import datasets
 import pytest
+import torch
 import yaml
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
 from helpers.terminal import ON_A_CPU, make_folders, output_of, sessions
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
 
 import sonicmoe_hf
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.cli.main import build_parser
-from sonicmoe_hf.cli.main import main as command
+from sonicmoe_hf.cli.main import main as run_command
+from sonicmoe_hf.cli.run import split_program
 from sonicmoe_hf.demo import corpus
 from sonicmoe_hf.layer.backends import VARIABLE
 from sonicmoe_hf.patching.patch import patch_state
@@ -28,13 +31,50 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv(VARIABLE, "eager")
 
 
+def texts_of_documents():
+    """README.md, docs/ and examples/, with each command in one line."""
+    for path in (EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")):
+        yield path.read_text(encoding="utf-8").replace("\\\n", " ")
+
+
+def python_of(page):
+    """The Python blocks of a page of docs/."""
+    text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def tiny_model(**changes):
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**TINY_SIZES, **changes}))
+
+
+def test_every_command_of_sonicmoe_hf_in_the_documents_is_one_that_it_takes():
+    lines = [
+        line
+        for text in texts_of_documents()
+        for line in re.findall(r"^    sonicmoe-hf ([^>\n]*)", text, flags=re.MULTILINE)
+    ]
+    commands = [shlex.split(line, comments=True) for line in lines if "[" not in line and "..." not in line]
+    for words in commands:
+        build_parser().parse_args(split_program(words)[0])
+    assert len(commands) >= 20
+
+
+def test_every_benchmark_in_the_documents_exists_and_has_its_options():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (EXAMPLES.parent / "benchmarks").rglob("*.py"))
+    commands = [
+        found for text in texts_of_documents() for found in re.findall(r"-m (benchmarks\.[\w.]+)([^`\n]*)", text)
+    ]
+    assert len(commands) >= 20
+    for module, options in commands:
+        assert importlib.util.find_spec(module) is not None, module
+        assert [name for name in re.findall(r"--[a-z-]+", options) if f'"{name}"' not in sources] == [], module
+
+
 def test_every_command_of_the_documents_is_one_that_its_example_takes(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)  # as `python examples/...` does: one imports another
     pytest.importorskip("torchao")  # which one of the examples imports
-    documents = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md"), *EXAMPLES.glob("*.py")]
     count = 0
-    for document in documents:
-        text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+    for text in texts_of_documents():
         for name, options in re.findall(r"^    .*examples/(\w+)\.py(.*)", text, flags=re.MULTILINE):
             example = load(name)
             if "..." not in options and hasattr(example, "parse_arguments"):
@@ -79,13 +119,72 @@ def test_the_readme_is_short_and_opens_with_the_two_commands_that_try_it():
 
 
 def test_the_python_of_the_document_on_token_rounding_runs():
-    config = Qwen3MoeConfig(**TINY_SIZES)
-    text = (EXAMPLES.parent / "docs" / "token-rounding.md").read_text(encoding="utf-8")
-    python = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(python) == 1
-    model = AutoModelForCausalLM.from_config(config)
-    exec(python[0], {"model": model})
+    (python,) = python_of("token-rounding.md")
+    model = tiny_model()
+    exec(python, {"model": model})
     assert patch_state(model).policy.rounding == "nearest"
+
+
+def test_the_python_of_the_document_on_patching_runs(capsys):
+    (python,) = python_of("patching.md")
+    model = tiny_model()
+    exec(python, {"sonicmoe_hf": sonicmoe_hf, "model": model})
+    assert "1 mixture-of-experts layer" in capsys.readouterr().out and not sonicmoe_hf.is_patched(model)
+
+
+def test_the_python_of_the_document_on_balance_runs():
+    callbacks, loop, plot = python_of("balance.md")
+    model, ids = tiny_model(), torch.arange(64).view(2, 32)
+    names = {"model": model, "Trainer": lambda *args, callbacks: callbacks}
+    exec(callbacks.replace("...,", ""), names)
+    sonicmoe_hf.patch_model(model)
+    before = [weight.clone() for weight in model.parameters()]
+    names |= {"batches": [{"input_ids": ids, "labels": ids}], "optimizer": torch.optim.SGD(model.parameters(), 1.0)}
+    exec(loop, names)
+    assert not all(map(torch.equal, before, model.parameters()))
+    names["Trainer"] = lambda *args, callbacks: Trainer(model, callbacks=callbacks)
+    exec(plot.replace("...,", ""), names)
+    assert names["trainer"].callback_handler.callbacks
+
+
+def test_the_python_of_the_document_on_replay_runs():
+    recording, of_a_server = python_of("replay.md")
+    model, ids = tiny_model(), torch.arange(64).view(2, 32)
+    names = {"torch": torch, "model": model, "batch": {"input_ids": ids}}
+    exec(recording, names)
+    assert torch.equal(names["old"], names["new"])
+    mask = torch.ones_like(ids)
+    (served,) = names["routing"].tensors()
+    rows = served.view(1, 2, 32, -1)[:, :, :-1].permute(1, 2, 0, 3).numpy()  # as vLLM has them, of each sequence
+
+    class Completion:
+        def __init__(self, routed_experts):
+            self.outputs = [self]
+            self.routed_experts = routed_experts
+
+    class Engine:
+        def generate(self, prompts, params):
+            return [Completion(row) for row in rows]
+
+    names |= {"llm": Engine(), "prompts": [], "sampling_params": None, "input_ids": ids, "attention_mask": mask}
+    exec(of_a_server, names)
+    assert set(names["shares"].values()) == {0.0} and torch.allclose(names["logits"], names["old"])
+
+
+def test_the_commands_and_the_python_of_the_document_on_the_native_layout_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("Qwen/Qwen3-30B-A3B")
+    text = (EXAMPLES.parent / "docs" / "layout.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    sonicmoe-hf (.*)", text, flags=re.MULTILINE)
+    assert len(commands) == 4
+    for words in (shlex.split(command, comments=True) for command in commands[:3]):
+        assert run_command(words) == 0
+    (python,) = python_of("layout.md")
+    exec(python, names := {})
+    assert (
+        sonicmoe_hf.inspect_checkpoint("qwen3-release").layout == "per_expert"
+        and patch_state(names["model"]) is not None
+    )
 
 
 def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, monkeypatch):
@@ -96,12 +195,12 @@ def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, m
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    pages = ("lora.md", "packed-experts.md", "host-memory.md")
-    text = "\n".join((EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8") for page in pages)
+    blocks = [block for page in ("lora.md", "packed-experts.md", "host-memory.md") for block in python_of(page)]
     for name in ("Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"):
-        text = text.replace(f'"{name}"', repr(str(tmp_path / "tiny")))
-    text = text.replace("bf16=True", "max_steps=1")
-    in_bf16, in_4_bits, in_fp8, in_fp8_products, from_host = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        blocks = [block.replace(f'"{name}"', repr(str(tmp_path / "tiny"))) for block in blocks]
+    in_bf16, in_4_bits, in_fp8, in_fp8_products, from_host = (
+        block.replace("bf16=True", "max_steps=1") for block in blocks
+    )
     exec(in_bf16, {"dataset": corpus.blocks([TEXT] * 20, tokenizer, 16)})
     for packed in (
         in_4_bits,
@@ -109,7 +208,7 @@ def test_the_python_of_the_documents_on_lora_and_packed_experts_runs(tmp_path, m
     ):
         exec(packed, names := {})
         assert sum(isinstance(weight, PackedWeight) for weight in names["model"].parameters()) == 2
-    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
+    assert run_command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
@@ -131,8 +230,8 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     [training] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(training, names := {})
     assert names["dataset"].num_rows > 0 and set(map(len, names["dataset"]["input_ids"])) == {16}
-    assert command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
-    assert command(["convert", "outputs/lora", "outputs/lora-vllm", "--layout", "vllm"]) == 0
+    assert run_command(["merge", "tiny", "outputs/lora", "outputs/merged"]) == 0
+    assert run_command(["convert", "outputs/lora", "outputs/lora-vllm", "--layout", "vllm"]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert "`sonicmoe_hf.patch_model(model)`" in text
     sonicmoe_hf.patch_model(model)
