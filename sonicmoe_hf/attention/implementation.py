@@ -89,7 +89,7 @@ def _check(module, query, value, dropout, s_aux, kwargs) -> None:
             f"= 0.0, or load the model with {EAGER}"
         )
     if kwargs.get("output_attentions"):
-        raise ValueError(f"output_attentions=True needs the probabilities, which {NAME} never has: use {EAGER}")
+        raise ValueError(f"output_attentions=True needs the probabilities, which {NAME} does not compute: use {EAGER}")
     for argument in ("cache", "softcap", "position_bias"):
         if kwargs.get(argument) is not None:
             raise ValueError(f"{NAME} does not take {argument}: load the model with {EAGER}")

@@ -27,7 +27,7 @@ def new_folder(dst: str | os.PathLike) -> Path:
     """
     dst = expanded(dst).absolute()
     if dst.is_symlink():
-        raise CheckpointError(f"{dst} is a link, which no folder can replace; name the folder itself, or a new one")
+        raise CheckpointError(f"{dst} is a link, which would be replaced; name the folder itself, or a new one")
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise CheckpointError(f"{dst} exists; remove it or name another folder")
     return dst

@@ -344,5 +344,5 @@ def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) 
             for name in names:
                 written, again = handle.get_tensor(name), by_name[name].make()
                 if not same_bytes(written, again):
-                    raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
+                    raise CheckpointError(f"{name} came back from disk changed; check the disk, and convert again")
                 progress.add(by_name[name].nbytes)

@@ -77,7 +77,10 @@ class StoredWeights:
         for name, header in self.tensors.items():
             weight = None if self.format is None else self.format.weight_of(name, header.dtype)
             if weight is None and header.dtype == torch.float8_e4m3fn and self.hub_format is None:
-                raise CheckpointError(f"{name} is float8, but config.json declares no fp8 quantization")
+                raise CheckpointError(
+                    f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
+                    "original has it"
+                )
             stored = [name] if self.format is None or weight is None else self.format.names(weight)
             if missing := [each for each in stored if each not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")

@@ -132,7 +132,8 @@ class _TakeDense(ConversionOps):
         is_packed = weight.dtype in (torch.float8_e4m3fn, torch.uint8)
         if is_packed != (len(tensors) > 1) or len(tensors) not in (1, len(stored)):
             raise CheckpointError(
-                f"{full_layer_name} is {weight.dtype} with {len(tensors) - 1} of {len(stored) - 1} scales"
+                f"{full_layer_name} is {weight.dtype} with {len(tensors) - 1} of {len(stored) - 1} scales; the "
+                "checkpoint is incomplete"
             )
         try:
             if is_packed and hasattr(parameter, "device_mesh") and isinstance(self.format, HubFP8):

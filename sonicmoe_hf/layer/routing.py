@@ -23,7 +23,7 @@ __all__ = ["Routing", "TokenRounding", "round_tokens", "rounded_routing"]
 MISPLACED = (
     "a Routing made by token rounding reached code that expects a tensor of expert indices: token rounding needs "
     'experts_implementation="sonicmoe_hf", under expert parallelism also ep_implementation="sonicmoe_hf", and does not '
-    "work with quantized experts; "
+    "work with experts that another package quantized; "
     "set the routing policy to None (top-k) or undo the other setting"
 )
 

@@ -144,11 +144,13 @@ def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:
     for field in MODULES_ALONE:
         if settings.get(field):
             raise ValueError(
-                f"{field} is {settings[field]!r}: PEFT has none for experts (target_parameters); {remedy}"
+                f"{field} is {settings[field]!r}: PEFT does not support it for experts (target_parameters); {remedy}"
             )
     init = settings.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_OF_MODULES):
-        raise ValueError(f"init_lora_weights is {init!r}: PEFT has none for experts (target_parameters); {remedy}")
+        raise ValueError(
+            f"init_lora_weights is {init!r}: PEFT does not support it for experts (target_parameters); {remedy}"
+        )
 
 
 def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int | list[int] | None) -> list[str]:

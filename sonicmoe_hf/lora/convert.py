@@ -156,7 +156,7 @@ def _compare(path: Path, weights: dict[str, torch.Tensor]) -> None:
     with opened(path) as handle:
         for name, tensor in weights.items():
             if not same_bytes(handle.get_tensor(name), tensor):
-                raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
+                raise CheckpointError(f"{name} came back from disk changed; check the disk, and convert again")
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:

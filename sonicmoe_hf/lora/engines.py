@@ -90,7 +90,7 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
     """
     check_for_engine(adapter, model, engine)
     if not adapter.factors:
-        raise CheckpointError("the adapter has no factors")
+        raise CheckpointError("the adapter has no lora_A and lora_B of any layer, so there is nothing to convert")
     name = type(model).__name__
     if name not in CLASSES[engine]:
         raise CheckpointError(

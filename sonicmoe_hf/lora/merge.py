@@ -103,7 +103,7 @@ class Merged:
         stored: the checkpoint. model: its model, on the meta device. adapter: its folder. groups: by name of a parameter,
             the weights that become it.
     Raises:
-        CheckpointError: an adapted parameter is tied to another, or comes of no weight of the files; or as Adapter.read.
+        CheckpointError: an adapted parameter is tied to another, or comes from none of the files; or as Adapter.read.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Merged:
         for name in sorted({*self._adapter.factors, *self._adapter.replaced}):
             if name not in groups or stored.weights.keys().isdisjoint(groups[name].shapes):
                 raise CheckpointError(
-                    f"{name}, which the adapter changes, comes of no weight in {stored.folder}; {WITH_PEFT}"
+                    f"{name}, which the adapter changes, comes from no weight in {stored.folder}; {WITH_PEFT}"
                 )
         self._replaced = {name for name in self._adapter.replaced if not self._is_the_bases(name)}
         self._changed = {*self._adapter.factors, *self._replaced}

@@ -58,7 +58,10 @@ def patch(families=None, routing=None) -> None:
     for name in names:
         cls = load_family_class(FAMILIES[name], "pretrained")
         if "post_init" in vars(cls) and cls not in _patched_classes:
-            raise UnsupportedModelError(f"{cls.__name__} of this Transformers version has a post_init of its own")
+            raise UnsupportedModelError(
+                f"{cls.__name__} of this Transformers version has a post_init of its own, which patch() would replace; "
+                "call sonicmoe_hf.patch_model(model) on each model"
+            )
         _patched_classes[cls] = cls.post_init = _PatchedPostInit(policy)
 
 

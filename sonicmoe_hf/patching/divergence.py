@@ -37,7 +37,10 @@ def serving_divergence(model: nn.Module, recorded: RecordedRouting | torch.Tenso
     """
     calls = checked_calls(model, recorded)
     if len(calls) != 1:
-        raise ValueError(f"the routing has {len(calls)} calls, but serving_divergence compares one with its inputs")
+        raise ValueError(
+            f"the routing has {len(calls)} calls, but serving_divergence compares one with its inputs; give it the "
+            "tensor of one: recorded.tensors()[0]"
+        )
     with torch.no_grad(), record_routing(model) as own:
         model(**inputs)
     mask = given_mask(inputs)

@@ -152,7 +152,10 @@ class Replay:
             RuntimeError: there are no more.
         """
         if self.used == len(self.calls):
-            raise RuntimeError(f"replay_routing was given {len(self.calls)} model calls, and this is one more")
+            raise RuntimeError(
+                f"replay_routing was given {len(self.calls)} model calls, and the model was called once more; record as "
+                "many calls, or call it after the `with`"
+            )
         self.used += 1
         return ReplayedCall(self.calls[self.used - 1])
 

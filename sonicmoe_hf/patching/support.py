@@ -252,7 +252,8 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
     layers = supports(model)
     if not layers:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no mixture-of-experts layer that goes through Transformers' experts interface"
+            f"{type(model).__name__} has no mixture-of-experts layer that goes through Transformers' experts interface; "
+            "docs/models.md lists the models that have"
         )
     refused = [layer for layer in layers if not layer.accelerated]
     if refused:

@@ -129,7 +129,7 @@ class LoadBalancing(StepCallback):
             raise UnsupportedModelError(f"{what}its router is not known; docs/models.md lists the models that are")
         if is_expert_parallel(layer.experts) and expert_parallelism(layer.experts) is None:
             raise UnsupportedModelError(
-                f"{what}balancing does not work under expert parallelism of Transformers' own; {expert_parallel_remedy()}"
+                f"{what}balancing does not work under Transformers' own expert parallelism; {expert_parallel_remedy()}"
             )
         if self.bias_update is not None and not hasattr(layer.router, "e_score_correction_bias"):
             raise UnsupportedModelError(

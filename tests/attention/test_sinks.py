@@ -300,7 +300,7 @@ def test_positions_that_changed_in_place_or_are_of_another_batch_are_looked_at_a
 
 REFUSALS = {
     "dropout": ({"dropout": 0.1}, "Attention asks for dropout=0.1.*config.attention_dropout = 0.0"),
-    "output_attentions": ({"output_attentions": True}, f'probabilities, which {NAME} never has.*"eager"'),
+    "output_attentions": ({"output_attentions": True}, f'probabilities, which {NAME} does not compute.*"eager"'),
     "cache": ({"cache": object()}, "does not take cache"),
     "softcap": ({"softcap": 30.0}, "does not take softcap"),
 }

@@ -184,7 +184,9 @@ def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypa
             merge_adapter(*folders)
     stored = tensors_in(tmp_path / "base")
     rewrite(tmp_path / "base", {name: t for name, t in stored.items() if "layers.1.self_attn.q_proj" not in name})
-    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.q_proj.weight, .* comes of no weight in .*unload"):
+    with pytest.raises(
+        CheckpointError, match=r"layers.1.self_attn.q_proj.weight, .* comes from no weight in .*unload"
+    ):
         merge_adapter(*folders)
     assert not (tmp_path / "merged").exists()
 
