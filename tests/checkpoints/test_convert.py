@@ -19,9 +19,10 @@ from helpers.checkpoints import (
     same_bits,
     tensors_in,
 )
-from helpers.models import VOCABULARY, batch, logits_of, relative_error
+from helpers.models import batch, logits_of, relative_error
+from helpers.trl_trainers import word_tokenizer
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, inspect_checkpoint
 from sonicmoe_hf.checkpoints import hub
@@ -179,14 +180,8 @@ def test_every_entry_that_names_a_dtype_is_rewritten(tmp_path):
 
 
 def test_tokenizer_and_other_files_go_along_and_optimiser_states_do_not(tmp_path):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
     make(tmp_path / "hub", "qwen3_moe")
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path / "hub")
+    word_tokenizer().save_pretrained(tmp_path / "hub")
     for name in ("optimizer.pt", "README.md", "chat_template.jinja", "pytorch_model.bin"):
         (tmp_path / "hub" / name).write_text(name)
     (tmp_path / "hub" / "additional_chat_templates").mkdir()

@@ -5,14 +5,11 @@ import pickle
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error
 from helpers.native import in_native_names, native_twin, save_both
 from helpers.training import POLICY, TILE, Examples, Watch, arguments, trainer_for
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, pipeline
+from helpers.trl_trainers import trl_trainer, word_tokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, pipeline
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from trl import SFTConfig, SFTTrainer
 
@@ -279,14 +276,11 @@ def test_a_bf16_native_model_keeps_what_the_family_keeps_in_fp32(family, tmp_pat
 
 def test_trl_and_pipelines_load_a_native_checkpoint_by_its_name(tmp_path):
     _, folder = save_both(build("qwen3_moe"), tmp_path)
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w3", eos_token="w2", pad_token="w0")
-    tokenizer.save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
     assert pipeline("text-generation", str(folder))("w4 w5", max_new_tokens=2)[0]["generated_text"].startswith("w4 w5")
-    settings = SFTConfig(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, bf16=False, max_length=16)
-    texts = Dataset.from_dict({"text": ["w4 w5 w6 w7 w8 w9"] * 16})
+    rows = [{"text": "w4 w5 w6 w7 w8 w9"}] * 16
     callbacks = [TokenRoundingCallback(tile=2, min_tiles_per_expert=0)]
-    trainer = SFTTrainer(str(folder), args=settings, train_dataset=texts, callbacks=callbacks)
+    config = {"max_steps": 2, "max_length": 16, "per_device_train_batch_size": 8}
+    trainer = trl_trainer(SFTTrainer, SFTConfig, str(folder), rows, tmp_path, None, callbacks, config)
     trainer.train()
     assert type(trainer.model) is NATIVE["qwen3_moe"].causal_lm and is_patched(trainer.model)

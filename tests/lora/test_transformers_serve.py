@@ -13,12 +13,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers.adapters import adapt
 from helpers.checkpoints import make
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from helpers.trl_trainers import word_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import merge_adapter
 
@@ -90,24 +88,8 @@ def folders(tmp_path_factory):
     """The hub's checkpoint with a tokenizer, and the same with an adapter merged: in fp32, and its experts in FP8."""
     folder = tmp_path_factory.mktemp("served")
     make(folder / "base", "qwen3_moe", dtype=torch.float32, **WHOLE_BLOCKS)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")
-    tokenizer.save_pretrained(folder / "base")
-    config = LoraConfig(
-        r=2,
-        lora_alpha=4,
-        target_modules=["o_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        init_lora_weights=False,
-    )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.3)
-    model.save_pretrained(folder / "adapter")
+    word_tokenizer().save_pretrained(folder / "base")
+    adapt(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter", target_modules=["o_proj"])
     merge_adapter(folder / "base", folder / "adapter", folder / "merged")
     merge_adapter(folder / "base", folder / "adapter", folder / "fp8", quantize="fp8")
     return folder

@@ -11,7 +11,6 @@ from helpers.adapters import EXPERTS, fused
 from helpers.models import (
     CONFIGS,
     ORDER_OF_SUMS,
-    VOCABULARY,
     assert_all_close,
     batch,
     build,
@@ -21,10 +20,12 @@ from helpers.models import (
     twin,
 )
 from helpers.training import POLICY, TILE, Watch
+from helpers.trl_trainers import trl_trainer, word_tokenizer
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
@@ -80,75 +81,38 @@ def test_lora_on_attention_alone_computes_no_gradient_of_expert_weights(monkeypa
 # TRL
 
 
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(VOCABULARY - 3))]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
-    model.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
-def texts():
-    return [" ".join(f"w{(i * j) % 40}" for j in range(1, 16 + i % 9)) for i in range(48)]
+def train_by_trl(model, folder, config, **options):
+    """The trainer, whether each training call was rounded, and the logs of six steps."""
+    rows = [{"text": " ".join(f"w{3 + (i * j) % 40}" for j in range(1, 16 + i % 9))} for i in range(48)]
+    config = {"max_length": 32, "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, **config}
+    callbacks = [TokenRoundingCallback(tile=TILE)]
+    trainer = trl_trainer(SFTTrainer, SFTConfig, model, rows, folder, word_tokenizer(), callbacks, config, **options)
+    watch = Watch(trainer.model)
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    return set(watch.rounded()), [log for log in trainer.state.log_history if "loss" in log]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("batches", ["padded", "packed", "packed without padding"])
 def test_trl_supervised_fine_tuning_rounds_tokens_and_learns(family, batches, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
     packing = {
         "padded": {},
         "packed": {"packing": True, "packing_strategy": "wrapped"},
         "packed without padding": {"packing": True, "packing_strategy": "bfd"},
     }[batches]
-    model = build(family)
-    watch = Watch(model)
-    arguments = SFTConfig(
-        str(tmp_path), max_length=32, per_device_train_batch_size=8, max_steps=6, learning_rate=3e-3, use_cpu=True,
-        bf16=False, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True, dataset_num_proc=None,
-        gradient_checkpointing=True, **packing,
-    )  # fmt: skip
-    trainer = SFTTrainer(
-        model,
-        arguments,
-        train_dataset=Dataset.from_dict({"text": texts()}),
-        processing_class=tokenizer(),
-        callbacks=[TokenRoundingCallback(tile=TILE)],
-    )
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert set(watch.rounded()) == {True}
+    config = {"learning_rate": 3e-3, "dataset_num_proc": None, "gradient_checkpointing": True, **packing}
+    rounded, logs = train_by_trl(build(family), tmp_path, config)
+    assert rounded == {True}
     assert logs[-1]["loss"] < logs[0]["loss"]
     assert all(log["moe/top_k_fallbacks"] == 0 and log["moe/padded_rows_avoided"] > 0 for log in logs)
 
 
 def test_trl_with_lora_on_the_experts_rounds_tokens_and_learns(tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
     lora = LoraConfig(r=2, lora_alpha=8, target_parameters=EXPERTS)
-    arguments = SFTConfig(
-        str(tmp_path), max_length=32, per_device_train_batch_size=8, max_steps=6, learning_rate=3e-2, use_cpu=True,
-        bf16=False, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = SFTTrainer(
-        build("qwen3_moe"),
-        arguments,
-        train_dataset=Dataset.from_dict({"text": texts()}),
-        peft_config=lora,
-        processing_class=tokenizer(),
-        callbacks=[TokenRoundingCallback(tile=TILE)],
-    )
-    watch = Watch(trainer.model)
-    sonicmoe_hf.attach(trainer)
     with fused():
-        trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert set(watch.rounded()) == {True}
+        rounded, logs = train_by_trl(build("qwen3_moe"), tmp_path, {"learning_rate": 3e-2}, peft_config=lora)
+    assert rounded == {True}
     assert logs[-1]["loss"] < logs[0]["loss"] and logs[-1]["moe/padded_rows_avoided"] > 0
 
 

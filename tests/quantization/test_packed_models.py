@@ -5,22 +5,19 @@ import json
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.adapters import EXPERTS, with_lora
 from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_slow
 from helpers.memory import LiveBytes
-from helpers.models import CONFIGS, VOCABULARY, batch, build, loss_and_gradients
+from helpers.models import CONFIGS, batch, build, loss_and_gradients
 from helpers.native import save_both
+from helpers.trl_trainers import trl_trainer, word_tokenizer
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     Mxfp4Config,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -199,21 +196,17 @@ def test_full_fine_tuning_is_refused():
 
 def test_trls_trainer_trains_adapters_on_packed_experts_and_resumes(tmp_path):
     small("qwen3_moe").bfloat16().save_pretrained(tmp_path / "dense")
-    ids = Dataset.from_list([{"input_ids": row.tolist()} for row in batch(8, 16)["input_ids"]])
-    words = WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="2")
+    rows = [{"input_ids": row.tolist()} for row in batch(8, 16)["input_ids"]]
+    config = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2,
+              "learning_rate": 1e-2, "bf16": True, "gradient_checkpointing": True,
+              "dataset_kwargs": {"skip_prepare_dataset": True}}  # fmt: skip
+    adapters = LoraConfig(r=4, target_parameters=EXPERTS)
 
     def train(resume):
         torch.manual_seed(0)
-        trainer = SFTTrainer(
-            from_pretrained(tmp_path / "dense", experts_quantization="mxfp4"),
-            SFTConfig(
-                str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, bf16=True,
-                gradient_checkpointing=True, report_to=[], use_cpu=True, disable_tqdm=True,
-                dataset_kwargs={"skip_prepare_dataset": True},
-            ),
-            train_dataset=ids, processing_class=tokenizer, peft_config=LoraConfig(r=4, target_parameters=EXPERTS),
-        )  # fmt: skip
+        model = from_pretrained(tmp_path / "dense", experts_quantization="mxfp4")
+        words = word_tokenizer()
+        trainer = trl_trainer(SFTTrainer, SFTConfig, model, rows, tmp_path, words, config=config, peft_config=adapters)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1") if resume else None)
         assert len(packed_in(trainer.model)) == 4
         return {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}

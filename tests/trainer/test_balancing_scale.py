@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.models import CONFIGS, assert_all_close, build, twin
 from helpers.training import Examples, arguments
+from helpers.trl_trainers import SENTENCE, model_of, sentence_tokenizer, trl_trainer
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -15,9 +15,8 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import LoadBalancing
-from sonicmoe_hf.demo.corpus import train_tokenizer
 
-WEIGHT, TEXT = 0.5, "the quick brown fox jumps over the lazy dog, and the dog does not mind at all"
+WEIGHT = 0.5
 ONE_STEP = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1.0}
 DIFFERENCES = "fp32: the difference of two steps of weights of size 1"
 
@@ -145,50 +144,35 @@ def test_a_classification_heads_loss_is_a_mean_and_counts_whole(head, rows, tmp_
 # TRL
 
 
-def language_model(words):
-    return build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
-
-
-def tokenizer():
-    made = train_tokenizer([TEXT], 300)
-    made.pad_token = made.pad_token or made.eos_token
-    return made
-
-
-def trl_trainer(trainer_class, config_class, rows, folder, words, config, **options):
-    settings = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
-                "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
+def maker_of(trainer_class, config_class, rows, folder, words, config, **options):
+    """A function that makes a trainer of a model with callbacks, of one step of SGD."""
+    settings = {"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0,
                 "train_sampling_strategy": "sequential", "gradient_checkpointing": False, **ONE_STEP, **config}  # fmt: skip
-    return lambda model, callbacks: trainer_class(
-        model,
-        args=config_class(str(folder), **settings),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=words,
-        callbacks=callbacks,
-        **options,
+    return lambda model, callbacks: trl_trainer(
+        trainer_class, config_class, model, rows, folder, words, callbacks, settings, **options
     )
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated in `SFTTrainer`:FutureWarning")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_supervised_fine_tuning_by_trl_counts_micro_batches_by_their_tokens(smoothing, tmp_path):
-    words, rows = tokenizer(), [{"text": TEXT[: 20 + 15 * number]} for number in range(4)]
+    words, rows = sentence_tokenizer(), [{"text": SENTENCE[: 20 + 15 * number]} for number in range(4)]
     config = {"label_smoothing_factor": smoothing}
     if smoothing:
         config["loss_type"] = "nll"  # TRL 1.14 cannot smooth labels in chunks
-    make = trl_trainer(SFTTrainer, SFTConfig, rows, tmp_path, words, config)
+    make = maker_of(SFTTrainer, SFTConfig, rows, tmp_path, words, config)
 
     def shares(calls):
         tokens = [call["attention_mask"][:, 1:].sum() for call in calls]
         assert len(calls) == 2 and tokens[0] != tokens[1]
         return [count / sum(tokens) for count in tokens]
 
-    assert_balanced_by(language_model(words), make, shares)
+    assert_balanced_by(model_of(words), make, shares)
 
 
 def test_grpo_averages_its_micro_batches(tmp_path):
-    words = tokenizer()
+    words = sentence_tokenizer()
     config = {"num_generations": 2, "max_completion_length": 4}
     options = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
-    make = trl_trainer(GRPOTrainer, GRPOConfig, [{"prompt": "the dog"}] * 4, tmp_path, words, config, **options)
-    assert_balanced_by(language_model(words), make, [0.5, 0.5])
+    make = maker_of(GRPOTrainer, GRPOConfig, [{"prompt": "the dog"}] * 4, tmp_path, words, config, **options)
+    assert_balanced_by(model_of(words), make, [0.5, 0.5])

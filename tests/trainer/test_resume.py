@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from helpers.marks import rest_slow
 from helpers.models import CONFIGS, batch, build
 from helpers.native import native_twin, save_both
@@ -21,10 +20,12 @@ from helpers.resuming import (
     weights,
 )
 from helpers.training import Examples, arguments, trainer_for
+from helpers.trl_trainers import sentence_tokenizer, trl_trainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
+from trl import SFTConfig, SFTTrainer
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, LoadBalancing
@@ -175,19 +176,11 @@ def test_a_model_loaded_from_the_hub_layout_and_from_fused_weights_resumes(tmp_p
 
 
 def test_trl_resumes_a_straight_run(tmp_path):
-    from trl import SFTConfig, SFTTrainer
-
     def run(folder, model, checkpoint=None):
-        settings = SFTConfig(str(folder), use_cpu=True, bf16=False, max_steps=4, report_to=[], disable_tqdm=True,
-                             learning_rate=0.02, per_device_train_batch_size=4, **SAVING)  # fmt: skip
         rows = [{"input_ids": ids} for ids in Examples(24).columns["input_ids"].tolist()]
-        trainer = SFTTrainer(
-            model,
-            args=settings,
-            train_dataset=Dataset.from_list(rows),
-            callbacks=[rounding()],
-            processing_class=tokenizer(tmp_path),
-        )
+        config = {"max_steps": 4, "learning_rate": 0.02, **SAVING}
+        words, callbacks = sentence_tokenizer(), [rounding()]
+        trainer = trl_trainer(SFTTrainer, SFTConfig, model, rows, folder, words, callbacks, config)
         sonicmoe_hf.attach(trainer)
         trainer.train(resume_from_checkpoint=checkpoint)
         return weights(model)
@@ -195,12 +188,6 @@ def test_trl_resumes_a_straight_run(tmp_path):
     straight = run(tmp_path / "straight", build("qwen3_moe"))
     resumed = run(tmp_path / "resumed", build("qwen3_moe", seed=5), str(tmp_path / "straight" / "checkpoint-2"))
     assert_equal(resumed, straight)
-
-
-def tokenizer(folder):
-    from sonicmoe_hf.demo.corpus import train_tokenizer
-
-    return train_tokenizer(["a b c d e f g"], 300)
 
 
 # best = best

@@ -4,10 +4,10 @@ import importlib
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.examples import load as load_example
 from helpers.models import build
 from helpers.training import Watch, arguments, trainer_for
+from helpers.trl_trainers import model_of, sentence_tokenizer, trl_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Seq2SeqTrainingArguments, Trainer
 from trl import (
     DistillationConfig,
@@ -27,7 +27,6 @@ from trl import (
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
-from sonicmoe_hf.demo.corpus import train_tokenizer
 from sonicmoe_hf.trainer.policy_trainers import policy_trainer
 
 REFUSED = r"{name}: token rounding changes .* train it with top-k: leave TokenRoundingCallback out, or give it allow_policy_optimization=True"
@@ -35,12 +34,6 @@ PREFERENCES = [{"prompt": "the dog", "chosen": " jumps over the fox", "rejected"
 JUDGED = [{"prompt": "the dog", "completion": " jumps", "label": label} for label in (True, False)] * 4
 PAIRS = [{name: row[name] for name in ("chosen", "rejected")} for row in PREFERENCES]
 TEXTS = [{"text": "the quick brown fox jumps over the lazy dog"}] * 8
-
-
-def tokenizer():
-    made = train_tokenizer(["the quick brown fox jumps over the lazy dog, and the dog does not mind at all"], 300)
-    made.pad_token = made.pad_token or made.eos_token
-    return made
 
 
 def rounding(**options):
@@ -51,26 +44,15 @@ def reward(completions, **kwargs):
     return [float(len(text)) for text in completions]
 
 
-def model_of(words, folder):
+def loaded(folder):
     """A model loaded from a folder: TRL loads the reference from there."""
-    model = build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
-    model.save_pretrained(folder / "model")
+    model_of(sentence_tokenizer()).save_pretrained(folder / "model")
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
 def make(trainer_class, config_class, rows, folder, callbacks, model=None, config=None, **options):
-    """A TRL trainer of one step on the CPU."""
-    words = tokenizer()
-    settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "report_to": [], "disable_tqdm": True,
-                "save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, **(config or {})}  # fmt: skip
-    return trainer_class(
-        model or model_of(words, folder),
-        args=config_class(str(folder), **settings),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=words,
-        callbacks=callbacks,
-        **options,
-    )
+    model, words = model or loaded(folder), sentence_tokenizer()
+    return trl_trainer(trainer_class, config_class, model, rows, folder, words, callbacks, config, **options)
 
 
 GRPO = {
@@ -117,8 +99,7 @@ def test_policy_trainers_train_with_top_k_or_if_told_to_with_rounding(name, tmp_
 
 
 def test_a_rounding_set_by_patch_model_is_refused_by_the_load_callback(tmp_path):
-    words = tokenizer()
-    model = model_of(words, tmp_path)
+    model = loaded(tmp_path)
     sonicmoe_hf.patch_model(model, routing="token_rounding")
     trainer = make(DPOTrainer, DPOConfig, PREFERENCES, tmp_path, [ExpertLoadCallback()], model=model)
     with pytest.raises(
@@ -144,8 +125,7 @@ def test_rounding_makes_a_policy_differ_from_itself(tmp_path):
 def test_supervised_and_reward_trainers_round(trainer_class, config, rows, tmp_path):
     model = None
     if trainer_class is RewardTrainer:
-        words = tokenizer()
-        settings = model_of(words, tmp_path).config
+        settings = loaded(tmp_path).config
         settings.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(settings)
     trainer = make(trainer_class, config, rows, tmp_path, [rounding()], model=model)
@@ -228,7 +208,7 @@ def test_the_grpo_example_runs_offline_without_arguments(grpo_replay, tmp_path, 
 
 
 def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(grpo_replay, tmp_path):
-    example, model = grpo_replay, model_of(tokenizer(), tmp_path)
+    example, model = grpo_replay, loaded(tmp_path)
     sonicmoe_hf.patch_model(model)
     options = {"config": {**GRPO["config"], "max_steps": 2, "learning_rate": 1e-1}, "reward_funcs": reward}
     trainer = make(example.ReplayingGRPOTrainer, GRPOConfig, PREFERENCES, tmp_path, [], model, **options)
@@ -250,7 +230,7 @@ def test_the_grpo_example_trains_with_the_experts_of_the_rollouts_policy(grpo_re
 @pytest.fixture
 def served_trainer(grpo_replay, tmp_path):
     """The example's trainer, and its server, whose routers are others than the policy's."""
-    model = model_of(tokenizer(), tmp_path)
+    model = loaded(tmp_path)
     sonicmoe_hf.patch_model(model)
     server = grpo_replay.StandInServer(model)
     load = server.model.load_state_dict

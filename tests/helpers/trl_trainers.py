@@ -1,0 +1,45 @@
+"""TRL's trainers on a CPU, and tokenizers for what they train on."""
+
+from datasets import Dataset
+from helpers.models import VOCABULARY, build
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from sonicmoe_hf.demo.corpus import train_tokenizer
+
+SENTENCE = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all"
+
+
+def word_tokenizer():
+    """Of the words w0 (padding), w1, w2 (the end), ..., each a token of its number."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w3")
+
+
+def sentence_tokenizer():
+    """Byte pairs of SENTENCE."""
+    made = train_tokenizer([SENTENCE], 300)
+    made.pad_token = made.pad_token or made.eos_token
+    return made
+
+
+def model_of(words):
+    """A small model of this tokenizer's vocabulary."""
+    return build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
+
+
+def trl_trainer(trainer_class, config_class, model, rows, folder, words, callbacks=(), config=None, **options):
+    """A trainer of one step in fp32, unless `config` says otherwise, which reports and saves nothing."""
+    settings = {"use_cpu": True, "bf16": False, "max_steps": 1, "report_to": [], "disable_tqdm": True,
+                "save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, **(config or {})}  # fmt: skip
+    return trainer_class(
+        model,
+        args=config_class(str(folder), **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=words,
+        callbacks=list(callbacks),
+        **options,
+    )
