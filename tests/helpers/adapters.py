@@ -41,9 +41,9 @@ def lora(model, parameters=EXPERTS, **options):
     return LoraConfig(**options, target_parameters=parameters)
 
 
-def adapt(model, folder, parameters=EXPERTS, **options):
+def adapt(model, folder, parameters=EXPERTS, size=0.3, **options):
     """PEFT's model with the adapter that `lora` describes, of which nothing is zero, saved in `folder`."""
-    return save_with_factors(get_peft_model(model, lora(model, parameters, **options)), folder)
+    return save_with_factors(get_peft_model(model, lora(model, parameters, **options)), folder, size)
 
 
 def save_with_factors(adapted, folder, size=0.3):

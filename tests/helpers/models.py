@@ -103,6 +103,13 @@ OTHERS = {  # without a native layout
     "glm4_moe": glm4_moe,
     "qwen3_vl_moe": qwen3_vl_moe,
 }
+OF_64 = {  # sizes that every packed format takes: NF4's are multiples of 64
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "olmoe": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+    "nemotron_h": {"moe_latent_size": 64, "moe_intermediate_size": 64},
+}
 
 
 def build(family: str, implementation: str = "eager", seed: int = 0, **changes):

@@ -8,6 +8,7 @@ import copy
 
 import pytest
 import torch
+from helpers.adapters import EXPERTS
 from helpers.checkpoints import DECLARED_FP8, edit_config, in_fp8, make, rewrite, same_bits, tensors_in
 from helpers.models import batch
 from peft import LoraConfig, get_peft_model
@@ -30,7 +31,6 @@ SIZES = {
 }
 DENSE = ["proj", "proj_with_mqa", "lm_head"]  # how the names of linear layers end
 BATCH = batch(2, 8)
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.fixture

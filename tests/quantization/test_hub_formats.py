@@ -10,7 +10,7 @@ import json
 
 import pytest
 import torch
-from helpers.adapters import EXPERTS, UNGATED_EXPERTS
+from helpers.adapters import EXPERTS, UNGATED_EXPERTS, with_lora
 from helpers.checkpoints import (
     DECLARED_FP8,
     edit_config,
@@ -23,7 +23,6 @@ from helpers.checkpoints import (
     tensors_in,
 )
 from helpers.models import batch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -119,16 +118,11 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
     expected = eager(**BATCH).logits
     for model in (packed, dense):
         assert (model(**BATCH).logits - expected).norm() <= 1e-6 * expected.norm()
-    found = []
+    experts, found = UNGATED_EXPERTS if family in UNGATED else EXPERTS, []
     for model in (packed, dense):
-        torch.manual_seed(0)
-        experts = UNGATED_EXPERTS if family in UNGATED else EXPERTS
-        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=experts))
-        for name, parameter in peft.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.05)
-        peft.train()(**BATCH).loss.backward()
-        found.append({name: p.grad for name, p in peft.named_parameters() if p.grad is not None})
+        adapted = with_lora(model, experts, target_modules=["o_proj"]).train()
+        adapted(**BATCH).loss.backward()
+        found.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() and len(found[0]) >= 6
     errors = {name: (found[0][name] - wanted).norm() / wanted.norm() for name, wanted in found[1].items()}
     assert {name: error for name, error in errors.items() if error > 1e-5} == {}

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
+from helpers.adapters import NATIVE_EXPERTS, adapt
 from helpers.checkpoints import config_in, edit_config, make, packed_in, rewrite, same_bits, tensors_in
-from helpers.models import batch
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from helpers.models import OF_64, batch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from sonicmoe_hf import (
@@ -21,10 +20,7 @@ from sonicmoe_hf import (
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.kernels.quantized import FORMATS
 
-SIZES = {  # NF4 needs multiples of 64
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
-}
+SIZES = {family: {**OF_64[family], "num_hidden_layers": 2} for family in ("qwen3_moe", "gpt_oss")}
 BATCH = batch(2, 8)
 
 
@@ -118,12 +114,7 @@ def test_an_adapter_is_merged_into_what_it_was_trained_on(family, name, tmp_path
     make(tmp_path / "hub", family, **sizes)
     convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize=name)
     convert_checkpoint(tmp_path / "packed", tmp_path / "dense", "native")
-    targets = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.c_fc", "mlp.experts.c_proj"])
-    peft = get_peft_model(from_pretrained(tmp_path / "packed"), targets)
-    for key, parameter in peft.named_parameters():
-        if "lora_B" in key:
-            nn.init.normal_(parameter, std=0.05)
-    peft.save_pretrained(tmp_path / "adapter")
+    adapted = adapt(from_pretrained(tmp_path / "packed"), tmp_path / "adapter", NATIVE_EXPERTS, size=0.05)
     done = merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged", "hub", verify=True)
     assert any(f"were {name} and are bfloat16 now" in notice for notice in done.notices)
     merge_adapter(tmp_path / "dense", tmp_path / "adapter", tmp_path / "expected", "hub")
@@ -131,7 +122,7 @@ def test_an_adapter_is_merged_into_what_it_was_trained_on(family, name, tmp_path
     assert "quantization_config" not in config_in(tmp_path / "merged")
     with torch.no_grad():
         served = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(**BATCH).logits
-        trained = peft.eval()(**BATCH).logits.float()
+        trained = adapted(**BATCH).logits.float()
     assert error_of_tokens(trained, served) < 0.02  # bf16
 
 

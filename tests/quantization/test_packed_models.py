@@ -9,7 +9,7 @@ from helpers.adapters import EXPERTS, with_lora
 from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_slow
 from helpers.memory import LiveBytes
-from helpers.models import CONFIGS, batch, build, loss_and_gradients
+from helpers.models import CONFIGS, OF_64, batch, build, loss_and_gradients
 from helpers.native import save_both
 from helpers.trl_trainers import trl_trainer, word_tokenizer
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -34,19 +34,12 @@ from sonicmoe_hf import (
 )
 from sonicmoe_hf.kernels.quantized import FORMATS, parts_and_kinds
 
-SIZES = {  # NF4 needs multiples of 64
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "olmoe": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
-    "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
-    "nemotron_h": {"moe_latent_size": 64, "moe_intermediate_size": 64},
-}
 BATCH = batch(2, 8)
 
 
 def small(family, **changes):
     layers = {} if family == "nemotron_h" else {"num_hidden_layers": 2}
-    return build(family, **{**SIZES[family], **layers, **changes})
+    return build(family, **{**OF_64[family], **layers, **changes})
 
 
 def dequantized(model):
@@ -64,7 +57,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", OF_64)
 def test_packed_while_they_stream_in_experts_are_those_packed_in_memory(family, name, tmp_path):
     model = small(family).bfloat16()
     model.save_pretrained(tmp_path / "hub")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.checkpoints import fp8_of
-from helpers.models import assert_all_close, batch, build, loss_and_gradients
+from helpers.models import OF_64, assert_all_close, batch, build, loss_and_gradients
 from helpers.parallel import OWN_BATCH, PARALLELISM, SUMMATION, gradients, mean_of_ranks
 from helpers.ranks import WORLD
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -20,11 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import sonicmoe_hf
 from sonicmoe_hf.formats.fp8 import HubFP8
 from sonicmoe_hf.formats.hub_conversions import dense_rows
-
-OF_64 = {
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
-}
 
 
 def packed_with_adapters(format, family="qwen3_moe", **changes):

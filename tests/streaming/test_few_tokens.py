@@ -6,11 +6,10 @@ import itertools
 import pytest
 import torch
 from helpers.marks import rest_slow
-from helpers.models import batch, build, loss_and_gradients
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from helpers.models import batch, loss_and_gradients
+from helpers.streamed import adapted, engine_of, host_weights, streamed
 
-from sonicmoe_hf import moe_experts, patch_model, quantize_experts
+from sonicmoe_hf import moe_experts, patch_model
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.fetching import ROWS_OVER_THE_BUS
 from sonicmoe_hf.streaming.placement import expert_layers
@@ -18,41 +17,10 @@ from sonicmoe_hf.streaming.weight import HostWeight
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 FEW = int(ROWS_OVER_THE_BUS * EXPERTS / TOP_K)  # tokens
-SIZES = {
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
-}
 
 
 def made(experts_memory=0, format="nf4", family="qwen3_moe"):
-    model = build(family, **SIZES[family], num_hidden_layers=LAYERS)
-    if format is not None:
-        quantize_experts(model, format, experts_memory=experts_memory)
-        patch_model(model)
-    else:
-        patch_model(model, experts_memory=experts_memory)
-    return model.eval()
-
-
-def adapted(model, checkpointing=None):
-    torch.manual_seed(1)
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    if checkpointing is not None:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    return model
-
-
-def layers_of(model):
-    return [weight.layer for weight in model.parameters() if isinstance(weight, HostWeight)]
-
-
-def engine_of(model):
-    return layers_of(model)[0].stream.copies
+    return streamed(experts_memory, format, family, layers=LAYERS).eval()
 
 
 def work(model):
@@ -69,7 +37,8 @@ def logits(model, tokens):
 
 
 @pytest.mark.parametrize(
-    "family,format", rest_slow([("qwen3_moe", "nf4"), *((family, each) for family in SIZES for each in FORMATS)])
+    "family,format",
+    rest_slow([("qwen3_moe", "nf4"), *((family, each) for family in ("qwen3_moe", "gpt_oss") for each in FORMATS)]),
 )
 def test_few_tokens_read_every_format_over_the_bus(late_copies, family, format):
     model, resident = made(0, format, family), made(None, format, family)
@@ -108,7 +77,7 @@ def test_generation_copies_for_the_prompt_and_not_for_its_tokens(late_copies, ex
         assert torch.equal(given.sequences, expected.sequences)
         assert all(torch.equal(*pair) for pair in zip(given.logits, expected.logits))
         assert given.past_key_values is not None, "a cache, so that a step has one token"
-        kinds, streamed = work(model), len(layers_of(model))
+        kinds, streamed = work(model), len(host_weights(model))
         assert kinds[: kinds.index("over the bus")] == ["copy"] * kinds.count("copy")
         assert kinds.count("over the bus") == 4 * streamed, "the prompt gives the first of five tokens"
 

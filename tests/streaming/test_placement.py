@@ -7,9 +7,10 @@ import pickle
 
 import pytest
 import torch
-from helpers.models import batch, build, loss_and_gradients
+from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
 from helpers.parallel import gradients
+from helpers.streamed import host_weights, small, streamed
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -33,30 +34,8 @@ from sonicmoe_hf.streaming.memory import as_bytes, free_on_host, spread
 from sonicmoe_hf.streaming.placement import Placement, bytes_of, expert_layers
 from sonicmoe_hf.streaming.weight import HostWeight
 
-SIZES = {
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
-}
 BATCH = batch(2, 8)
 LAYERS = 4
-
-
-def small(family="qwen3_moe", **changes):
-    return build(family, **{**SIZES[family], "num_hidden_layers": LAYERS, **changes})
-
-
-def streamed(format=None, experts_memory=0):
-    model = small()
-    if format is not None:
-        quantize_experts(model, format, experts_memory=experts_memory)
-        patch_model(model)
-    else:
-        patch_model(model, experts_memory=experts_memory)
-    return model
-
-
-def host_weights(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, HostWeight)}
 
 
 def logits(model):
@@ -110,7 +89,7 @@ def test_bytes_before_packing_are_those_that_are_stored(format):
 # from files
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("format", [None, "nf4"])
 @pytest.mark.parametrize("layout", ["hub", "native"])
 def test_loaded_into_host_memory_experts_are_those_loaded_to_the_device(late_copies, family, format, layout, tmp_path):
@@ -168,14 +147,14 @@ def test_other_models_load_as_before(tmp_path):
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format, tmp_path):
-    model, resident = streamed(format), streamed(format, None)
+    model, resident = streamed(0, format), streamed(None, format)
     state, expected = model.state_dict(), resident.state_dict()
     assert state.keys() == expected.keys() and not any(isinstance(t, HostWeight) for t in state.values())
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     torch.save(state, tmp_path / "state")
     assert (tmp_path / "state").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in expected.values()) + 2**16
     resident.load_state_dict(torch.load(tmp_path / "state"))
-    weight = next(iter(host_weights(model).values()))
+    weight = host_weights(model)[0]
     for copied in (pickle.loads(pickle.dumps(weight)), copy.deepcopy(weight), weight.clone(), weight.resident()):
         assert not isinstance(copied, HostWeight)
         assert torch.equal(copied.dequantize() if format else copied, weight.dequantize())
@@ -184,7 +163,7 @@ def test_state_dicts_files_and_pickles_hold_ordinary_tensors(late_copies, format
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_moves_to_its_own_device_and_casts_leave_it_on_the_host(late_copies, format):
-    model = streamed(format)
+    model = streamed(0, format)
     expected = logits(model)
     assert len(host_weights(model.to("cpu"))) == 2 * LAYERS
     assert torch.equal(logits(model), expected)
@@ -192,22 +171,22 @@ def test_moves_to_its_own_device_and_casts_leave_it_on_the_host(late_copies, for
 
 
 def test_other_devices_get_ordinary_weights(late_copies):
-    weight = next(iter(host_weights(streamed("nf4")).values()))
+    weight = host_weights(streamed(0, "nf4"))[0]
     moved = weight.to("meta")
     assert type(moved) is PackedWeight and moved.device.type == moved.codes.device.type == "meta"
 
 
 def test_the_footprint_counts_what_the_host_holds(late_copies):
     for format in (None, "nf4"):
-        expected = streamed(format, None).get_memory_footprint()
-        assert streamed(format).get_memory_footprint() == pytest.approx(expected, rel=1e-12)
+        expected = streamed(None, format).get_memory_footprint()
+        assert streamed(0, format).get_memory_footprint() == pytest.approx(expected, rel=1e-12)
 
 
 def test_experts_in_host_memory_are_not_trained(late_copies):
     model = streamed()
     with pytest.raises(RuntimeError, match="experts in host memory are frozen and have no gradient; train adapters"):
         model.requires_grad_(True)
-    assert not any(weight.requires_grad for weight in host_weights(model).values())
+    assert not any(weight.requires_grad for weight in host_weights(model))
     model = streamed(experts_memory="1GiB")  # all stay, and are as frozen
     assert not host_weights(model) and not model.model.layers[0].mlp.experts.down_proj.requires_grad
 
@@ -217,11 +196,11 @@ def test_experts_in_host_memory_are_not_trained(late_copies):
 )
 def test_what_would_read_one_as_a_tensor_is_an_error(late_copies, operation):
     with pytest.raises(RuntimeError, match="these experts live in host memory"):
-        operation(next(iter(host_weights(streamed()).values())))
+        operation(host_weights(streamed())[0])
     with pytest.raises(RuntimeError, match="these experts live in host memory"):
-        next(iter(host_weights(streamed()).values())).data = torch.zeros(1)
+        host_weights(streamed())[0].data = torch.zeros(1)
     with pytest.raises(RuntimeError, match="cannot be shared with other processes"):
-        next(iter(host_weights(streamed()).values())).share_memory_()
+        host_weights(streamed())[0].share_memory_()
 
 
 def test_an_unpatched_model_says_that_its_experts_are_on_the_host(late_copies):
@@ -346,7 +325,7 @@ def test_a_device_without_copies_is_an_error():
 
 def test_the_saved_config_says_nothing_of_where_experts_lived(late_copies, tmp_path):
     for place, experts_memory in (("resident", None), ("streamed", 0)):
-        streamed("nf4", experts_memory).save_pretrained(tmp_path / place)
+        streamed(experts_memory, "nf4").save_pretrained(tmp_path / place)
     resident, host = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("resident", "streamed"))
     assert resident == host
 
@@ -357,7 +336,7 @@ def test_the_saved_config_says_nothing_of_where_experts_lived(late_copies, tmp_p
 def with_adapters(experts_memory):
     torch.manual_seed(0)
     model = get_peft_model(
-        streamed(None, experts_memory),
+        streamed(experts_memory),
         LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
     )
     for name, parameter in model.named_parameters():

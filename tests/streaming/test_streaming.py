@@ -1,70 +1,33 @@
 """Experts in host memory: the resident model's bits, what is copied when, and no read or write out of order."""
 
 import copy
+import functools
 import gc
 import threading
 
 import pytest
 import torch
+from helpers.adapters import EXPERTS
 from helpers.late_copies import Hazard
 from helpers.marks import rest_slow
-from helpers.models import batch, build, loss_and_gradients
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from helpers.models import batch, loss_and_gradients
+from helpers.streamed import adapted, engine_of, host_weights, layers_of
+from helpers.streamed import streamed as streamed_of
+from peft import LoraConfig, get_peft_model_state_dict
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from sonicmoe_hf import moe_experts, patch_model, quantize_experts
+from sonicmoe_hf import moe_experts, patch_model
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.layer.fetching import STREAMED
 from sonicmoe_hf.streaming.placement import bytes_of, expert_layers
-from sonicmoe_hf.streaming.weight import HostWeight
 
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-SIZES = {
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
-}
 LAYERS = 5
 BATCH = batch(2, 8)
 BATCHES = [batch(2, 8, seed=seed) for seed in range(4)]
-
-
-def small(family="qwen3_moe", layers=LAYERS, seed=0):
-    return build(family, seed=seed, **{**SIZES[family], "num_hidden_layers": layers})
-
-
-def made(experts_memory, format=None, family="qwen3_moe", layers=LAYERS, seed=0):
-    """A patched model with its experts where they are to be. "half": half of their bytes."""
-    model = small(family, layers, seed)
-    if experts_memory == "half":
-        experts_memory = sum(bytes_of(experts, format) for _, experts in expert_layers(model)) // 2
-    if format is not None:
-        quantize_experts(model, format, experts_memory=experts_memory)
-        patch_model(model)
-    else:
-        patch_model(model, experts_memory=experts_memory)
-    return model
-
-
-def adapted(model, checkpointing=None):
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    if checkpointing is not None:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    return model
-
-
-def host_weights(model):
-    return [weight for weight in model.parameters() if isinstance(weight, HostWeight)]
-
-
-def engine_of(model):
-    return host_weights(model)[0].layer.stream.copies
+FAMILIES = ("qwen3_moe", "gpt_oss")
+streamed = functools.partial(streamed_of, layers=LAYERS)
 
 
 def lived(model):
@@ -96,18 +59,18 @@ def assert_equal(given, expected):
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "recomputed"])
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_training_evaluation_and_generation_are_equal_to_the_bit(late_copies, format, checkpointing, experts_memory):
-    expected = lived(adapted(made(None, format), checkpointing))
-    model = adapted(made(experts_memory, format), checkpointing)
+    expected = lived(adapted(streamed(None, format), checkpointing))
+    model = adapted(streamed(experts_memory, format), checkpointing)
     assert len(host_weights(model)) == 2 * (LAYERS if experts_memory == 0 else (LAYERS + 1) // 2)
     assert_equal(lived(model), expected)
 
 
 @pytest.mark.parametrize(
-    "family,format", rest_slow([("gpt_oss", "mxfp4"), *((f, each) for f in SIZES for each in FORMATS)])
+    "family,format", rest_slow([("gpt_oss", "mxfp4"), *((f, each) for f in FAMILIES for each in FORMATS)])
 )
 def test_every_format_and_layout_streams(late_copies, family, format):
-    expected = loss_and_gradients(adapted(made(None, format, family)), BATCH)
-    given = loss_and_gradients(adapted(made(0, format, family)), BATCH)
+    expected = loss_and_gradients(adapted(streamed(None, format, family)), BATCH)
+    given = loss_and_gradients(adapted(streamed(0, format, family)), BATCH)
     assert given.keys() == expected.keys()
     assert_equal(given.values(), expected.values())
 
@@ -127,8 +90,8 @@ def numbered(engine, layers):
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["kept", "reentrant", "recomputed"])
 def test_each_layer_is_copied_while_the_one_before_computes(late_copies, checkpointing):
-    model = adapted(made(0, layers=4), checkpointing)
-    layers = list({weight.layer.number: weight.layer for weight in host_weights(model)}.values())
+    model = adapted(streamed(0, layers=4), checkpointing)
+    layers = list(layers_of(model).values())
     engine = engine_of(model)
     loss_and_gradients(model, BATCH)
     waited, engine.log[:] = engine.finished, []
@@ -154,23 +117,23 @@ def _held(engine, layers):
 
 
 def test_the_first_step_goes_forwards_and_back_without_having_seen_another(late_copies):
-    model = adapted(made(0, layers=4))
+    model = adapted(streamed(0, layers=4))
     loss_and_gradients(model, BATCH)
-    layers = list({weight.layer.number: weight.layer for weight in host_weights(model)}.values())
+    layers = list(layers_of(model).values())
     copied = [number for kind, number in numbered(engine_of(model), layers) if kind == "copy"]
     assert copied == [0, 1, 2, 3, 1, 0]
 
 
 def test_two_streamed_layers_are_copied_once(late_copies):
-    model = adapted(made(0, layers=2), False)
+    model = adapted(streamed(0, layers=2), False)
     for _ in range(3):
         loss_and_gradients(model, BATCH)
     assert [kind for kind, *_ in engine_of(model).log].count("copy") == 2 * 2, "two weights of two layers"
 
 
 def test_two_models_have_buffers_of_their_own(late_copies):
-    expected = [loss_and_gradients(adapted(made(None, seed=seed)), BATCH) for seed in (0, 1)]
-    models = [adapted(made(0, seed=seed)) for seed in (0, 1)]
+    expected = [loss_and_gradients(adapted(streamed(None, seed=seed)), BATCH) for seed in (0, 1)]
+    models = [adapted(streamed(0, seed=seed)) for seed in (0, 1)]
     losses = [model(**BATCH).loss for model in models]
     for loss in losses:
         loss.backward()
@@ -184,8 +147,8 @@ def test_two_models_have_buffers_of_their_own(late_copies):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["down", "down_backward"])
 def test_after_an_error_in_mid_step_the_next_steps_are_right(late_copies, monkeypatch, where, error):
-    expected = loss_and_gradients(adapted(made(None)), BATCH)
-    model, calls, function = adapted(made(0)), [], getattr(eager, where)
+    expected = loss_and_gradients(adapted(streamed(None)), BATCH)
+    model, calls, function = adapted(streamed(0)), [], getattr(eager, where)
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -202,8 +165,8 @@ def test_after_an_error_in_mid_step_the_next_steps_are_right(late_copies, monkey
 
 
 def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
-    model = adapted(made(0))
-    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    model = adapted(streamed(0))
+    layers = layers_of(model)
     expected = loss_and_gradients(model, BATCH)
     for number in (1, 3):
         layers[number].stream.begin(layers[number])  # an interrupt that came before `with` began
@@ -211,9 +174,9 @@ def test_a_use_that_was_interrupted_before_its_end_holds_no_buffer(late_copies):
 
 
 def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch):
-    model = made(0)
+    model = streamed(0)
     expected = model(**BATCH).logits
-    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    layers = layers_of(model)
     copy_now = late_copies.copy
 
     def cut_off(self, pairs, after, done):
@@ -234,7 +197,7 @@ def test_a_copy_that_an_interrupt_cut_off_is_made_again(late_copies, monkeypatch
 
 
 def test_a_weight_that_was_replaced_is_what_is_computed_with(late_copies):
-    model = made(0)
+    model = streamed(0)
     _, experts = expert_layers(model)[1]
     experts.down_proj = nn.Parameter(torch.randn_like(experts.down_proj.resident()), requires_grad=False)
     x, index, weights = torch.randn(6, 64), torch.randint(8, (6, 2)), torch.rand(6, 2)
@@ -244,8 +207,8 @@ def test_a_weight_that_was_replaced_is_what_is_computed_with(late_copies):
 
 
 def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
-    model = made(0, layers=4).eval()
-    layers = list({weight.layer.number: weight.layer for weight in host_weights(model)}.values())
+    model = streamed(0, layers=4).eval()
+    layers = list(layers_of(model).values())
     with torch.no_grad():
         for _ in range(3):
             model(**BATCH)
@@ -256,8 +219,8 @@ def test_generation_learns_that_the_first_layer_follows_the_last(late_copies):
 
 
 def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
-    model = made(0)
-    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    model = streamed(0)
+    layers = layers_of(model)
     inside, leave, errors = threading.Barrier(3), threading.Event(), []
 
     def use(number):
@@ -281,7 +244,7 @@ def test_two_threads_compute_at_once_and_a_third_is_an_error(late_copies):
 def test_adapters_of_several_names_train_and_are_saved_as_over_resident_experts(late_copies, tmp_path):
     saved = []
     for place, experts_memory in (("resident", None), ("streamed", 0)):
-        model = adapted(made(experts_memory))
+        model = adapted(streamed(experts_memory))
         torch.manual_seed(2)
         model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
         for name in ("second", "default", "second"):
@@ -311,7 +274,7 @@ def test_a_trainer_resumes(late_copies, tmp_path):
             save_steps=1, logging_steps=1, report_to="none", use_cpu=True, seed=0, gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False}, lr_scheduler_type="constant",
         )  # fmt: skip
-        model = adapted(made(experts_memory))
+        model = adapted(streamed(experts_memory))
         Trainer(model=model, args=args, train_dataset=rows).train(resume_from_checkpoint=resume)
         return [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
 
@@ -324,8 +287,8 @@ def test_a_trainer_resumes(late_copies, tmp_path):
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_compiled_layers_give_the_same_gradients(late_copies, format):
     torch._dynamo.reset()
-    expected = loss_and_gradients(adapted(made(None, format, layers=3)), BATCH)
-    model = adapted(made(0, format, layers=3))
+    expected = loss_and_gradients(adapted(streamed(None, format, layers=3)), BATCH)
+    model = adapted(streamed(0, format, layers=3))
     for layer in model.get_base_model().model.layers:
         layer.compile(backend="aot_eager")
     for _ in range(2):
@@ -334,7 +297,7 @@ def test_compiled_layers_give_the_same_gradients(late_copies, format):
 
 
 def test_the_op_takes_a_host_weight_without_a_model(late_copies):
-    model = made(0)
+    model = streamed(0)
     _, experts = expert_layers(model)[1]
     x, index = torch.randn(6, 64), torch.randint(8, (6, 2))
     weights = torch.rand(6, 2)
@@ -344,7 +307,7 @@ def test_the_op_takes_a_host_weight_without_a_model(late_copies):
 
 
 def test_memory_is_unpinned_when_the_model_is_gone(late_copies):
-    model = adapted(made(0))
+    model = adapted(streamed(0))
     engine = engine_of(model)
     loss_and_gradients(model, BATCH)
     assert len(engine.pinned) == 2 * LAYERS and len(STREAMED) >= LAYERS
@@ -354,7 +317,7 @@ def test_memory_is_unpinned_when_the_model_is_gone(late_copies):
 
 
 def test_memory_is_not_unpinned_under_a_copy(late_copies):
-    model = made(0)
+    model = streamed(0)
     layer = host_weights(model)[0].layer
     with layer.fetched():
         pass  # the next layer's copy is under way
@@ -366,8 +329,8 @@ def test_memory_is_not_unpinned_under_a_copy(late_copies):
 
 
 def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copies):
-    model = made(0)
-    layers = {weight.layer.number: weight.layer for weight in host_weights(model)}
+    model = streamed(0)
+    layers = layers_of(model)
     inside, leave, found = threading.Event(), threading.Event(), []
 
     def use():
@@ -388,18 +351,18 @@ def test_what_one_thread_computes_with_is_not_overwritten_for_another(late_copie
 
 
 def test_layers_move_between_the_gpu_and_the_host(late_copies):
-    model = adapted(made(None))
+    model = adapted(streamed(None))
     expected = loss_and_gradients(model, BATCH)
-    for experts_memory, streamed in ((0, LAYERS), ("1 GiB", 0), (0, LAYERS), ("1GB", 0)):
+    for experts_memory, copied in ((0, LAYERS), ("1 GiB", 0), (0, LAYERS), ("1GB", 0)):
         patch_model(model, experts_memory=experts_memory)
         gc.collect()
-        assert len(host_weights(model)) == 2 * streamed
+        assert len(host_weights(model)) == 2 * copied
         assert_equal(loss_and_gradients(model, BATCH).values(), expected.values())
     assert all(not engine.pinned for engine in late_copies.every)
 
 
 def test_a_layer_that_comes_back_to_the_host_is_a_new_one(late_copies):
-    model = made(0)
+    model = streamed(0)
     expected, before = model(**BATCH).logits, host_weights(model)  # which keep their layers
     nbytes = [weight.layer.nbytes for weight in before]
     half = sum(bytes_of(experts, None) for _, experts in expert_layers(model)) // 2
@@ -411,7 +374,7 @@ def test_a_layer_that_comes_back_to_the_host_is_a_new_one(late_copies):
 
 
 def test_loading_a_state_dict_replaces_what_the_buffers_hold(late_copies):
-    model, other = made(0, layers=2), made(None, layers=2, seed=1)  # both layers stay in the buffers
+    model, other = streamed(0, layers=2), streamed(None, layers=2, seed=1)  # both layers stay in the buffers
     expected = other(**BATCH).logits
     model(**BATCH)
     model.load_state_dict(other.state_dict())
@@ -420,14 +383,14 @@ def test_loading_a_state_dict_replaces_what_the_buffers_hold(late_copies):
 
 
 def test_the_detector_sees_a_read_without_a_wait(late_copies, monkeypatch):
-    model = made(0)
+    model = streamed(0)
     monkeypatch.setattr(late_copies, "wait", lambda self, done: None)
     with pytest.raises(Hazard, match="before its copy has ended"):
         model(**BATCH)
 
 
 def test_copies_of_a_model_are_resident(late_copies):
-    model = made(0)
+    model = streamed(0)
     expected = model(**BATCH).logits
     copied = copy.deepcopy(model)
     assert not host_weights(copied)
