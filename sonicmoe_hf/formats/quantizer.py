@@ -71,7 +71,8 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
 def packable(module: nn.Module) -> tuple[str, ...]:
     """The names of an experts module's weights that are packed; none of another module."""
     names = weight_names(module)
-    return names if is_experts(module) and all(name in module._parameters for name in names) else ()
+    held = module._parameters.keys() | module._buffers.keys()  # buffers: see shares.hide_when_split
+    return names if is_experts(module) and held.issuperset(names) else ()
 
 
 def is_transposed(experts: nn.Module) -> bool:

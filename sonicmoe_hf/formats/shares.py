@@ -31,12 +31,13 @@ def share_of(experts: nn.Module, name: str) -> Share | None:
 
 
 def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> None:
-    """Where ranks come to share experts whose weights a checkpoint is to bring packed, hide these from FSDP2:
+    """Where ranks come to share experts whose weights a checkpoint is to bring packed, make these buffers until it has:
     Transformers calls `fully_shard` after it has split experts and before it reads the checkpoint, and that would shard
-    and gather what stays where it is. They come back, as they were split, when a state dict is asked for, or by `show`.
-    Splitting raises UnsupportedExpertsError where a rank's part of a weight cannot be packed apart."""
+    and gather parameters that stay where they are. Splitting raises UnsupportedExpertsError where a rank's part of a
+    weight cannot be packed apart."""
 
     def hide(experts: nn.Module) -> None:
+        vars(experts)[attributes.PARAMETER_NAMES] = list(experts._parameters)
         for name in names:
             weight, share = experts._parameters[name], share_of(experts, name)
             assert share is not None and weight is not None  # now that ranks share them
@@ -44,15 +45,7 @@ def hide_when_split(experts: nn.Module, names: tuple[str, ...], format: str) -> 
                 PACKED[format].check_share(share.experts(len(weight) // share.num_parts), weight[0].numel())
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{type(experts).__name__}.{name}: {error}") from error
-        weights = {name: experts._parameters.pop(name) for name in names}
-
-        def show_again(*_) -> None:
-            handle.remove()
-            vars(experts).pop(attributes.REVEAL_WEIGHTS, None)
-            experts._parameters.update(weights)
-
-        handle = experts.register_state_dict_pre_hook(show_again)
-        vars(experts)[attributes.REVEAL_WEIGHTS] = show_again
+            experts._buffers[name] = experts._parameters.pop(name)
 
     vars(experts)[attributes.WHEN_SPLIT] = hide
 
@@ -61,11 +54,10 @@ def show(experts: nn.Module) -> None:
     """End what `hide_when_split` began: the checkpoint was read, or there is none. Packed weights that Transformers put
     into split ones become this rank's parameters."""
     vars(experts).pop(attributes.WHEN_SPLIT, None)
-    show_again = vars(experts).get(attributes.REVEAL_WEIGHTS)
-    if show_again is not None:
-        show_again()
+    weights: dict[str, Any] = experts._parameters
+    for name in vars(experts).pop(attributes.PARAMETER_NAMES, ()):  # in their order, in which PEFT wraps them
+        weights[name] = (weights if name in weights else experts._buffers).pop(name)
     if expert_parallelism(experts) is not None:
-        weights: dict[str, Any] = experts._parameters
         for name, weight in weights.items():
             local = weight.to_local() if hasattr(weight, "device_mesh") else weight
             if isinstance(local, PackedWeight):

@@ -13,8 +13,8 @@ FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed w
 PARALLELISM = (
     "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens: a layer.experts_module.ExpertParallelism
 )
+PARAMETER_NAMES = "_sonicmoe_hf_parameter_names"  # until their checkpoint is read: of their parameters, in order
 WHEN_SPLIT = "_sonicmoe_hf_when_split"  # called with them once they know the ranks that share them
-REVEAL_WEIGHTS = "_sonicmoe_hf_reveal_weights"  # until their checkpoint is read: what shows their weights again
 HAS_HOST_HOOK = "_sonicmoe_hf_has_host_hook"  # True: state dicts have the hook of weights in host memory
 
 # modules that hold packed weights
