@@ -11,7 +11,7 @@ from torch import nn
 from ..layer.experts_module import weight_names
 from ..patching.support import check_accelerated, supported_layers
 from .convert import import_peft
-from .rules import ROUTERS, endings, is_target_parameter, without_wrappers
+from .rules import endings, is_in_router, is_target_parameter, without_wrappers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -50,9 +50,9 @@ def lora_config(model: nn.Module, r: int = 16, *, experts_r: int | None = None, 
         options: any other field of `LoraConfig`; what is given replaces the default. By default lora_alpha is 2 * r,
             task_type follows from the model's class, target_parameters are the experts' weights, target_modules the
             linear layers of the attention beside them. target_modules="all-linear" means every linear layer of the
-            decoder that has the experts: linear attention, Mamba and shared experts too, but no router, head or vision
-            tower. Both leave out names that PEFT takes for experts' of older checkpoints (AFMoE's attention gate_proj),
-            and what Mamba's kernels read past an adapter. layers_to_transform chooses experts too.
+            decoder that has the experts: linear attention, Mamba and shared experts too, but no router, indexer, head or
+            vision tower. Both leave out names that PEFT takes for experts' of older checkpoints (AFMoE's attention
+            gate_proj), and what Mamba's kernels read past an adapter. layers_to_transform chooses experts too.
     Returns:
         The configuration, for `peft.get_peft_model`, TRL's `peft_config=` or `model.add_adapter`.
     Raises:
@@ -163,19 +163,30 @@ def _expert_weights(model: nn.Module, experts: dict[str, nn.Module], chosen: int
 
 
 def _linear_targets(model: nn.Module, experts: dict[str, nn.Module], attention_alone: bool) -> list[str]:
-    """The linear layers in the stacks that have the experts (not in a vision tower, say), or those of attention alone."""
+    """The linear layers in the stacks that have the experts (not in a vision tower, say), or those of attention alone.
+
+    A family's own class of them (DeepSeek-V4's grouped one) computes something else than PEFT adds. An indexer chooses
+    which keys attention reads, so that no gradient reaches it.
+    """
     stacks = tuple({re.split(r"(?<=\.)\d+\.", name)[0] for name in experts})
     taken = _taken_for_experts(model)
     targets = [
         f"{name}.{child}"
         for name, module in model.named_modules()
-        if f"{name}.".startswith(stacks) and ("Attention" in type(module).__name__ or not attention_alone)
+        if f"{name}.".startswith(stacks)
+        and ("Attention" in type(module).__name__ or not attention_alone)
+        and "Indexer" not in type(module).__name__
         for child, layer in module.named_children()
-        if isinstance(getattr(layer, "base_layer", layer), nn.Linear)
-        and child not in taken.union(ROUTERS)
+        if _is_plain_linear(getattr(layer, "base_layer", layer))
+        and child not in taken
+        and not is_in_router(f"{name}.{child}")
         and READ_PAST.get(type(module).__name__) != child
     ]
     return endings(targets, [name for name, _ in model.named_modules()], parts=(1,))
+
+
+def _is_plain_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and not type(layer).__module__.startswith("transformers.models.")
 
 
 def _taken_for_experts(model: nn.Module) -> set[str]:

@@ -19,7 +19,7 @@ from .adapter import EXPERT, Adapter, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
 from .peft_form import wrapped
-from .rules import PREFIX, ROUTERS, endings
+from .rules import PREFIX, endings, is_in_router
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -67,7 +67,7 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
             raise CheckpointError(
                 f"{name} is of the embeddings or the head, which not all models of engines adapt; {MERGED}"
             )
-        if layer in ROUTERS:
+        if is_in_router(".".join((*path, layer))):
             raise CheckpointError(f"{name} adapts a router, which not all models of engines adapt; {MERGED}")
         if layer == VLLM_ABSORBED and engine == "vllm":
             raise CheckpointError(
@@ -88,15 +88,14 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
         CheckpointError: the engine does not adapt such a model's experts, takes no such rank, or the adapter has what
             engines refuse.
     """
-    check_for_engine(adapter, model, engine)
-    if not adapter.factors:
-        raise CheckpointError("the adapter has no lora_A and lora_B of any layer, so there is nothing to convert")
     name = type(model).__name__
     if name not in CLASSES[engine]:
         raise CheckpointError(
-            f"{ENGINES[engine]} is not known to take adapters on the experts of {name} (docs/serving.md has the models); "
-            f"{MERGED}"
+            f"{ENGINES[engine]} is not known to take adapters of {name} (docs/models.md lists the models); {MERGED}"
         )
+    check_for_engine(adapter, model, engine)
+    if not adapter.factors:
+        raise CheckpointError("the adapter has no lora_A and lora_B of any layer, so there is nothing to convert")
     is_3d = engine == "vllm" and name in VLLM_FUSED
     hub, pairs = HubNames(model), dict[str, Factors]()
     for weight, factors in _completed(adapter, model, engine).items():

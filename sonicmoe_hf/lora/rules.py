@@ -25,7 +25,7 @@ PARAMETERS = {  # hub name -> native name, in the order in which the families' e
 }
 NATIVE_ORDER = ("c_proj", "c_proj_bias", "c_fc", "c_fc_bias")  # in which SonicMoEExperts declares them
 PREFIX = "base_model.model."
-ROUTERS = ("gate", "router")
+ROUTERS = {"gate", "router"}
 KEY = re.compile(r"^(?P<module>.+?)\.(?P<depth>(?:base_layer\.)*)lora_(?P<side>[AB])\.weight$")
 WRAPPER = re.compile(r"\.base_layer(?=\.|$)")  # what PEFT's wrappers call what is inside them
 PLAIN = {  # entries of adapter_config.json that plain LoRA may set; every other must be unset
@@ -41,6 +41,11 @@ NOT_SWAPPED = [0, 19, 1]  # the first PEFT that takes out and in of [E, out, in]
 def without_wrappers(name: str) -> str:
     """The name of what PEFT may have wrapped, as it was before."""
     return WRAPPER.sub("", name)
+
+
+def is_in_router(name: str) -> bool:
+    """Whether a module is a router, or in one: Gemma 4's router.proj, HunYuan's gate.wg."""
+    return not ROUTERS.isdisjoint(name.split("."))
 
 
 def read_adapter_config(path: Path) -> dict:

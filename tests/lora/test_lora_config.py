@@ -120,9 +120,15 @@ def test_attention_layers_that_peft_takes_for_experts_are_left_out(family):
         ("nemotron_h", {"in_proj", "shared_experts.up_proj", "q_proj"}, {"out_proj", "gate"}),
         ("lfm2_moe", {"conv.in_proj", "conv.out_proj", "q_proj"}, {"gate", "lm_head"}),
         ("phimoe", {"q_proj", "o_proj"}, {"router", "lm_head"}),
+        ("gemma4", {"q_proj", "mlp.gate_proj"}, {"router.proj", "lm_head"}),
+        ("hunyuan_v1_moe", {"q_proj", "o_proj"}, {"gate.wg"}),
+        ("zaya", {"o_proj"}, {"gate.down_proj", "router_mlp.out_proj"}),
+        ("deepseek_v32", {"q_a_proj", "o_proj"}, {"indexer.wk", "indexer.weights_proj"}),
+        ("deepseek_v4", {"q_a_proj", "o_b_proj"}, {"o_a_proj", "indexer.weights_proj"}),
     ],
 )
 def test_all_linear_means_the_layers_of_the_decoder_that_an_adapter_reaches(family, adapted, not_adapted):
+    pytest.importorskip(f"transformers.models.{family}")
     model = small_model(family)
     config = sonicmoe_hf.lora_config(model, target_modules="all-linear")
     modules, parameters = adapted_names(model, config)

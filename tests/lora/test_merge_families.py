@@ -4,13 +4,13 @@ import pytest
 import torch
 from helpers.checkpoints import config_in, edit_config, in_fp8, rewrite, same_bits, tensors_in
 from helpers.models import build, relative_error
-from helpers.small_families import adapted_names, families_here, small_model
-from peft import LoraConfig, get_peft_model
+from helpers.small_families import families_here, small_model
+from peft import get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
 
-from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
+from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, lora_config, merge_adapter
 
 TOLERANCE = 1e-5  # fp32: the products summed in another order, through two layers
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -43,9 +43,7 @@ def train_one_step(model):
 
 
 def adapt(model, folder):
-    modules, parameters = adapted_names(model)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=modules, target_parameters=parameters)
-    adapted = train_one_step(get_peft_model(model, config))
+    adapted = train_one_step(get_peft_model(model, lora_config(model, r=2, target_modules="all-linear")))
     adapted.save_pretrained(folder)
     return adapted.merge_and_unload()
 

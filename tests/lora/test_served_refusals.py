@@ -119,9 +119,7 @@ def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
         )
     )
     for engine, title in (("vllm", "vLLM 0.33"), ("sglang", "SGLang 0.5.23")):
-        match = (
-            rf"{title} is not known to take adapters on the experts of FlexOlmoForCausalLM .*docs/serving.md.*merge"
-        )
+        match = rf"{title} is not known to take adapters of FlexOlmoForCausalLM .*docs/models.md.*merge"
         assert_refused(adapter, match, engine)
 
 
