@@ -139,16 +139,16 @@ def table() -> str:
     """The table of docs/models.md: what `supports` says of one layer of every architecture, which families are merged in
     test_merge_families, and which have a class whose adapters are written for engines."""
     lines = [
-        "| model (folder of transformers.models), experts | accelerated | token rounding | merge | vLLM | SGLang |",
-        "|---|---|---|---|---|---|",
+        "| model (folder of transformers.models), experts | token rounding | merge | vLLM | SGLang |",
+        "|---|---|---|---|---|",
     ]
     for architecture in architectures():
         (layer,) = supports(layers_of(architecture))
         reason = layer.reason.partition("; ")[0].partition(": ")[2]
         served = [any(hasattr(architecture.module, name) for name in CLASSES[engine]) for engine in ("vllm", "sglang")]
         cells = [
-            f"{architecture.folder}, `{architecture.experts}`",
-            "yes" if layer.accelerated else f"no: {reason}",
+            f"{architecture.folder}, `{architecture.experts}`"
+            + ("" if layer.accelerated else f" (not accelerated: {reason})"),
             "yes" if layer.token_rounding else "no",
             "yes" if architecture.folder in SMALL_FAMILIES else "untested",
             *("yes" if each else "no" for each in served),
