@@ -166,7 +166,7 @@ class ExpertLoadCallback(StepCallback):
             the end.
         histograms: after `attach`, give TensorBoard and W&B a histogram of each layer's rows per expert at every log.
     Raises:
-        ImportError: plot without matplotlib. ValueError: no ending of a picture's file.
+        ImportError: plot without matplotlib. ValueError: plot has no ending of a picture's file.
     Example:
         Trainer(..., callbacks=[sonicmoe_hf.ExpertLoadCallback(plot="outputs/expert_load.png")])
     """
@@ -298,8 +298,8 @@ def attach(trainer) -> ExpertLoadCallback:
     The metrics of its ExpertLoadCallback (added if there is none) go through `trainer.log`. On resume and with
     load_best_model_at_end, checkpoints with the hub's names pass through the model's own conversion, which the Trainer
     leaves out, so that fused experts are restored too. Adapters of a model that Transformers loaded sharded
-    (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint. What callbacks
-    have the routers do ends with `trainer.train`, however that ends. `trainer.compute_loss` gives
+    (`DistributedConfig`) are resumed with their optimiser, which each rank writes beside the checkpoint. Callbacks
+    end with `trainer.train`, after an error or Ctrl-C too. `trainer.compute_loss` gives
     LoadBalancing(per_layer_loss=...) its scale where the loss is computed outside the model, as by TRL's trainers.
 
     Returns:
