@@ -73,7 +73,15 @@ def merged(inputs, index, layout="concatenated"):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias, save, ranks", [(True, "input", (3, 2)), (False, "preactivation", (8, 9))])
+@pytest.mark.parametrize(
+    "bias, save, ranks",
+    [
+        (True, "input", (3, 2)),
+        (False, "preactivation", (8, 9)),
+        (True, "preactivation", (3, 0)),  # of one weight alone
+        (True, "preactivation", (0, 2)),
+    ],
+)
 def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences(layout, bias, save, ranks):
     inputs, index = problem(T, H, I, E, K, layout=layout, bias=bias)
     inputs = with_factors(inputs, ranks)
@@ -103,14 +111,6 @@ def test_factors_as_peft_stores_them_give_what_their_views_do(layout, ranks):
         lambda i: run(i, index, layout=layout, low_rank=as_stored), fullgraph=True, backend="aot_eager"
     )
     assert_all_close(output_and_gradients(compiled, inputs), of_views, 0.0, "the same functions")
-
-
-@pytest.mark.parametrize("ranks", [(3, 0), (0, 2)], ids=["gate_up alone", "down alone"])
-def test_one_weight_may_be_adapted_alone(ranks):
-    inputs, index = problem(T, H, I, E, K)
-    inputs = with_factors(inputs, ranks)
-    found = output_and_gradients(run, inputs, index)
-    assert_all_close(found, output_and_gradients(merged, inputs, index), 1e-12, "fp64, sums of a few dozen terms")
 
 
 def test_adapters_of_one_weight_add_up_each_with_its_own_scale():

@@ -101,7 +101,8 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
     assert watch.rounded() == [True, True] and calls.in_progress() is None
 
 
-def test_a_part_of_the_model_called_after_an_interrupted_call_is_no_part_of_that_call():
+@pytest.mark.parametrize("part", ["", "model"], ids=["the model", "its stack of layers"])
+def test_what_is_called_after_an_interrupted_call_is_no_part_of_that_call(part):
     model = patched("qwen3_moe", POLICY)
     handle = fail_in(model.model.layers[1], KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt) as kept:  # and with it the frames of the interrupted call
@@ -109,20 +110,25 @@ def test_a_part_of_the_model_called_after_an_interrupted_call_is_no_part_of_that
     handle.remove()
     watch = Watch(model)
     with torch.no_grad():
-        model.model(input_ids=batch()["input_ids"])
+        model.get_submodule(part)(input_ids=batch()["input_ids"])
     assert watch.rounded() == [False, False] and calls.in_progress() is None and kept.tb
 
 
 # checkpointing around the whole model
 
 
-def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call():
+@pytest.mark.parametrize("also_its_layers", [False, True])
+def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call(also_its_layers):
     model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
     start_counting(model)
-    found = []
-    for kind in (None, CHECKPOINTING["non_reentrant"]):
+    found, non_reentrant = [], CHECKPOINTING["non_reentrant"]
+    for kind in (None, non_reentrant):
         model.zero_grad()
-        whole(model, inputs, kind).backward()
+        again = kind is not None and also_its_layers
+        if again:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
+        call = functools.partial(whole, model, inputs, kind)
+        (checkpoint(call, **non_reentrant) if again else call()).backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         found.append((gradients, [hook.load.take() for hook in router_hooks(model)]))
     assert_all_close(found[1][0], found[0][0], 1e-6, SAME)
@@ -163,7 +169,15 @@ def round_tokens(model):
     return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("ask", [round_tokens, count, balance, sonicmoe_hf.record_routing])
+@contextlib.contextmanager
+def replay(model):
+    with sonicmoe_hf.record_routing(model) as routing:
+        model(**batch())
+    with sonicmoe_hf.replay_routing(model, routing):
+        yield
+
+
+@pytest.mark.parametrize("ask", [round_tokens, count, balance, sonicmoe_hf.record_routing, replay])
 def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would_leave_work_out(ask):
     model, inputs = patched("qwen3_moe", use_cache=False), batch()
     with (
@@ -172,33 +186,8 @@ def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would
     ):
         whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
     assert calls.in_progress() is None
-
-
-def test_so_it_is_while_replaying_and_not_after_it():
-    model, inputs = patched("qwen3_moe", use_cache=False), batch()
-    with sonicmoe_hf.record_routing(model) as routing:
-        model(**inputs)
-    first = pytest.raises(RuntimeError, match="runs it without gradients first")
-    with sonicmoe_hf.replay_routing(model, routing), first:
-        whole(model, inputs, CHECKPOINTING["reentrant"])
-    whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
-
-
-def test_a_model_and_its_layers_that_are_checkpointed_inside_each_other_count_once():
-    model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
-    start_counting(model)
-    found = []
-    for kind in (None, CHECKPOINTING["non_reentrant"]):
-        model.zero_grad()
-        twice = functools.partial(
-            checkpoint, functools.partial(whole, model, inputs, kind), **CHECKPOINTING["non_reentrant"]
-        )
-        (whole(model, inputs, None) if kind is None else twice()).backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found.append((gradients, [hook.load.take() for hook in router_hooks(model)]))
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING["non_reentrant"])
-    assert_all_close(found[1][0], found[0][0], 1e-6, SAME)
-    assert all(torch.equal(*counts) for counts in zip(found[0][1], found[1][1]))
+    if ask is replay:  # which is over
+        whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
 
 
 # checkpointing that is not torch's

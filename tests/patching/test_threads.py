@@ -168,18 +168,6 @@ def test_a_forward_that_raises_leaves_no_call_behind(place):
     assert watch.rounded() == [False], "a layer called alone uses top-k"
 
 
-def test_an_interrupted_call_is_forgotten_when_its_model_is_called_again():
-    model = patched("qwen3_moe", POLICY)
-    handle = fail_in(model.model.layers[1], KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        model(**batch())
-    handle.remove()
-    watch = Watch(model)
-    with torch.no_grad():
-        model(**batch())
-    assert watch.rounded() == [False, False] and calls.in_progress() is None
-
-
 def test_a_model_called_inside_another_keeps_its_own_settings():
     student, teacher = patched("qwen3_moe", POLICY), build("qwen3_moe", seed=1)
     sonicmoe_hf.patch_model(teacher, TokenRounding(tile=4))

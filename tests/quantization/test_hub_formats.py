@@ -185,6 +185,8 @@ def test_inspection_counts_the_bytes_of_a_weight(tmp_path, capsys, monkeypatch):
         convert_checkpoint(tmp_path / "bf16", tmp_path / name, quantize=name)
         found = inspect_checkpoint(tmp_path / name)
         assert found.quantization == name and found.bytes_per_expert_weight == pytest.approx(nbytes, rel=1e-6)
+        assert (found.layout, found.parameters) == ("native", inspect_checkpoint(tmp_path / "bf16").parameters)
+        assert f"{name} weights become bfloat16" in found.conversions["hub"]
     dense, packed = inspect_checkpoint(tmp_path / "bf16"), inspect_checkpoint(tmp_path / "fp8")
     assert dense.bytes_per_expert_weight == 2 and dense.expert_nbytes == 2 * dense.expert_parameters
     assert packed.expert_parameters == dense.expert_parameters == 8 * 3 * 128 * 128

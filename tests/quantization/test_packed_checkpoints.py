@@ -1,7 +1,5 @@
 """Packed checkpoints: made by conversion, read by everything, and dense again on request."""
 
-import json
-
 import pytest
 import torch
 from helpers.adapters import NATIVE_EXPERTS, adapt
@@ -13,7 +11,6 @@ from sonicmoe_hf import (
     CheckpointError,
     convert_checkpoint,
     from_pretrained,
-    inspect_checkpoint,
     merge_adapter,
     quantize_experts,
 )
@@ -66,18 +63,6 @@ def test_a_checkpoint_is_packed_by_conversion_and_dense_again(family, name, tmp_
     )
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense hub", dtype=torch.float32)
     assert error_of_tokens(model(**BATCH).logits.float(), dense(**BATCH).logits) < 0.02  # bf16
-
-
-def test_inspection_names_the_format_and_counts_what_packed_weights_stand_for(tmp_path, capsys):
-    make(tmp_path / "hub", "qwen3_moe", **SIZES["qwen3_moe"])
-    convert_checkpoint(tmp_path / "hub", tmp_path / "packed", quantize="nf4")
-    dense, packed = inspect_checkpoint(tmp_path / "hub"), inspect_checkpoint(tmp_path / "packed")
-    assert (packed.quantization, packed.layout, packed.parameters) == ("nf4", "native", dense.parameters)
-    assert "nf4 weights become bfloat16" in packed.conversions["hub"]
-    assert main(["inspect", str(tmp_path / "packed")]) == 0
-    assert "nf4: " in capsys.readouterr().out
-    assert main(["doctor", str(tmp_path / "packed"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"]["quantization"] == "packed as nf4"
 
 
 def test_mxfp4_blocks_are_moved_and_never_rounded_again(tmp_path):
