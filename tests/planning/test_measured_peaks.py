@@ -6,33 +6,17 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
-from sonicmoe_hf.demo.model import QWEN3_30B_A3B
+from benchmarks.step import models
+from sonicmoe_hf.demo.model import config_from
 from sonicmoe_hf.planning.memory import GIB, Training, memory
 from sonicmoe_hf.planning.sizes import sizes_of_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MODELS = {  # the sizes of benchmarks/step/models.py
-    "Qwen3-30B-A3B": (Qwen3MoeConfig, QWEN3_30B_A3B),
-    "7B": (Qwen3MoeConfig, {
-        "hidden_size": 1536, "intermediate_size": 4096, "moe_intermediate_size": 256, "num_experts": 128,
-        "num_experts_per_tok": 8, "norm_topk_prob": True, "num_attention_heads": 24, "num_key_value_heads": 24,
-        "head_dim": 64, "vocab_size": 100352, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-    }),
-    "OLMoE-1B-7B": (OlmoeConfig, {
-        "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
-    }),
-    "gpt-oss-120b": (GptOssConfig, {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-    }),
-    "gpt-oss-20b": (GptOssConfig, {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-    }),
-}  # fmt: skip
+MODELS = {name: (model.model_type, model.sizes) for name, model in models.MODELS.items()}
+MODELS["gpt-oss-120b"] = ("gpt_oss", {**MODELS["gpt-oss-20b"][1], "num_local_experts": 128})
+METHODS = {"full": "full", "LoRA": "lora", "QLoRA": "qlora"}
 TRAIN_STEPS = tuple(sorted(path.name for path in RESULTS.glob("train_step*.csv")))
 ROUNDED = 64  # rows more for each expert at most: half a tile, rounding to the nearest multiple
 PLANNED = "sonicmoe-hf", "sonicmoe_hf", "FSDP2"  # whose peaks these are; others' kernels keep other tensors
@@ -41,10 +25,10 @@ COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan off
 
 @cache
 def sizes_of(name, layers, vocabulary=None):
-    config, sizes = MODELS[name]
-    sizes = {**sizes, "num_hidden_layers": layers, **({} if vocabulary is None else {"vocab_size": vocabulary})}
+    model_type, sizes = MODELS[name]
+    config = config_from(model_type, {**sizes, **({} if vocabulary is None else {"vocab_size": vocabulary})}, layers)
     with torch.device("meta"):
-        return sizes_of_model(name, AutoModelForCausalLM.from_config(config(**sizes), dtype=torch.bfloat16))
+        return sizes_of_model(name, AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
 
 def rows_of(name):
@@ -58,15 +42,18 @@ def of_train_step(name):
         layers, tokens = map(int, row["shape"].split(","))
         settings = row["launch"].split(", ")
         attention = next((words.split()[0] for words in settings if words.endswith(" attention")), None)
+        method = METHODS[row["mode"]]
         training = Training(
-            method="full",
+            method=method,
             tokens=tokens,
-            checkpointing=False,
-            liger="Liger" in settings,
+            checkpointing="checkpointing" in settings,
+            liger=settings[0].startswith("Liger"),
             parallel="FSDP2" if "FSDP2" in settings else "one GPU",
             gpus=2 if "2 GPUs" in settings else 1,
+            experts=models.MODELS[row["config"]].packed if method == "qlora" else "bf16",
             extra_rows=ROUNDED if "nearest" in row["contender"] else 0,
             attention=attention,
+            targets=("q_proj", "v_proj"),
         )
         label = f"{name} {row['config']} {row['shape']} {row['contender']} {row['launch']}"
         yield label, row, sizes_of(row["config"], layers), training
@@ -100,7 +87,7 @@ def of_qlora_step():
             r=8,
             experts_r=0 if "attention alone" in row["contender"] else 8,
             experts=("nf4" if is_qwen else "mxfp4") if packed else "bf16",
-            linear="nf4" if packed and is_qwen else "bf16",
+            linear="nf4" if packed and is_qwen and "bf16 attention" not in row["contender"] else "bf16",
             attention=None if is_qwen else "flex_attention",
         )
         yield f"qlora_step.csv {row['contender']}", row, sizes_of(row["config"], 48 if is_qwen else 24), training
