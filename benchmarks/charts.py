@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from matplotlib import pyplot, ticker
 
-from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.command import RESULTS, ROOT
 
 CONTENDERS = {  # as the CSVs name it: (as the chart does, colour)
     "grouped_mm": ("grouped_mm (Transformers' default)", "#b8bcc4"),

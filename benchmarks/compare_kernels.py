@@ -1,14 +1,12 @@
-"""The kernels of kernels/hopper beside those of other copies of that folder, which are called by this tree's names and
-parameters: copies from the commit on that gave the kernels the words of this tree (LoraTerm, up_backward_input).
+"""Whether kernels of kernels/hopper have the machine code of those in other copies of that folder, which are called by
+this tree's names and parameters: copies from the commit on that gave the kernels the words of this tree (LoraTerm,
+up_backward_input).
 
     git worktree add /tmp/before HEAD~1
-    python benchmarks/compare_kernels.py --code /tmp/before/kernels/hopper      # the same machine code? needs no GPU
-    python benchmarks/compare_kernels.py /tmp/before/kernels/hopper [FOLDER ...] [--shape T,H,I,E,K ...] [--same dW1 ...]
+    python benchmarks/compare_kernels.py /tmp/before/kernels/hopper [FOLDER ...] [--shape T,H,I,E,K ...]
 
-Without --code, every kernel in place in a layer's forward and backward by torch's profiler, bf16, SwiGLU, the copies
-taking turns: microseconds, and how many percent more than the tree's. `--same` names kernels that do not differ: what the
-clock did to them meanwhile is taken out. Results whose bits are not the tree's are named. Compiles in processes of their
-own first.
+Compiles every kernel that a step of these sizes may launch, in processes of their own. Needs no GPU. Kernels that differ
+are timed by `python -m benchmarks.layer.layer_kernels --contender hopper` in both trees, in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import importlib.util
 import multiprocessing
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,13 +28,11 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that this also runs by its path
 
-from benchmarks.common.paths import ROOT
-from benchmarks.common.shapes import SHAPES, Shape, problem
+from benchmarks.common.command import ROOT
+from benchmarks.common.shapes import SHAPES, Shape, shape_of
 from sonicmoe_hf.kernels.interface import Activation
 
 TREE = ROOT / "kernels" / "hopper"
-FUNCTIONS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient", "down_gradient")
-LAST_COLUMNS = ("combine", "the rest", "sum")
 
 
 @functools.cache
@@ -63,12 +58,6 @@ def kernels(folder: Path, shape: Shape):
     return [("gemm_up", up), *part(folder, "variants").training_step_kernels(*up)]
 
 
-def compiled(folder, shape, number):
-    """Compile one kernel into the cache."""
-    name, parameters = kernels(folder, shape)[number]
-    getattr(part(folder, "compiled"), name)(*parameters)
-
-
 def machine_code(folder, shape, number):
     """The SASS of one kernel, a line an instruction, without addresses and encodings."""
     name, parameters = kernels(folder, shape)[number]
@@ -83,18 +72,18 @@ def machine_code(folder, shape, number):
     return [line for line in lines if line.endswith(";")]
 
 
-def of_every_kernel(pool, function, folders, shape):
-    """For each folder {(function of compiled.py, its parameters as text): what `function` returns for that kernel}."""
+def code_of_every_kernel(pool, folders, shape):
+    """For each folder {(function of compiled.py, its parameters as text): machine code}."""
     found = []
     for folder in folders:
         # a tile of another copy may have other fields; its text says what it is
         names = [(name, *map(str, parameters)) for name, parameters in kernels(folder, shape)]
-        found.append({name: pool.submit(function, folder, shape, number) for number, name in enumerate(names)})
+        found.append({name: pool.submit(machine_code, folder, shape, number) for number, name in enumerate(names)})
     return [{name: of_one.result() for name, of_one in of_folder.items()} for of_folder in found]
 
 
 def compare_code(pool, folders, shape):
-    ours, *others = of_every_kernel(pool, machine_code, folders, shape)
+    ours, *others = code_of_every_kernel(pool, folders, shape)
     for folder, theirs in zip(folders[1:], others):
         print(f"{shape} {folder}", flush=True)
         for kernel in dict.fromkeys((*ours, *theirs)):
@@ -105,52 +94,10 @@ def compare_code(pool, folders, shape):
             print(f"  {words:16s} {kernel[0]} {' '.join(sizes)} in tiles of {kernel[-1]}", flush=True)
 
 
-def use(hopper, copy):
-    for name in FUNCTIONS:
-        setattr(hopper, name, getattr(copy, name))
-
-
-def measure(folders, shape, rounds, same):
-    from benchmarks.common.contenders import available
-    from benchmarks.layer.layer_kernels import PRODUCTS, launches, times_by_role
-    from benchmarks.layer.moe_layer import Step
-    from sonicmoe_hf.kernels import hopper
-
-    step = Step(available(["hopper"], shape)["hopper"], problem(shape), "forward+backward")
-    first, times = None, {folder: [] for folder in folders}
-    for folder in folders:
-        use(hopper, load(folder))
-        found = [step(), *step.gradients]
-        first = first or found
-        if not all(map(torch.equal, first, found)):
-            print(f"  {folder}: NOT THE BITS of the tree", flush=True)
-    for number in range(rounds):
-        start = number % len(folders)
-        for folder in (*folders[start:], *folders[:start]):
-            use(hopper, load(folder))
-            step()  # so that the one after it runs on a GPU as hot as in training
-            times[folder].append(launches(step))
-    columns = (*PRODUCTS["hopper"], *LAST_COLUMNS)
-    print(f"{shape}\n{'':12s}" + "".join(f"{column:>16s}" for column in columns), flush=True)
-    of_tree = None
-    for number, runs in enumerate(times.values()):
-        figures = dict.fromkeys(columns, 0.0)
-        for role, of_role in times_by_role("hopper", runs, "forward+backward"):
-            role = role if role in columns else "combine" if "combine" in role else "the rest"
-            figures[role] += statistics.median(of_role)
-        of_tree = of_tree or figures
-        clock = sum(figures[name] for name in same) / sum(of_tree[name] for name in same) if same else 1.0
-        words = (f"{us:9.1f} {100 * (us / of_tree[role] / clock - 1):+5.1f}%" for role, us in figures.items())
-        print(f"{number or 'tree':<12}" + "".join(map("{:>16s}".format, words)) + f"  clock {clock:.3f}", flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="+", type=Path, help="a copy of kernels/hopper")
-    parser.add_argument("--code", action="store_true", help="compare machine code; no GPU")
     parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
-    parser.add_argument("--same", action="append", default=[], help="a kernel that does not differ: up, dW1, ...")
-    parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     folders = [TREE, *(folder.resolve() for folder in options.folder)]
     for folder in folders:
@@ -161,21 +108,11 @@ def main():
             parser.error(
                 f"{source} has no gemm_up with a rank: the copy is too old to be called as this tree's kernels"
             )
-    shapes = [Shape(*map(int, text.split(","))) for text in options.shape] if options.shape else list(SHAPES.values())
     os.environ["LOCAL_RANK"] = "1"  # no further processes that compile
-    if not options.code and not torch.cuda.is_available():
-        raise SystemExit("timing needs a CUDA GPU; --code does not")
     # a fork of a process that uses CUDA cannot be used
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for shape in shapes:
-            if options.code:
-                compare_code(pool, folders, shape)
-            else:
-                of_every_kernel(pool, compiled, folders, shape)
-    if not options.code:
-        for shape in shapes:
-            measure(folders, shape, options.rounds, options.same)
-            torch.cuda.empty_cache()
+        for shape in [shape_of(text) for text in options.shape or ()] or SHAPES.values():
+            compare_code(pool, folders, shape)
 
 
 if __name__ == "__main__":

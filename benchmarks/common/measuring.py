@@ -1,37 +1,75 @@
-"""What several benchmarks of a layer measure by: CUDA graphs, and errors against fp32."""
+"""What the benchmarks of a layer measure: a step, its memory, its first call, and its errors against fp32."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
 from benchmarks.common.shapes import activated
+from benchmarks.common.timing import release
 from sonicmoe_hf.checkpoints.comparing import relative_error
 
 ADAPTERS = ("A1", "B1", "A2", "B2")
 
 
-def graph_of(call):
-    """What replays a CUDA graph of `call`, so that the device's time is seen without the host's; warmed up on a side
-    stream, as capturing wants it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+class Step:
+    """One contender's forward, or forward and backward, to be called again and again.
+
+    Args:
+        forward: () -> out, in [T, H].
+        wanted: name -> what gets a gradient; none: forward alone.
+        dout: the gradient of out.
+        adapters: as PEFT stores them, by name; scale: what multiplies their products.
+    """
+
+    def __init__(self, forward, wanted: dict, dout, adapters: dict | None = None, scale: float = 0.0):
+        self.run, self.wanted, self.dout = forward, wanted, dout
+        self.adapters, self.scale, self.gradients = adapters or {}, scale, ()
+
+    def forward(self):
+        with torch.set_grad_enabled(bool(self.wanted)):
+            return self.run()
+
+    def __call__(self):
+        out = self.forward()
+        if self.wanted:  # the dense bound has no gradient of the routing weights
+            self.gradients = torch.autograd.grad(out, list(self.wanted.values()), self.dout, allow_unused=True)
+        return out
+
+    def results(self) -> dict:
+        """out, and every gradient under the name of what it belongs to with a d before it."""
+        out = self().detach()
+        gradients, self.gradients = self.gradients, ()
+        return {"out": out, **{f"d{name}": gradient for name, gradient in zip(self.wanted, gradients)}}
 
 
-def captured(step):
-    """`graph_of` the step, or None where it cannot be captured (it synchronises)."""
-    try:
-        return graph_of(step)
-    except (RuntimeError, torch.AcceleratorError) as error:
-        print(f"    no CUDA graph: {str(error).splitlines()[0][:100]}", flush=True)
-        torch.cuda.synchronize()
-        return None
+def memory(step: Step) -> dict[str, float]:
+    """MB that forward leaves for backward (its output not counted), and the most a step takes beyond its inputs."""
+    release()
+    before = torch.cuda.memory_allocated()
+    out = step.forward()
+    held = torch.cuda.memory_allocated() - before - out.nbytes
+    del out
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    step.gradients = ()
+    return {"held_MB": held / 1e6, "peak_MB": peak / 1e6}
+
+
+def first_step(step: Step) -> dict[str, float]:
+    """Seconds of a contender's first forward and backward at this size, what it compiles, loads and tunes included, and
+    the most memory that took beyond its inputs, in MB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, began = torch.cuda.memory_allocated(), time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    step.gradients = ()
+    return {"first_step_s": seconds, "first_peak_MB": (torch.cuda.max_memory_allocated() - before) / 1e6}
 
 
 def largest_error(results, expected) -> float:

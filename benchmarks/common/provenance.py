@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,24 +52,6 @@ def columns() -> dict[str, str]:
 def gpu() -> str:
     """The GPU's name, for the column "gpu"; "none" without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-
-
-def write_rows(path: Path, fields: Sequence[str], rows: Sequence[dict]) -> None:
-    """A CSV of these rows, in place of the one that is there; with a column of `gpu`.
-
-    Raises:
-        SystemExit: the file has a GPU's figures, and these are none.
-    """
-    path = Path(path)
-    if path.exists() and all(row["gpu"] == "none" for row in rows):
-        with path.open(newline="") as file:
-            if any(row["gpu"] != "none" for row in csv.DictReader(file)):
-                raise SystemExit(f"{path} has a GPU's figures, and these are none: name another file or folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _digest(origin: str) -> str:

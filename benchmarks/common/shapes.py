@@ -53,7 +53,6 @@ LARGE = {  # DeepSeek-V3's layer: left out unless asked for
     "DeepSeek-V3, 65,536 tokens": Shape(65536, 7168, 2048, 256, 8),
 }
 UNGATED = {"Nemotron-3-Nano-30B-A3B": UngatedShape(16384, 2688, 1856, 128, 6)}  # likewise
-FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12  # measured on an H200: bf16 products, copies
 
 
 def add_shapes(parser) -> None:
@@ -102,30 +101,3 @@ def activated(h, activation: str):
         return F.relu(h).square()
     gate, up = h.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def floor_seconds(shape: Shape, mode: str) -> float:
-    """The least time on an H200, bf16: each kernel the larger of its arithmetic and its bytes, read and written once.
-
-    mode: "forward", "forward+backward" or "frozen" (forward and backward without the weights' gradients).
-    """
-    T, H, I, E, K = shape
-    width = shape.width
-    R, gate_up, down = T * K, E * width * H, E * H * I
-    combine = (0, R * H + T * H)
-    forward = [  # (multiply-adds, elements)
-        (R * H * width, T * H + gate_up + R * width + R * I),  # up
-        (R * H * I, R * I + down + R * H),
-        combine,
-    ]
-    backward = [
-        (R * H * I, T * H + down + R * width + R * width + R * I),  # down_backward
-        (R * H * width, R * width + gate_up + R * H),  # input rows
-        combine,
-    ]
-    weights = [
-        (R * H * width, R * width + T * H + gate_up),
-        (R * H * I, T * H + R * I + down),
-    ]
-    kernels = forward + (backward if mode != "forward" else []) + (weights if mode == "forward+backward" else [])
-    return sum(max(2 * madds / FLOPS_PER_SECOND, 2 * elements / BYTES_PER_SECOND) for madds, elements in kernels)

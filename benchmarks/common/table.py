@@ -1,76 +1,105 @@
-"""What the CSVs of times have in common: a row is the median of one metric of one contender."""
+"""The CSVs of results/: rows with where they come from, in place of what the file has of the same measurement."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.common import provenance
 
-FIELDS = (
-    "config",
-    "shape",
-    "contender",
-    "mode",
-    "launch",
-    "metric",
-    "median",
-    "p20",
-    "p80",
-    "gpu",
-    "commit",
-    "versions",
-    "date",
-)
-
-RUN = FIELDS[: FIELDS.index("metric")]  # what was measured, in several metrics
+KEYS = ("config", "shape", "contender", "mode", "launch", "metric")
 
 
-def quantiles(values):
-    return [torch.tensor(values).double().quantile(q).item() for q in (0.5, 0.2, 0.8)]
+def quantile(values: Sequence[float], q: float = 0.5) -> float:
+    """The median, or another quantile."""
+    return torch.tensor(values).double().quantile(q).item()
 
 
-class Table:
-    """The CSV's rows, and the figures to print."""
-
-    def __init__(self):
-        self.rows = []
-        self.common = {"gpu": provenance.gpu(), **provenance.columns()}
-
-    def add(self, config, shape, contender, mode, launch, metric, values):
-        median, p20, p80 = quantiles(values)
-        self.rows.append(
-            dict(zip(FIELDS, (config, str(shape), contender, mode, launch, metric)))
-            | {"median": f"{median:.6g}", "p20": f"{p20:.6g}", "p80": f"{p80:.6g}"}
-            | self.common
-        )
-
-    def write(self, path, keep=False):
-        """Anew, or with what the file has of other runs; raises SystemExit rather than put figures without a GPU in the
-        place of a GPU's."""
-        others = read_rows([path]) if keep and Path(path).exists() else []
-        own = {run_of(row) for row in self.rows}
-        kept = [row for row in others if row["gpu"] == self.common["gpu"] and run_of(row) not in own]
-        provenance.write_rows(path, FIELDS, kept + self.rows)
-
-    def get(self, **wanted):
-        found = [float(r["median"]) for r in self.rows if all(r[key] == value for key, value in wanted.items())]
-        return found[0] if found else float("nan")
+QUANTILES = {
+    "median": quantile,
+    "p20": lambda values: quantile(values, 0.2),
+    "p80": lambda values: quantile(values, 0.8),
+}
+RANGE = {"median": quantile, "min": min, "max": max}
 
 
-def run_of(row: dict[str, str]) -> tuple[str, ...]:
-    """Which run a row is of."""
-    return tuple(row[name] for name in RUN)
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV; none where it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-def read_rows(paths: Iterable[Path]) -> list[dict[str, str]]:
-    """The rows of several CSV files; of those that measure the same, the last."""
-    found = {}
-    for path in paths:
-        with open(path, newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                found[(*run_of(row), row["metric"])] = row
-    return list(found.values())
+def written(row: dict[str, Any]) -> dict[str, str]:
+    """A row as the file has it."""
+    return {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in row.items()}
+
+
+class Rows:
+    """Rows of a CSV.
+
+    Args:
+        path: of the file.
+        keys: columns that say what was measured. The file's rows of other measurements stay in it; without keys it is
+            written anew.
+        gpu: whether a column names the GPU.
+    """
+
+    def __init__(self, path: Path, keys: Sequence[str] = (), gpu: bool = True):
+        self.path, self.keys = path, keys
+        self.origin = ({"gpu": provenance.gpu()} if gpu else {}) | provenance.columns()
+        self.rows: list[dict[str, str]] = []
+
+    def add(self, **columns: Any) -> None:
+        """A row, printed as well."""
+        print("  ".join(written(columns).values()), flush=True)
+        self.rows.append(written(columns) | self.origin)
+
+    def write(self) -> None:
+        """Bring the file up to date.
+
+        Raises:
+            SystemExit: it has a GPU's figures, and these are none.
+        """
+        before = read_rows(self.path)
+        if all(row.get("gpu") == "none" for row in self.rows) and any(row.get("gpu") != "none" for row in before):
+            raise SystemExit(f"{self.path} has a GPU's figures, and these are none: name another file by --csv")
+        measured = {tuple(row[key] for key in self.keys) for row in self.rows}
+        rows = [row for row in before if tuple(row[key] for key in self.keys) not in measured] + self.rows
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(
+                file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
+            )
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+class Table(Rows):
+    """Rows of several values of one metric each.
+
+    Args:
+        path: of the file.
+        columns: those before the figures. The last is the metric, the others say what was measured.
+        figures: what a row has of the values, by column.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = KEYS, figures: dict[str, Callable] = QUANTILES):
+        super().__init__(path, columns[:-1])
+        self.columns, self.figures = columns, figures
+
+    def add(self, *columns: Any) -> None:
+        """Rows, of which a line is printed: the columns before the metric, and metric -> its values, or the only one."""
+        *names, metrics = columns
+        medians = []
+        for metric, values in metrics.items():
+            listed = values if isinstance(values, list) else [values]
+            figures = {name: of(listed) for name, of in self.figures.items()}
+            medians.append(f"{metric} {figures['median']:.6g}")
+            self.rows.append(written(dict(zip(self.columns, (*names, metric))) | figures) | self.origin)
+        print("  ".join(map(str, names)) + ":  " + ", ".join(medians), flush=True)

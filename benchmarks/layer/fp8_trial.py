@@ -1,6 +1,6 @@
 """A layer's forward and backward with FP8 products (kernels/hopper/gemm_fp8.py) beside the bf16 kernels, on a Hopper GPU.
 
-    python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--out benchmarks/results]
+    python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--csv FILE]
 
 First the kernels on small shapes beside the same arithmetic in PyTorch; then times, contenders taking turns: one call at
 a time, and "hot", a tenth of a second of calls without a pause. Forward: FP8's time includes that of x's values and
@@ -11,18 +11,14 @@ and errors against the unrounded product in fp32, those of "errors" with the pac
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.measuring import graph_of
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.command import Command
 from benchmarks.common.shapes import LARGE, SHAPES, shape_of
 from benchmarks.common.table import Table
+from benchmarks.common.timing import Clock, graph_of, interleaved_times, release
 from benchmarks.layer import fp8_backward as backward
-from benchmarks.layer.moe_layer import interleaved_times
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
@@ -39,7 +35,6 @@ CHECKED = (
 )  # few rows and many, odd sizes
 CHECKED_BACKWARD = CHECKED[1], CHECKED[3]
 TIMED = (SHAPES["Qwen3-30B-A3B"], LARGE["DeepSeek-V3"])
-NEEDED = 1.35  # times as fast as bf16
 HOT_SECONDS = 0.1
 MAX_CAPTURED = 1e9  # weights of down: larger ones in the memory of several graphs would not fit
 
@@ -202,35 +197,36 @@ def hot_times(calls, rounds):
     times = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start, warm, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            start.record()
+            clock = Clock(2)
+            clock.note()
             call()
-            end.record()
-            end.synchronize()
-            repeats = max(int(1e3 * HOT_SECONDS / start.elapsed_time(end)), 4)
-            for repeat in range(repeats):
-                if repeat == repeats // 2:
-                    warm.record()
+            clock.note()
+            [once] = clock.milliseconds()
+            half = max(int(1e3 * HOT_SECONDS / once), 4) // 2
+            clock = Clock(2)
+            for repeat in range(2 * half):
+                if repeat == half:
+                    clock.note()
                 call()
-            end.record()
-            end.synchronize()
-            times[name].append(warm.elapsed_time(end) / (repeats - repeats // 2))
+            clock.note()
+            times[name].append(clock.milliseconds()[0] / half)
     return times
 
 
 def measure(table, config, shape, rounds):
+    """The rows of one shape."""
     x, *dense, rows = problem(shape)
     x8, *packed = quantized(x, *dense)
     measure_forward(table, config, shape, rounds, rows, (x, *dense), (x8, *packed))
     del dense, x8
     dout, h, routed = gradients_of(shape)
     for (contender, tensor), error in backward.errors(shape, x, *packed, dout, routed, rows).items():
-        table.add(config, shape, contender, "errors", "eager", f"error_{tensor}", [error])
-    torch.cuda.empty_cache()
+        table.add(config, shape, contender, "errors", "eager", {f"error_{tensor}": error})
+    release()
     calls = backward.backward_calls(*packed, dout, h, routed, rows)
     add_times(table, config, shape, "backward", calls, rounds)
     del calls, h
-    torch.cuda.empty_cache()
+    release()
     add_times(table, config, shape, "layer", backward.layer_calls(shape, x, *packed, dout), rounds)
 
 
@@ -253,11 +249,9 @@ def measure_forward(table, config, shape, rounds, rows, dense, packed):
     _, a = hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True)
     _, a8 = up8(x8)
     whole = {"bf16": bf16, "fp8": fp8}
-    for name, errors in errors_of(
-        shape, x, gate_up, weight, rows, {name: call() for name, call in whole.items()}
-    ).items():
-        for tensor, error in errors.items():
-            table.add(config, shape, name, "forward", "eager", f"error_{tensor}", [error])
+    results = {name: call() for name, call in whole.items()}
+    for name, errors in errors_of(shape, x, gate_up, weight, rows, results).items():
+        table.add(config, shape, name, "forward", "eager", {f"error_{tensor}": e for tensor, e in errors.items()})
     parts = {
         "bf16 up": lambda: hopper.up(x, gate_up, None, rows, SWIGLU, False, True, True),
         "bf16 down": lambda: hopper.down(a, weight, None, rows),
@@ -276,57 +270,27 @@ def add_times(table, config, shape, mode, calls, rounds):
     alone = "graph" if mode == "forward" or shape.E * shape.I * shape.H < MAX_CAPTURED else "eager"
     if alone == "graph":
         calls = {name: graph_of(call) for name, call in calls.items()}
-    for launch, times in (
-        ("hot", hot_times(calls, 3)),
-        (alone, {n: t for n, (t, _) in interleaved_times(calls, rounds).items()}),
-    ):
-        for name, values in times.items():
+    one_at_a_time = {name: on_device for name, (on_device, _) in interleaved_times(calls, rounds).items()}
+    for launch, times in (("hot", hot_times(calls, 3)), (alone, one_at_a_time)):
+        for name, ms in times.items():
             contender, _, part = name.partition(" ")
-            table.add(config, shape, contender, mode, launch, f"ms {part or 'whole'}", values)
-            if (part or "whole") in flop:
-                rates = [flop[part or "whole"] / 1e9 / ms for ms in values]
-                table.add(config, shape, contender, mode, launch, f"TFLOP/s {part or 'whole'}", rates)
-
-
-def show(table, config, shape):
-    """Of every mode and launch: a part's times by contender, and the ratio of the first two; then the errors."""
-    print(f"\n{config} {shape}")
-    own = [row for row in table.rows if row["config"] == config]
-    times, errors = {}, {}
-    for row in own:
-        kind, _, part = row["metric"].partition(" ")
-        if kind == "ms":
-            times.setdefault((row["mode"], row["launch"], part), {})[row["contender"]] = float(row["median"])
-        elif row["mode"] == "errors":
-            errors.setdefault(row["contender"], []).append(f"{kind.removeprefix('error_')} {float(row['median']):.2e}")
-    for (mode, launch, part), by_name in times.items():
-        ratio = f"   {by_name['bf16'] / by_name['fp8']:.3f} times" if {"bf16", "fp8"} <= {*by_name} else ""
-        text = "  ".join(f"{name} {ms:8.3f}" for name, ms in by_name.items())
-        print(f"  {mode:8s} {launch:6s} {part:17s} {text} ms{ratio}", flush=True)
-    for contender, values in errors.items():
-        print(f"  errors of {contender}: " + ", ".join(values))
-    forward = [v for (mode, _, part), v in times.items() if (mode, part) == ("forward", "whole")]
-    reached = min(v["bf16"] / v["fp8"] for v in forward) >= NEEDED
-    print(f"  forward: {NEEDED} times bf16 {'is' if reached else 'is NOT'} reached", flush=True)
+            part = part or "whole"
+            rates = {f"TFLOP/s {part}": [flop[part] / 1e9 / each for each in ms]} if part in flop else {}
+            table.add(config, shape, contender, mode, launch, {f"ms {part}": ms} | rates)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "fp8_trial.csv")
     parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU")
     check_small()
     names = {str(shape): name for name, shape in (SHAPES | LARGE).items()}
-    table, timed = Table(), [shape_of(text) for text in options.shape or ()] or TIMED
-    for shape in timed:
+    table = Table(options.csv)
+    for shape in [shape_of(text) for text in options.shape or ()] or TIMED:
         measure(table, names.get(str(shape), str(shape)), shape, options.rounds)
-        table.write(options.out / "fp8_trial.csv")
-        torch.cuda.empty_cache()
-    for shape in timed:
-        show(table, names.get(str(shape), str(shape)), shape)
+        table.write()
+        release()
 
 
 if __name__ == "__main__":

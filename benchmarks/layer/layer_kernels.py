@@ -1,25 +1,22 @@
 """Every kernel of one MoE layer's step on a GPU, timed in place by torch's profiler, contenders taking turns.
 
-    python -m benchmarks.layer.layer_kernels [--shape T,H,I,E,K ...] [--contender NAME ...] [--out benchmarks/results]
+    python -m benchmarks.layer.layer_kernels [--shape T,H,I,E,K ...] [--contender NAME ...] [--csv FILE]
 
 bf16, SwiGLU, the data of moe_layer.py. The default contenders are the Hopper kernels and Transformers' sonicmoe, whose
-six grouped products stand beside ours: "ratio" is its time over ours. Writes layer_kernels.csv, microseconds.
+six grouped products stand beside ours. Writes layer_kernels.csv, microseconds.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common.command import Command
 from benchmarks.common.contenders import CONTENDERS, available
 from benchmarks.common.measuring import relative_errors
-from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import add_shapes, chosen_shapes, problem
+from benchmarks.common.shapes import Shape, add_shapes, chosen_shapes, problem
 from benchmarks.common.table import Table
-from benchmarks.layer.moe_layer import Step
+from benchmarks.layer.moe_layer import step_of
 
 UPSTREAM = "sonicmoe (Transformers)"
 MODES = ("forward+backward", "frozen")
@@ -62,12 +59,13 @@ def times_by_role(contender, runs, mode):
     yield "sum", [sum(time for _, time in run) for run in runs]
 
 
-def measure(table, config, shape, contenders, rounds):
+def measure(table: Table, config: str, shape: Shape, contenders, rounds: int) -> None:
+    """The rows of one shape."""
     inputs = problem(shape)
     layers = available(contenders, shape)
     found = {}
     for mode in MODES:
-        steps = {name: Step(layer, inputs, mode) for name, layer in layers.items()}
+        steps = {name: step_of(layer, inputs, mode) for name, layer in layers.items()}
         for name, step in steps.items():
             if mode == "forward+backward":
                 error = max(relative_errors(step, inputs, shape.activation).values())
@@ -81,43 +79,21 @@ def measure(table, config, shape, contenders, rounds):
                 step()  # so that the one after it runs on a GPU as hot as in training
                 found.setdefault((name, mode), []).append(launches(step))
     for (name, mode), runs in found.items():
-        for number, (role, times) in enumerate(times_by_role(name, runs, mode)):
-            metric = role if role == "sum" else f"{number:02d} {role}"
-            table.add(config, shape, name, mode, "eager", metric, times)
-    show(table, config, shape, layers)
-
-
-def show(table, config, shape, contenders):
-    print(f"{config} {shape}   microseconds", flush=True)
-    for mode in MODES:
-        times = {name: {} for name in contenders}
-        for row in table.rows:
-            if (row["config"], row["mode"]) == (config, mode):
-                role = row["metric"].split(" ", 1)[-1]
-                products = PRODUCTS.get(row["contender"], ())
-                column = times[row["contender"]]
-                role = role if role in products or role == "sum" else "the rest"
-                column[role] = column.get(role, 0) + float(row["median"])
-        for role in dict.fromkeys(role for column in times.values() for role in column):
-            ours, theirs = (times.get(name, {}).get(role) for name in ("hopper", UPSTREAM))
-            ratio = f"  ratio {theirs / ours:.3f}" if ours and theirs else ""
-            figures = "  ".join(f"{name} {column.get(role, float('nan')):8.1f}" for name, column in times.items())
-            print(f"  {mode:18s} {role:14s} {figures}{ratio}", flush=True)
+        numbered = enumerate(times_by_role(name, runs, mode))
+        times = {role if role == "sum" else f"{number:02d} {role}": values for number, (role, values) in numbered}
+        table.add(config, shape, name, mode, "eager", times)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "layer_kernels.csv")
     add_shapes(parser)
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU")
-    table = Table()
+    table = Table(options.csv)
     for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, options.contender or list(PRODUCTS), options.rounds)
-        table.write(options.out / "layer_kernels.csv")
+        table.write()
 
 
 if __name__ == "__main__":

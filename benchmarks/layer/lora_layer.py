@@ -1,7 +1,7 @@
 """LoRA on the experts of one MoE layer: time, memory and error of every contender, in one interleaved run.
 
     python -m benchmarks.layer.lora_layer [--shape T,H,I,E,K ...] [--rank R ...] [--contender NAME ...]
-        [--upstream] [--axolotl]
+        [--upstream] [--axolotl] [--csv FILE]
 
 Forward and backward; bf16, SwiGLU, the data of moe_layer.py, adapters in fp32 on both weights as PEFT makes them, so that
 casts and reorders are part of every step. Ours with all weights trained ("full"), none ("frozen"), and LoRA of each rank;
@@ -13,49 +13,27 @@ Unsloth's come from. --device cpu checks the script on small shapes; its times m
 
 from __future__ import annotations
 
-import argparse
-import gc
-from pathlib import Path
-
 import torch
 
+from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
-from benchmarks.common.measuring import captured, relative_errors
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.measuring import Step, first_step, memory, relative_errors
 from benchmarks.common.shapes import add_shapes, chosen_shapes, problem
 from benchmarks.common.table import Table
+from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import AXOLOTL, PEERS, UPSTREAM, Experts, experts_module, through_peft
-from benchmarks.layer.moe_layer import first_step, interleaved_times, memory
 from sonicmoe_hf.layer import backends
 
 OURS = "sonicmoe-hf"
 FROZEN = (OURS, "frozen")
 
 
-class Step:
-    """One contender on one problem: a call is one forward and backward."""
-
-    def __init__(self, layer: Experts, inputs):
-        x, *_, self.expert, weight, self.dout = inputs
-        self.x, self.weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        self.layer, self.adapters, self.scale = layer, layer.adapters, layer.scale
-        self.wanted = {"x": self.x, "weight": self.weight, **layer.adapters}
-        self.gradients = ()
-
-    def forward(self):
-        return self.layer.call(self.x, self.expert, self.weight)
-
-    def __call__(self):
-        out = self.forward()
-        self.gradients = torch.autograd.grad(out, list(self.wanted.values()), self.dout)
-        return out
-
-    def results(self):
-        """out, and every gradient under the name of what it belongs to with a d before it."""
-        found = {"out": self().detach()}
-        found.update({f"d{name}": gradient for name, gradient in zip(self.wanted, self.gradients)})
-        self.gradients = ()
-        return found
+def step_of(layer: Experts, inputs) -> Step:
+    """One contender's forward and backward on one problem."""
+    x, *_, expert, weight, dout = inputs
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    wanted = {"x": x, "weight": weight, **layer.adapters}
+    return Step(lambda: layer.call(x, expert, weight), wanted, dout, layer.adapters, layer.scale)
 
 
 def layers_of(shape, inputs, ranks, peer_rank, peers):
@@ -75,15 +53,14 @@ def layers_of(shape, inputs, ranks, peer_rank, peers):
     return makers
 
 
-def started(makers, inputs, add, device):
-    """(contender, mode) -> Step of those that can run here; says which cannot."""
+def started(makers, inputs, add, on_gpu):
+    """(contender, mode) -> step of those that can run here; says which cannot."""
     steps = {}
     for (contender, mode), make in makers.items():
         try:
-            step = Step(make(), inputs)
-            if device == "cuda":
-                for metric, value in first_step(step).items():
-                    add(contender, mode, "eager", metric, [value])
+            step = step_of(make(), inputs)
+            if on_gpu:
+                add((contender, mode), "eager", first_step(step))
             step()
             step.gradients = ()
         except Unavailable as reason:
@@ -98,62 +75,26 @@ def started(makers, inputs, add, device):
 
 
 def measure(table, config, shape, options):
-    dtype = torch.bfloat16
-    inputs = problem(shape, dtype, options.device)
+    """The rows of one shape."""
+    inputs, on_gpu = problem(shape, torch.bfloat16, options.device), options.device == "cuda"
 
-    def add(contender, mode, launch, metric, values):
-        table.add(config, shape, contender, mode, launch, metric, values)
+    def add(name, launch, metrics):
+        table.add(config, shape, *name, launch, metrics)
 
     makers = layers_of(shape, inputs, options.rank, options.peer_rank, options.contender)
-    steps = started(makers, inputs, add, options.device)
-    for (contender, mode), step in steps.items():
-        for tensor, error in relative_errors(step, inputs).items():
-            add(contender, mode, "eager", f"error_{tensor}", [error])
-        if options.device == "cuda":
-            for metric, value in memory(step).items():
-                add(contender, mode, "eager", metric, [value])
-    runs = {"eager": steps}
-    if options.device == "cuda":
-        graphs = {name: captured(step) for name, step in steps.items()}
-        runs["graph"] = {name: graph for name, graph in graphs.items() if graph}
-    for launch, calls in runs.items():
-        found = {name: on_device for name, (on_device, _) in interleaved_times(calls, options.rounds).items()}
-        for (contender, mode), values in found.items():
-            add(contender, mode, launch, "ms", values)
-            if FROZEN in found:
-                ratios = [value / frozen for value, frozen in zip(values, found[FROZEN])]
-                add(contender, mode, launch, "ratio_to_frozen", ratios)
-    show(table, config, shape, steps)
-    del steps, runs, calls, step
-    gc.collect()
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def show(table, config, shape, steps):
-    """One line a contender."""
-    print(f"{config} {shape}   ms, ratio to frozen: eager, graph; memory in MB; errors against fp32", flush=True)
-    for contender, mode in steps:
-        at = {"config": config, "contender": contender, "mode": mode}
-        eager, graph = ({**at, "launch": launch} for launch in ("eager", "graph"))
-        figures = "  ".join(
-            f"{table.get(**where, metric='ms'):8.3f} x{table.get(**where, metric='ratio_to_frozen'):.3f}"
-            for where in (eager, graph)
-        )
-        errors = " ".join(
-            f"{row['metric'].removeprefix('error_')} {float(row['median']):.4f}"
-            for row in table.rows
-            if row["metric"].startswith("error_") and all(row[key] == value for key, value in at.items())
-        )
-        held, peak, first = (table.get(**eager, metric=metric) for metric in ("held_MB", "peak_MB", "first_step_s"))
-        print(
-            f"  {contender:34s} {mode:10s} {figures}  held {held:.0f} peak {peak:.0f}  first {first:.1f} s  {errors}",
-            flush=True,
-        )
+    steps = started(makers, inputs, add, on_gpu)
+    for name, step in steps.items():
+        errors = {f"error_{tensor}": error for tensor, error in relative_errors(step, inputs).items()}
+        add(name, "eager", errors | (memory(step) if on_gpu else {}))
+    for launch, calls in (("eager", steps), ("graph", captured(steps) if on_gpu else {})):
+        times = {name: on_device for name, (on_device, _) in interleaved_times(calls, options.rounds).items()}
+        for name, ms in times.items():
+            ratios = [value / frozen for value, frozen in zip(ms, times.get(FROZEN, ()))]
+            add(name, launch, {"ms": ms} | ({"ratio_to_frozen": ratios} if ratios else {}))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "lora_layer.csv", "--device cpu --shape 64,32,16,8,2")
     add_shapes(parser)
     parser.add_argument("--rank", action="append", type=int, help="of ours; default 8, 16 and 64")
     parser.add_argument("--peer-rank", type=int, default=16)
@@ -161,20 +102,17 @@ def main():
     parser.add_argument("--upstream", action="store_true", help="also PEFT over Transformers' sonicmoe")
     parser.add_argument("--axolotl", action="store_true", help="also Axolotl's ScatterMoE LoRA")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --shape 64,32,16,8,2 checks the script")
     options.rank = options.rank or [8, 16, 64]
     tuned = {UPSTREAM: options.upstream, AXOLOTL: options.axolotl}
     options.contender = options.contender or [name for name in PEERS if tuned.get(name, True)]
     backend = backends.choose(torch.device(options.device), torch.bfloat16)
     print(f"{OURS}: {backend.name} backend", flush=True)
-    table = Table()
+    table = Table(options.csv)
     for config, shape in chosen_shapes(options).items():
         measure(table, config, shape, options)
-        table.write(options.out / "lora_layer.csv")
+        table.write()
+        release()
 
 
 if __name__ == "__main__":

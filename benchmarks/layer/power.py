@@ -8,18 +8,15 @@ is left out. Nothing of the GPU's settings is changed.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
 import subprocess
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.command import Command
 from benchmarks.common.shapes import Shape, add_shapes, chosen_shapes, problem
+from benchmarks.common.table import Rows
 from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.dispatch import dispatch
@@ -78,25 +75,21 @@ def sampled(call) -> tuple[float, list[list[str]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "power.csv")
     add_shapes(parser)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    origin = {"gpu": torch.cuda.get_device_name(), **provenance.columns()}
-    with (options.out / "power.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*FIELDS, *origin])
-        for shape in chosen_shapes(options).values():
-            for name, call in kernels_of(shape).items():
-                microseconds, samples = sampled(call)
-                if not samples:
-                    raise SystemExit("nvidia-smi gave no samples; run it by hand with the query of this file")
-                watts, clock = (statistics.median(float(sample[i]) for sample in samples) for i in (0, 1))
-                # the share of the samples in which the driver names each reason
-                reasons = [statistics.fmean(sample[i] == "Active" for sample in samples) for i in (2, 3, 4)]
-                row = [shape, name, f"{microseconds:.1f}", watts, clock, *reasons, *samples[-1][5:]]
-                writer.writerow([*row, *origin.values()])
-                print(*row, sep="  ", flush=True)
+    table = Rows(options.csv)
+    for shape in chosen_shapes(options).values():
+        for name, call in kernels_of(shape).items():
+            microseconds, samples = sampled(call)
+            if not samples:
+                raise SystemExit("nvidia-smi gave no samples; run it by hand with the query of this file")
+            watts, clock = (statistics.median(float(sample[i]) for sample in samples) for i in (0, 1))
+            # the share of the samples in which the driver names each reason
+            reasons = [statistics.fmean(sample[i] == "Active" for sample in samples) for i in (2, 3, 4)]
+            figures = (shape, name, microseconds, watts, clock, *reasons, *samples[-1][5:])
+            table.add(**dict(zip(FIELDS, figures)))
+    table.write()
 
 
 if __name__ == "__main__":

@@ -12,49 +12,35 @@ routing. Writes quantized_layer.csv. --device cpu checks the script on small sha
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
 import os
-from pathlib import Path
 from unittest import mock
 
 import torch
 
+from benchmarks.common.command import Command
 from benchmarks.common.contenders import EAGER, available
-from benchmarks.common.measuring import captured, relative_errors
-from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import BYTES_PER_SECOND, SHAPES, Shape, activated, add_shapes, chosen_shapes, problem
-from benchmarks.common.table import Table, quantiles
+from benchmarks.common.measuring import memory, relative_errors
+from benchmarks.common.shapes import SHAPES, Shape, activated, add_shapes, chosen_shapes, problem
+from benchmarks.common.table import Table
+from benchmarks.common.timing import captured, interleaved_times, release
 from benchmarks.layer.lora_contenders import through_peft
-from benchmarks.layer.lora_layer import Step
-from benchmarks.layer.moe_layer import interleaved_times, memory
+from benchmarks.layer.lora_layer import step_of
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import moe_experts
 
-PARTS = ("check", "dequantize", "generate", "train")
 GENERATED = (1, 8, 64, 128, 256, 512)  # tokens
 STACK = 8  # layers: their packed weights together exceed the L2 cache
-WANTED = {1: 1.1, 8: 1.5, 64: 2.0}  # bf16's time / packed, at Qwen3-30B-A3B's sizes
-QWEN3 = SHAPES["Qwen3-30B-A3B"]
 RANK = 16
 GENERAL = {name: SHAPES[name] for name in ("Qwen3-30B-A3B", "gpt-oss-20b")}
 
 
-@contextlib.contextmanager
-def on(backend):
-    with mock.patch.dict(os.environ, {backends.VARIABLE: backend}):
-        yield
-
-
-@contextlib.contextmanager
 def never_read_packed():
     """Every packed weight is expanded, however few rows there are."""
-    with mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0)):
-        yield
+    return mock.patch("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
 
 
 def formats_of(shape):
@@ -86,7 +72,7 @@ def forward_error(out, x, expert, weight, dense):
     return relative_error(out, expected)
 
 
-def check(config, shape, options, add):
+def check(shape, options, add):
     """Errors of forward at few tokens, packed beside bf16 on the same values, of which bf16 has the nearest."""
     weights = problem(shape._replace(T=1), torch.bfloat16, options.device)[1:3]
     for name in formats_of(shape):
@@ -103,28 +89,20 @@ def check(config, shape, options, add):
                 ):
                     with torch.no_grad(), how:
                         out = moe_experts(x, *operands, (expert, weight), backend=backend)
-                    error = forward_error(out, x, expert, weight, exact)
-                    errors[f"{backend} {label}"] = error
-                    add(f"{backend} {label}", f"forward, {tokens} tokens", "eager", "error_out", [error])
-            print(
-                f"  {config} {name} {tokens} tokens: "
-                + ", ".join(f"{label} {error:.5f}" for label, error in errors.items()),
-                flush=True,
-            )
+                    errors[f"{backend} {label}"] = forward_error(out, x, expert, weight, exact)
+            for label, error in errors.items():
+                add(label, f"forward, {tokens} tokens", "eager", {"error_out": error})
             assert max(errors.values()) < 1.2 * min(errors.values()) + 2**-10, "errors differ"
-        del packed, dense, exact
 
 
-def measured(calls, calls_each, rounds, device):
+def measured(calls, calls_each, options):
     """name -> microseconds of one of the `calls_each` calls that each makes, by CUDA graph where there is a GPU."""
-    if device == "cuda":
-        calls = {name: graph for name, call in calls.items() if (graph := captured(call))}
-    return {
-        name: [1e3 * ms / calls_each for ms in found] for name, (found, _) in interleaved_times(calls, rounds).items()
-    }
+    times = interleaved_times(captured(calls) if options.device == "cuda" else calls, options.rounds)
+    return {name: [1e3 * ms / calls_each for ms in on_device] for name, (on_device, _) in times.items()}
 
 
-def dequantize_bandwidth(config, shape, options, add):
+def dequantize_bandwidth(shape, options, add):
+    """Of the dequantizing kernel, beside a copy."""
     kernels = backends.load("eager" if options.device == "cpu" else "triton")
     expert = torch.arange(shape.E, device=options.device).view(1, shape.E)
     rows = kernels.dispatch(expert, None, 1, shape.E, False)
@@ -133,28 +111,22 @@ def dequantize_bandwidth(config, shape, options, add):
             if size[2] % FORMATS[name]:
                 continue
             weight = torch.randn(size, device=options.device, dtype=torch.bfloat16)
-            packed = quantize(weight, name)
-            call = lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows)  # noqa: E731
-            copied = torch.empty_like(weight)
-            copy = lambda source=weight, target=copied: target.copy_(source)  # noqa: E731
-            us = measured({"kernel": call, "copy": copy}, 1, options.rounds, options.device)
+            packed, copied = quantize(weight, name), torch.empty_like(weight)
+            kernel, copy = f"dequantize {name}", "copy of bf16"
+            calls = {
+                kernel: lambda p=packed, n=name: kernels.dequantize(*p, n, torch.bfloat16, rows),
+                copy: lambda source=weight, target=copied: target.copy_(source),
+            }
             read = sum(part.nbytes for part in packed if part is not None)
-            for label, size_bytes in (("kernel", read + weight.nbytes), ("copy", 2 * weight.nbytes)):
-                rates = [size_bytes / value * 1e6 for value in us[label]]
-                contender = f"dequantize {name}" if label == "kernel" else "copy of bf16"
-                add(contender, which, "graph", "us", us[label])
-                add(contender, which, "graph", "bytes_per_second", rates)
-                rate = quantiles(rates)[0]
-                print(
-                    f"  {config} {which} {contender}: {quantiles(us[label])[0]:.1f} us, {rate / 1e12:.2f} TB/s, "
-                    f"{rate / BYTES_PER_SECOND:.0%} of 4.3",
-                    flush=True,
-                )
-            del weight, packed, copied, call, copy
-            clear(options.device)
+            moved = {kernel: read + weight.nbytes, copy: 2 * weight.nbytes}
+            for label, us in measured(calls, 1, options).items():
+                rates = [moved[label] / value * 1e6 for value in us]
+                add(label, which, "graph", {"us": us, "bytes_per_second": rates})
+            del weight, packed, copied, calls
+            release()
 
 
-def generate(config, shape, options, add):
+def generate(shape, options, add):
     """Forward of a stack of layers with weights of their own, at few tokens."""
     depth = STACK if options.device == "cuda" else 2
     inputs = problem(shape._replace(T=1), torch.bfloat16, options.device)
@@ -178,111 +150,76 @@ def generate(config, shape, options, add):
                     with never_read_packed():
                         call()
 
-                calls[label] = call
-                if label != "bf16":
-                    calls[f"{label}, expanded"] = expanded
+                calls |= {label: call} | ({} if label == "bf16" else {f"{label}, expanded": expanded})
             with torch.no_grad():
-                found = measured(calls, depth, options.rounds, options.device)
-            for label, us in found.items():
-                add(f"{backend} {label}", f"forward, {tokens} tokens", "graph", "us", us)
-                ratios = [dense / value for dense, value in zip(found["bf16"], us)]
-                add(f"{backend} {label}", f"forward, {tokens} tokens", "graph", "speedup_over_bf16", ratios)
-            wanted = f", wanted {WANTED[tokens]}" if shape._replace(T=QWEN3.T) == QWEN3 and tokens in WANTED else ""
-            print(
-                f"  {config} {tokens} tokens {backend}: "
-                + ", ".join(
-                    f"{label} {quantiles(us)[0]:.1f} us (x{quantiles(found['bf16'])[0] / quantiles(us)[0]:.2f})"
-                    for label, us in found.items()
-                )
-                + wanted,
-                flush=True,
-            )
+                times = measured(calls, depth, options)
+            for label, us in times.items():
+                ratios = [dense / value for dense, value in zip(times["bf16"], us)]
+                metrics = {"us": us, "speedup_over_bf16": ratios}
+                add(f"{backend} {label}", f"forward, {tokens} tokens", "graph", metrics)
             del calls
-            clear(options.device)
+            release()
 
 
-def train(config, shape, options, add):
+def train(shape, options, add):
     """Forward and backward of a LoRA layer over packed and over bf16 experts."""
     for tokens in options.trained_tokens:
         at = shape._replace(T=tokens)
         for backend in options.backends:
-            inputs = problem(at, torch.bfloat16, options.device)
-            steps = {}
-            for name in formats_of(at):
-                packed = packed_pair(inputs[1:3], name)
-                dense = [weight.dequantize() for weight in packed]
-                own = (inputs[0], *dense, *inputs[3:])
-                with on(backend):
-                    steps[name] = Step(through_peft(at, *packed, RANK, "sonicmoe_hf"), inputs)
-                    errors = relative_errors(steps[name], own)
-                    if "bf16" not in steps:
-                        steps["bf16"] = Step(through_peft(at, *inputs[1:3], RANK, "sonicmoe_hf"), inputs)
-                        of_bf16 = relative_errors(steps["bf16"], inputs)
-                for tensor, error in errors.items():
-                    add(f"{backend} {name}", f"LoRA, {tokens} tokens", "eager", f"error_{tensor}", [error])
-                    assert error < 1.2 * of_bf16[tensor] + 2**-10, (name, tensor, error, of_bf16[tensor])
-                print(
-                    f"  {config} {tokens} tokens {backend} {name}, LoRA r={RANK}: errors "
-                    + " ".join(f"{tensor} {error:.4f}" for tensor, error in errors.items()),
-                    flush=True,
-                )
-                del packed, dense, own
-            with on(backend):
-                found = measured(steps, 1, options.rounds, options.device)
-                held = {name: memory(step) for name, step in steps.items()} if options.device == "cuda" else {}
-            for name, us in found.items():
-                label = f"{backend} {name}"
-                add(label, f"LoRA, {tokens} tokens", "graph", "us", us)
-                ratios = [value / dense for value, dense in zip(us, found["bf16"])]
-                add(label, f"LoRA, {tokens} tokens", "graph", "ratio_to_bf16", ratios)
-                for metric, value in held.get(name, {}).items():
-                    add(label, f"LoRA, {tokens} tokens", "eager", metric, [value])
-            print(
-                f"  {config} {tokens} tokens {backend}, LoRA r={RANK}, forward+backward: "
-                + ", ".join(
-                    f"{name} {quantiles(us)[0] / 1e3:.3f} ms (x{quantiles(us)[0] / quantiles(found['bf16'])[0]:.3f})"
-                    for name, us in found.items()
-                ),
-                flush=True,
-            )
-            del steps, inputs
-            clear(options.device)
+            with mock.patch.dict(os.environ, {backends.VARIABLE: backend}):
+                train_on(at, f"{backend} ", options, add)
+            release()
 
 
-def clear(device):
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+def train_on(shape, prefix: str, options, add):
+    """`train` at one number of tokens on the backend that is set; its name and a space begin the rows' contenders."""
+    mode, inputs = f"LoRA, {shape.T} tokens", problem(shape, torch.bfloat16, options.device)
+    steps = {"bf16": step_of(through_peft(shape, *inputs[1:3], RANK, "sonicmoe_hf"), inputs)}
+    of_bf16 = relative_errors(steps["bf16"], inputs)
+    for name in formats_of(shape):
+        packed = packed_pair(inputs[1:3], name)
+        steps[name] = step_of(through_peft(shape, *packed, RANK, "sonicmoe_hf"), inputs)
+        dense = [weight.dequantize() for weight in packed]
+        errors = relative_errors(steps[name], (inputs[0], *dense, *inputs[3:]))
+        add(prefix + name, mode, "eager", {f"error_{tensor}": error for tensor, error in errors.items()})
+        for tensor, error in errors.items():
+            assert error < 1.2 * of_bf16[tensor] + 2**-10, (name, tensor, error, of_bf16[tensor])
+        del packed, dense
+    times = measured(steps, 1, options)
+    for name, us in times.items():
+        ratios = [value / dense for value, dense in zip(us, times["bf16"])]
+        add(prefix + name, mode, "graph", {"us": us, "ratio_to_bf16": ratios})
+    if options.device == "cuda":
+        for name, step in steps.items():
+            add(prefix + name, mode, "eager", memory(step))
+
+
+PARTS = {"check": check, "dequantize": dequantize_bandwidth, "generate": generate, "train": train}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    small = "--device cpu --shape 64,64,64,4,2 --tokens 4 --trained-tokens 16"
+    parser = Command(__doc__, "quantized_layer.csv", small)
     add_shapes(parser)
-    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--part", action="append", choices=list(PARTS))
     parser.add_argument("--tokens", action="append", type=int, help=f"of generate and check; default {GENERATED}")
     parser.add_argument("--trained-tokens", action="append", type=int, help="of train; default 16384 and 2048")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        small = "--device cpu --shape 64,64,64,4,2 --tokens 4 --trained-tokens 16"
-        raise SystemExit(f"this benchmark needs a CUDA GPU; {small} checks the script")
     options.tokens = options.tokens or list(GENERATED)
     options.trained_tokens = options.trained_tokens or [16384, 2048]
-    options.backends = list(available(("hopper", "triton") if options.device == "cuda" else (EAGER,), QWEN3))
-    table = Table()
+    names = ("hopper", "triton") if options.device == "cuda" else (EAGER,)
+    options.backends = list(available(names, GENERAL["Qwen3-30B-A3B"]))
+    table = Table(options.csv)
     for config, shape in (chosen_shapes(options) if options.shape else GENERAL).items():
 
-        def add(contender, mode, launch, metric, values, config=config, shape=shape):
-            table.add(config, shape, contender, mode, launch, metric, values)
+        def add(*columns, config=config, shape=shape):
+            table.add(config, shape, *columns)
 
-        for part, run in zip(PARTS, (check, dequantize_bandwidth, generate, train)):
-            if part in (options.part or PARTS):
-                print(f"{config} {shape} {part}", flush=True)
-                run(config, shape, options, add)
-                table.write(options.out / "quantized_layer.csv")
-                clear(options.device)
+        for part in options.part or PARTS:
+            PARTS[part](shape, options, add)
+            table.write()
+            release()
 
 
 if __name__ == "__main__":

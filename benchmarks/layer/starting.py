@@ -10,7 +10,6 @@ with what is compiled or loaded. The caches are our kernels', Triton's and Pytho
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import shutil
 import subprocess
@@ -21,11 +20,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import SHAPES, Shape, problem
-
-CSV = RESULTS / "starting.csv"
+from benchmarks.common.command import Command
+from benchmarks.common.shapes import SHAPES, Shape, problem, shape_of
+from benchmarks.common.table import Rows
 
 
 def first_step(shape: Shape, backend: str) -> float:
@@ -60,23 +57,20 @@ def in_new_processes(shape: Shape, backend: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "starting.csv")
     parser.add_argument("--shape", default=str(SHAPES["small"]), help="T,H,I,E,K")
     parser.add_argument("--backend", default="hopper", choices=("hopper", "triton"))
     parser.add_argument("--step", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    shape = Shape(*map(int, options.shape.split(",")))
+    shape = shape_of(options.shape)
     if options.step:
         print(first_step(shape, options.backend))
         return
-    origin = provenance.columns()
-    with CSV.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["shape", "backend", "full caches", "seconds", "cores", "gpu", *origin])
-        for full, seconds in in_new_processes(shape, options.backend):
-            print(f"{shape} {options.backend}, full caches {full}: {seconds:.2f} s", flush=True)
-            about = os.cpu_count(), torch.cuda.get_device_name(), *origin.values()
-            writer.writerow([shape, options.backend, full, f"{seconds:.2f}", *about])
+    table = Rows(options.csv)
+    for full, seconds in in_new_processes(shape, options.backend):
+        columns = {"shape": shape, "backend": options.backend, "full caches": full, "seconds": seconds}
+        table.add(**columns, cores=os.cpu_count())
+    table.write()
 
 
 if __name__ == "__main__":

@@ -11,21 +11,17 @@ shape, where it tunes for minutes; it sorts its rows itself in either case. --sw
 
 from __future__ import annotations
 
-import argparse
-import csv
-import gc
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.common.command import Command
 from benchmarks.common.contenders import CONTENDERS, Unavailable
-from benchmarks.common.measuring import captured
-from benchmarks.common.paths import RESULTS
-from benchmarks.common.shapes import Shape
+from benchmarks.common.shapes import Shape, shape_of
 from benchmarks.common.table import Table
+from benchmarks.common.timing import Clock, captured, release
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.config import DEFAULT_TILE, ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.dispatch import dispatch
@@ -135,23 +131,22 @@ def interleaved_times(steps, graphs, rounds):
     for _ in range(rounds):
         for name, step in order.sample(list(steps.items()), len(steps)):
             torch.cuda.synchronize()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            marks[0].record()
+            clock = Clock(3)
+            clock.note()
             out = step.forward()
-            marks[1].record()
+            clock.note()
             step.backward(out)
-            marks[2].record()
-            marks[2].synchronize()
+            clock.note()
+            forward, backward = clock.milliseconds()
             del out
-            for part, start, end in zip(PARTS, (0, 1, 0), (1, 2, 2)):
-                times.setdefault((name, part, "eager"), []).append(marks[start].elapsed_time(marks[end]))
+            for part, ms in zip(PARTS, (forward, backward, forward + backward)):
+                times.setdefault((name, part, "eager"), []).append(ms)
         for (name, part), replay in order.sample(list(graphs.items()), len(graphs)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            clock = Clock(2)
+            clock.note()
             replay()
-            end.record()
-            end.synchronize()
-            times.setdefault((name, part, "graph"), []).append(start.elapsed_time(end))
+            clock.note()
+            times.setdefault((name, part, "graph"), []).extend(clock.milliseconds())
     return times
 
 
@@ -173,12 +168,12 @@ def row_counts(layer: Layer):
     return facts
 
 
-def measure(table, text, names, rounds, backend):
-    shape = Shape(*map(int, text.split(",")))
+def measure(table: Table, text: str, names, rounds: int, backend: str) -> None:
+    """The rows of one shape."""
+    shape = shape_of(text)
     layer = Layer(shape, backend)
     for name, facts in row_counts(layer).items():
-        for metric, value in facts.items():
-            table.add("rows", shape, name, "", "", metric, [value])
+        table.add("rows", shape, name, "", "", facts)
     for routing in ("routing included", "routing excluded"):
         steps = {}
         for name in names:
@@ -188,72 +183,33 @@ def measure(table, text, names, rounds, backend):
             except Unavailable as reason:
                 steps.pop(name, None)
                 print(f"  {name} is left out: {reason}", flush=True)
-        graphs = {}
+        calls = {}
         for name, step in steps.items():
-            graphs[name, "forward+backward"] = captured(step)
-            graphs[name, "forward"] = captured(step.forward)
+            calls |= {(name, "forward+backward"): step, (name, "forward"): step.forward}
             if step.peer is None and routing == "routing included":
-                graphs[name, "routing"] = captured(lambda name=name: layer.sort(name))
-        graphs = {key: replay for key, replay in graphs.items() if replay}
-        for (name, part, launch), values in interleaved_times(steps, graphs, rounds).items():
-            table.add(routing, shape, name, part, launch, "ms", values)
-        del steps, graphs
-        gc.collect()
-        torch.cuda.empty_cache()
-    show(table, shape, names)
-
-
-def gain(table, shape, name, routing, part="forward+backward", launch="graph", over=TOP_K):
-    """How many times faster than `over` a contender is."""
-    at = {"config": routing, "shape": str(shape), "mode": part, "launch": launch, "metric": "ms"}
-    return table.get(**at, contender=over) / table.get(**at, contender=name)
-
-
-def show(table, shape, names):
-    factor = table.get(config="rows", shape=str(shape), contender=TOP_K, metric="padded_row_factor")
-    rows = shape.T * shape.K / shape.E
-    print(f"{shape}   {rows:.0f} rows per expert; top-k's rows, padded, are x{factor:.3f}", flush=True)
-    graphs = {"config": "routing included", "shape": str(shape), "launch": "graph", "metric": "ms"}
-    of_top_k = {mode: table.get(**graphs, contender=TOP_K, mode=mode) for mode in ("routing", "forward")}
-    for name in names:
-        line = f"  {name:24s}"
-        for routing in ("routing included", "routing excluded"):
-            at = {"config": routing, "shape": str(shape), "contender": name, "metric": "ms"}
-            times = [table.get(**at, mode=part, launch="eager") for part in PARTS]
-            graph = table.get(**at, mode="forward+backward", launch="graph")
-            gains = [gain(table, shape, name, routing, launch=launch) for launch in ("eager", "graph")]
-            line += f" {' '.join(f'{ms:6.3f}' for ms in times)} graph {graph:6.3f} x{gains[0]:.3f} x{gains[1]:.3f} |"
-        added = table.get(**graphs, contender=name, mode="routing") - of_top_k["routing"]
-        print(f"{line} adds {1e3 * added:.0f} us, {added / of_top_k['forward']:.1%} of forward", flush=True)
-
-
-def rows_of_other_shapes(path, texts):
-    with open(path, newline="") as file:
-        return [row for row in csv.DictReader(file) if row["shape"] not in texts]
+                calls[name, "routing"] = lambda name=name: layer.sort(name)
+        for (name, part, launch), values in interleaved_times(steps, captured(calls), rounds).items():
+            table.add(routing, shape, name, part, launch, {"ms": values})
+        del steps, step, calls
+        release()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "token_rounding.csv")
     parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
     parser.add_argument("--sweep", action="store_true", help="also the first shape with more rows per expert")
     parser.add_argument("--upstream", action="store_true", help="also Transformers' sonicmoe, at the first shape")
     parser.add_argument("--backend", choices=("hopper", "triton"), help="ours; the best that fits unless given")
-    parser.add_argument("--add", action="store_true", help="keep the CSV's rows of other shapes")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU")
     backend = options.backend or backends.choose(torch.device("cuda"), torch.bfloat16).name
     texts = [*(options.shape or SHAPES), *(SWEEP if options.sweep else ())]
-    table = Table()
-    if options.add:
-        table.rows = rows_of_other_shapes(options.out / "token_rounding.csv", texts)
+    table = Table(options.csv)
     for number, text in enumerate(texts):
         names = [TOP_K, "nearest"] if text in SWEEP else [TOP_K, *ROUNDINGS]
         names += [UPSTREAM] if options.upstream and number == 0 else []
         measure(table, text, names, options.rounds, backend)
-        table.write(options.out / "token_rounding.csv")
+        table.write()
 
 
 if __name__ == "__main__":

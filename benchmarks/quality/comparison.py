@@ -51,13 +51,3 @@ def compare_tiles(table: dict[tuple[str, int], list[dict]]) -> Comparison:
     for (method, tile), runs in table.items():
         merged.setdefault((" or ".join(SWEPT) if method in SWEPT else method, tile), []).extend(runs)
     return compare(merged)
-
-
-def replica_sd(rows: list[dict], column: str = "held_out_loss") -> float:
-    """Standard deviation of runs that differ by their replica alone; NaN without any."""
-    groups: dict[tuple, list[float]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in ("method", "tile", "seed")), []).append(float(row[column]))
-    repeated = [numpy.array(losses) for losses in groups.values() if len(losses) > 1]
-    squares = sum(((losses - losses.mean()) ** 2).sum() for losses in repeated)
-    return float((squares / sum(len(losses) - 1 for losses in repeated)) ** 0.5) if repeated else float("nan")

@@ -1,6 +1,6 @@
 """Loss curves of LoRA over FP8 experts whose products are in bf16 and in FP8, from the same start with the same seeds.
 
-    python -m benchmarks.quality.fp8_curves [--start-steps 400] [--steps 400] [--seeds 3] [--out benchmarks/results]
+    python -m benchmarks.quality.fp8_curves [--start-steps 400] [--steps 400] [--seeds 3] [--csv FILE]
 
 As qlora_curves.py, with layers wide enough that every product has several groups of 128 columns: the same base, batches,
 experts' bytes and initial adapters. Writes fp8_curves.csv. Runs on a CPU too (--start-steps 2 --steps 2 --seeds 1).
@@ -25,9 +25,9 @@ def adapted(base, products, seed):
 
 
 def main():
-    options = parser_of(__doc__, start_steps=400, steps=400, seeds=3, held_out=128).parse_args()
+    options = parser_of(__doc__, "fp8_curves.csv", start_steps=400, steps=400, seeds=3, held_out=128).parse_args()
     ends = {products: [] for products in PRODUCTS}
-    for products, _, curve in curves_of(PRODUCTS, options, options.out / "fp8_curves.csv", adapted, **SIZES):
+    for products, _, curve in curves_of(PRODUCTS, options, adapted, **SIZES):
         ends[products].append(list(curve.values())[-1])
     for products, losses in ends.items():
         spread = statistics.pstdev(losses)

@@ -1,8 +1,7 @@
 """What balances experts, and what does it cost? The small model of token_rounding_quality.py, by balancing method.
 
-    python -m benchmarks.quality.quality_corpus                      # once: the text, from the packages installed here
-    python -m benchmarks.quality.load_balance --preset gpu --seeds 0 1 --at-once 4       # 27 M parameters, on a GPU
-    python -m benchmarks.quality.load_balance --preset cpu --seeds 0                     # 3.7 M
+    python -m benchmarks.quality.load_balance --preset gpu --seeds 0 1       # 27 M parameters, on a GPU
+    python -m benchmarks.quality.load_balance --preset cpu --seeds 0         # 3.7 M
 
 For each seed all runs of a router share initial weights and batches (training.py), and all are evaluated with
 top-k, without any balancing loss:
@@ -11,8 +10,8 @@ top-k, without any balancing loss:
     sigmoid   DeepSeek-V3's router with its correction bias, in a model like Qwen3-MoE with one shared expert (dots1):
               none; bias_update, constant and linearly to zero; per_layer_loss
 
-The most decisive runs come first (PLAN); --seconds stops before a run that would end later. Every finished run becomes a
-row of the CSV at once, and runs whose row is there are skipped.
+The most decisive runs come first (PLAN). Every finished run becomes a row of the CSV at once, and runs whose row is there
+are skipped.
 
 Columns beside the obvious: load, the busiest expert's rows over the mean, in all of the last 20 training steps together
 (10,240 rows an expert with --preset gpu), mean over the layers; load_worst, in its worst layer; load_step, in each of
@@ -32,7 +31,7 @@ from transformers import Dots1Config
 import sonicmoe_hf
 from benchmarks.quality import quality_corpus
 from benchmarks.quality.counting import count_rows, counted
-from benchmarks.quality.runs import do_missing, parser_of, read_rows
+from benchmarks.quality.runs import do_missing, parser_of
 from benchmarks.quality.training import (
     COUNTED_STEPS,
     PRESETS,
@@ -81,7 +80,6 @@ PLAN = (
 KEYS = ("preset", *Case._fields, "seed", "steps")
 FIGURES = ("held_out_loss", "load", "load_worst", "load_step", "load_held_out", "load_held_out_worst", "dead",
            "dead_held_out", "rows_ratio", "training_seconds")  # fmt: skip
-FIELDS = (*KEYS, "tokens_per_step", *FIGURES, "corpus", "device", "commit", "versions", "date")
 Run = tuple[Case, int]  # with its seed
 
 
@@ -123,11 +121,11 @@ def over_mean(rows: torch.Tensor) -> torch.Tensor:
 
 
 def measure(preset: Preset, run: Run, corpus: quality_corpus.Corpus, device: torch.device, graph: bool):
-    """Train and evaluate one run, a step at every next(): FIGURES."""
+    """Train and evaluate one run: FIGURES."""
     began = time.perf_counter()
     case, seed = run
     model, counters, after = build(preset, case, seed, device)
-    yield from train(model, counters, preset, corpus.train.to(device), seed, graph, after)
+    train(model, counters, preset, corpus.train.to(device), seed, graph, after)
     seconds = time.perf_counter() - began
     rows, _, busiest = counted(counters)
     steps = min(COUNTED_STEPS, preset.steps)
@@ -154,55 +152,13 @@ def keys_of(preset: Preset, run: Run) -> dict[str, str]:
     return dict(zip(KEYS, map(str, (preset.name, *case, seed, preset.steps))))
 
 
-def loss_over_none(case: Case, rows: dict[tuple[Case, str], dict]) -> list[float]:
-    """Held-out loss minus that of the same router without balancing, of each seed that has both."""
-    plain = Case(case.router)
-    return [
-        float(row["held_out_loss"]) - float(rows[plain, seed]["held_out_loss"])
-        for (other, seed), row in rows.items()
-        if other == case and (plain, seed) in rows
-    ]
-
-
-def show(rows: list[dict]) -> None:
-    """The table in Markdown: means over seeds; the loss with each seed's difference to no balancing."""
-    by_run = {
-        (Case(row["router"], row["balancing"], float(row["rate"]), row["routing"]), row["seed"]): row for row in rows
-    }
-    print(
-        "| router | balancing | routing | seeds | held-out loss | over none, by seed | load | worst layer | of a step "
-        "| held out | worst layer | dead | dead, held out | rows | s |"
-    )
-    print("|" + "---|" * 15)
-    for case in dict.fromkeys(case for case, _ in sorted(by_run)):
-        own = [row for (other, _), row in by_run.items() if other == case]
-        mean = {name: sum(float(row[name]) for row in own) / len(own) for name in FIGURES}
-        cells = (
-            case.router,
-            case.balancing + (f" {case.rate:g}" if case.rate else ""),
-            case.routing,
-            len(own),
-            f"{mean['held_out_loss']:.4f}",
-            " ".join(f"{value:+.4f}" for value in loss_over_none(case, by_run)),
-            *(f"{mean[name]:.2f}" for name in FIGURES[1:6]),
-            *(f"{mean[name]:g}" for name in ("dead", "dead_held_out")),
-            f"{mean['rows_ratio']:.3f}",
-            f"{mean['training_seconds']:.1f}",
-        )
-        print("| " + " | ".join(map(str, cells)) + " |")
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Do the runs that are missing, print the table."""
-    options = parser_of(__doc__, seeds=[0, 1]).parse_args(arguments)
+    """Do the runs that are missing."""
+    options = parser_of(__doc__, "load_balance.csv", seeds=[0, 1]).parse_args(arguments)
     preset = PRESETS[options.preset]
     preset = dataclasses.replace(preset, steps=options.steps or preset.steps)
-    path = options.out / "load_balance.csv"
     runs = [(case, seed) for group in PLAN for seed in options.seeds for case in group]
-    do_missing(runs, preset, options, path, FIELDS, keys_of, measure)
-    rows = [row for row in read_rows(path) if (row["preset"], row["steps"]) == (preset.name, str(preset.steps))]
-    if rows:
-        show(rows)
+    do_missing(runs, preset, options, KEYS, keys_of, measure)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Held-out loss of LoRA whose experts have the attention's rank r, or r / experts per token.
 
-    python -m benchmarks.quality.lora_rank [--start-steps 150] [--steps 72] [--seeds 2] [--out benchmarks/results]
+    python -m benchmarks.quality.lora_rank [--start-steps 150] [--steps 72] [--seeds 2] [--csv FILE]
 
 The demo's small model (32 experts, 4 per token) is trained in full on half of the standard library's sources, then
 adapters on the other half, as qlora_curves.py does: every contender has the same base and batches. Runs on a
@@ -28,9 +28,9 @@ def adapted(base, contender: str, seed: int):
 
 
 def main():
-    options = parser_of(__doc__, start_steps=150, steps=72, seeds=2, held_out=32).parse_args()
+    options = parser_of(__doc__, "lora_rank.csv", start_steps=150, steps=72, seeds=2, held_out=32).parse_args()
     dtype = torch.float32 if torch.device(options.device).type == "cpu" else torch.bfloat16
-    for _ in curves_of(CONTENDERS, options, options.out / "lora_rank.csv", adapted, dtype):
+    for _ in curves_of(CONTENDERS, options, adapted, dtype):
         pass
 
 

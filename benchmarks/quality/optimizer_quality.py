@@ -12,20 +12,17 @@ in nats per token. The methods:
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torchao.optim import AdamW8bit
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
 
 import sonicmoe_hf
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.command import ROOT, Command
+from benchmarks.common.table import Rows
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
@@ -35,7 +32,6 @@ from full_finetune_one_gpu import step_in_backward
 LENGTH, BATCH, HELD_OUT_WINDOWS = 128, 8, 256
 PHASES = {"from scratch": 2e-3, "trained further": 1e-4}  # their learning rates
 PER_LAYER_LOSS = 0.01
-FIELDS = ["phase", "seed", "method", "steps", "held_out_loss", "commit", "versions", "date"]
 
 
 def plain(model, learning_rate: float):
@@ -88,10 +84,9 @@ def held_out_loss(model, rows) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "optimizer_quality.csv", needs_gpu=False)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200, help="of each phase")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "optimizer_quality.csv")
     options = parser.parse_args()
     torch.compiler.set_stance("force_eager")
     texts, held_out_texts = standard_library()
@@ -100,7 +95,7 @@ def main():
         torch.stack([block["input_ids"] for block in blocks(files, tokenizer, LENGTH)])
         for files in (texts, held_out_texts)
     )
-    results = []
+    table = Rows(options.csv, gpu=False)
     for seed in range(options.seeds):
         set_seed(seed)
         config = small_config(tokenizer)
@@ -113,23 +108,18 @@ def main():
                 batches = 2 * seed + (phase != "from scratch")
                 trained[method] = train(base, method, learning_rate, rows, options.steps, batches)
                 loss = held_out_loss(trained[method], held_out[:HELD_OUT_WINDOWS])
-                print(f"{phase:16s} seed {seed}  {method:8s} {loss:.4f}", flush=True)
-                values = (phase, seed, method, options.steps, f"{loss:.5f}", *provenance.columns().values())
-                results.append(dict(zip(FIELDS, values)))
+                run = {"phase": phase, "seed": seed, "method": method, "steps": options.steps}
+                table.add(**run, held_out_loss=f"{loss:.5f}")
             base = trained["plain"]
-    options.csv.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.csv, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(results)
+    table.write()
     for phase in PHASES:
-        scatter = torch.tensor(
-            [float(r["held_out_loss"]) for r in results if (r["phase"], r["method"]) == (phase, "plain")]
-        )
-        print(f"{phase:16s} plain, standard deviation over seeds: {scatter.std():.4f}")
+        loss = {
+            (row["seed"], row["method"]): float(row["held_out_loss"]) for row in table.rows if row["phase"] == phase
+        }
+        scatter = torch.tensor([value for (_, method), value in loss.items() if method == "plain"]).std()
+        print(f"{phase:16s} plain, standard deviation over seeds: {scatter:.4f}")
         for method in ("one GPU", "nearest"):
-            loss = {(r["seed"], r["method"]): float(r["held_out_loss"]) for r in results if r["phase"] == phase}
-            differences = torch.tensor([loss[s, method] - loss[s, "plain"] for s in range(options.seeds)])
+            differences = torch.tensor([loss[f"{s}", method] - loss[f"{s}", "plain"] for s in range(options.seeds)])
             error = differences.std() / len(differences) ** 0.5
             print(f"{phase:16s} {method:8s} minus plain: {differences.mean():+.4f} ± {error:.4f}")
 

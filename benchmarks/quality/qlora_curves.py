@@ -1,6 +1,6 @@
 """Loss curves of LoRA over bf16 experts and over experts in 4 bits, from the same start with the same seeds.
 
-    python -m benchmarks.quality.qlora_curves [--start-steps 600] [--steps 300] [--seeds 3] [--out benchmarks/results]
+    python -m benchmarks.quality.qlora_curves [--start-steps 600] [--steps 300] [--seeds 3] [--csv FILE]
 
 The demo's small model is first trained in full on the even files of the standard library's sources; then adapters
 (r = 8, experts and attention) are trained on the odd files, three times over: bf16, NF4 and MXFP4 experts. Every
@@ -10,18 +10,16 @@ too (--start-steps 100 --steps 40). Writes qlora_curves.csv and qlora_curves.png
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, set_seed
 
 import sonicmoe_hf
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.command import Command
+from benchmarks.common.table import Rows
 from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
@@ -96,41 +94,32 @@ def with_adapters(base, seed, rank, experts="bf16", **options):
     return model.to(base.device)
 
 
-def parser_of(description: str, start_steps: int, steps: int, seeds: int, held_out: int) -> argparse.ArgumentParser:
+def parser_of(description: str | None, csv: str, start_steps: int, steps: int, seeds: int, held_out: int) -> Command:
     """With these defaults."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(description, csv, needs_gpu=False)
     parser.add_argument("--start-steps", type=int, default=start_steps, help="of full training, of the base")
     parser.add_argument("--steps", type=int, default=steps, help="of the adapters")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--held-out", type=int, default=held_out, help="rows of 128 tokens, about")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the adapters")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 
 
-def curves_of(contenders, options, path: Path, adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
+def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
     """(contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender, seed) ->
     the model to train, and its further columns."""
     base, rows, held_out = start(options, dtype, **sizes)
-    gpu = torch.cuda.get_device_name() if base.device.type == "cuda" else "none"
-    origin = {"gpu": gpu, **provenance.columns()}
-    table: list[dict] = []
+    table = Rows(options.csv)
     for seed in range(1, 1 + options.seeds):
         for contender in contenders:
             model, further = adapted(base, contender, seed)
             evaluate = lambda model: held_out_loss(model, held_out, dtype)  # noqa: E731
             curve = train(model, rows, options.steps, options.learning_rate, seed, evaluate, dtype)
             del model
-            run = {"contender": contender, "seed": seed}
-            table += [
-                {**run, "step": step, "held_out_loss": f"{loss:.5f}", **further, **origin}
-                for step, loss in curve.items()
-            ]
-            first, *_, last = curve.values()
-            print(f"{contender:15s} seed {seed}: {first:.4f} -> {last:.4f}", *further.items(), flush=True)
+            for step, loss in curve.items():
+                table.add(contender=contender, seed=seed, step=step, held_out_loss=f"{loss:.5f}", **further)
             yield contender, seed, curve
-        provenance.write_rows(path, list(table[0]), table)
+        table.write()
 
 
 def draw(curves, path):
@@ -157,14 +146,14 @@ def draw(curves, path):
 
 
 def main():
-    options = parser_of(__doc__, start_steps=600, steps=300, seeds=3, held_out=128).parse_args()
+    options = parser_of(__doc__, "qlora_curves.csv", start_steps=600, steps=300, seeds=3, held_out=128).parse_args()
 
     def adapted(base, contender, seed):
         return with_adapters(base, seed, RANK, experts=contender), {}
 
-    found = curves_of(CONTENDERS, options, options.out / "qlora_curves.csv", adapted)
+    found = curves_of(CONTENDERS, options, adapted)
     curves = {(contender, seed): curve for contender, seed, curve in found}
-    draw(curves, options.out / "qlora_curves.png")
+    draw(curves, options.csv.with_suffix(".png"))
     for contender in CONTENDERS:
         every = [curve for (name, _), curve in curves.items() if name == contender]
         first, last = (sum(list(curve.values())[at] for curve in every) / len(every) for at in (0, -1))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.command import RESULTS, ROOT
 from sonicmoe_hf.demo.corpus import train_tokenizer
 
 VOCAB_SIZE = 2048
@@ -144,26 +144,26 @@ def build(packages: list[tuple], file: Path, table: Path) -> None:
         description=description,
     )
     print(f"{file}: {description}; {len(train_ids):,} and {len(held_out_ids):,} tokens")
-    if table is not None:
-        with table.open("w", newline="") as opened:
-            writer = csv.writer(opened)
-            writer.writerow(("package", "version", "licence", "files", "bytes"))
-            writer.writerows(
-                (name, version, licence, *used[name]) for name, version, licence, _ in packages if name in used
-            )
+    with table.open("w", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(("package", "version", "licence", "files", "bytes"))
+        writer.writerows(
+            (name, version, licence, *used[name]) for name, version, licence, _ in packages if name in used
+        )
 
 
 def load(file: Path = FILE) -> Corpus:
-    """What `build` wrote.
-
-    Raises:
-        FileNotFoundError: it was not built.
-    """
+    """What `build` wrote, or writes now from the packages installed here."""
     if not file.exists():
-        raise FileNotFoundError(f"{file} does not exist; build it: python -m benchmarks.quality.quality_corpus")
+        build(installed(), file, file.with_suffix(".csv"))
     with numpy.load(file) as arrays:
         train, held_out = (torch.from_numpy(arrays[name].astype(numpy.int32)) for name in ("train", "held_out"))
         return Corpus(train, held_out, int(arrays["held_out_bytes"]), str(arrays["description"]))
+
+
+def installed() -> list[tuple]:
+    """`package_files` of all packages beside the running Python."""
+    return list(package_files(importlib.metadata.distributions()))
 
 
 if __name__ == "__main__":
@@ -171,4 +171,4 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--table", type=Path, default=RESULTS / "quality_corpus.csv")
     options = parser.parse_args()
-    build(list(package_files(importlib.metadata.distributions())), options.out, options.table)
+    build(installed(), options.out, options.table)

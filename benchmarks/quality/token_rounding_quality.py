@@ -1,6 +1,5 @@
 """Does token rounding cost quality? Small MoE language models trained from scratch, by routing method.
 
-    python -m benchmarks.quality.quality_corpus                      # once: the text, from the packages installed here
     python -m benchmarks.quality.token_rounding_quality --preset gpu --seeds 0 1 2 3     # 27 M parameters, on a GPU
     python -m benchmarks.quality.token_rounding_quality --preset cpu --seeds 0 --methods top_k nearest    # 3.7 M
 
@@ -12,16 +11,15 @@ For each seed all methods share initial weights and batches (training.py), and a
     expert_choice   every expert takes its T*K/E best tokens of the batch: the cautionary row
 
 The tile varies at a fixed batch, so that 8, 4, 2 and 1 tiles per expert have the same data, the same steps and the same
-top-k run to be compared with. The most decisive runs come first (PLAN); --seconds stops before a run that would end
-later. Some methods run twice from a start that differs by 1e-4 of every weight: the two show how far apart equal methods
-end.
+top-k run to be compared with. The most decisive runs come first (PLAN). Some methods run twice from a start that differs
+by 1e-4 of every weight: the two show how far apart equal methods end.
 
 Every finished run becomes a row of the CSV at once, and runs whose row is there are skipped: call it again to continue.
 Columns beside the obvious: train_loss_25, _50, _75, _100: mean cross-entropy of the steps before that percentage of
 training; bits_per_byte, of the held-out text; rows_ratio, rows routed in the last 20 steps over top-k's; starved_share,
 how often an expert got no row in one of those steps; dead_share, experts without a row in all of them;
 dead_share_held_out, experts that top-k never chooses on the held-out files; load_cv_held_out, standard deviation of rows
-per expert there over the mean; training_seconds, beside the other runs of --at-once.
+per expert there over the mean; training_seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from benchmarks.quality.comparison import SWEPT, compare, compare_tiles, replica_sd
-from benchmarks.quality.runs import do_missing, parser_of, read_rows
+from benchmarks.quality.comparison import SWEPT, compare, compare_tiles
+from benchmarks.quality.runs import do_missing, parser_of
 from benchmarks.quality.training import METHODS, PRESETS, Preset, Run, measure
 from sonicmoe_hf.layer.config import ROUNDINGS
 
@@ -70,32 +68,8 @@ PLAN = (
         ("down", 4, "layer", 0),
     ),
 )
-KEYS = ("preset", *Run._fields, "steps", "learning_rate", "final_rate")
-FIELDS = (
-    *KEYS,
-    "tiles_per_expert",
-    "tokens_per_step",
-    "parameters",
-    "first_loss",
-    "train_loss_25",
-    "train_loss_50",
-    "train_loss_75",
-    "train_loss_100",
-    "held_out_loss",
-    "held_out_perplexity",
-    "bits_per_byte",
-    "rows_ratio",
-    "starved_share",
-    "dead_share",
-    "dead_share_held_out",
-    "load_cv_held_out",
-    "training_seconds",
-    "corpus",
-    "device",
-    "commit",
-    "versions",
-    "date",
-)
+SETTINGS = ("steps", "learning_rate", "final_rate")
+KEYS = ("preset", *Run._fields, *SETTINGS)
 
 
 def planned_runs(preset: Preset, methods, seeds: list[int]) -> list[Run]:
@@ -124,48 +98,16 @@ def by_method(rows: list[dict], balancing: str) -> dict[tuple[str, int], list[di
     return table
 
 
-def mean(rows: list[dict], name: str) -> float:
-    """Of a column."""
-    return sum(float(row[name]) for row in rows) / len(rows)
-
-
 def show(rows: list[dict], balancing: str) -> None:
-    """The table of one balancing loss in Markdown, and what it can resolve."""
+    """Held-out loss over top-k's under one balancing loss, with its standard error, and what can be resolved."""
     table = by_method(rows, balancing)
     comparison = compare(table)
-    print(f"balancing loss: {balancing}")
-    print(
-        "| method | tiles per expert | runs | held-out loss | over top-k's | bits per byte | rows | starved | dead "
-        "| dead, held-out | load cv, held-out | s |"
-    )
-    print("|" + "---|" * 12)
-    for (method, tile), runs in table.items():
-        over = comparison.over_top_k.get((method, tile))
-        cells = (
-            method,
-            f"{float(runs[0]['tiles_per_expert']):g}" if tile else "",
-            len(runs),
-            f"{mean(runs, 'held_out_loss'):.4f}",
-            f"{over[0]:+.4f} ± {over[1]:.4f}" if over else "",
-            f"{mean(runs, 'bits_per_byte'):.4f}",
-            f"{mean(runs, 'rows_ratio'):.3f}",
-            *(f"{mean(runs, name):.1%}" for name in ("starved_share", "dead_share", "dead_share_held_out")),
-            f"{mean(runs, 'load_cv_held_out'):.2f}",
-            f"{mean(runs, 'training_seconds'):.1f}",
-        )
-        print("| " + " | ".join(map(str, cells)) + " |")
-    for (method, tile), (value, error) in compare_tiles(table).over_top_k.items():
-        if method not in METHODS:
-            print(f"{method}, tile {tile}: {value:+.4f} ± {error:.4f}")
-    listed = [row for runs in table.values() for row in runs]
-    print(f"standard deviation of a run ({comparison.freedom} degrees of freedom):")
-    for column in ("train_loss_25", "train_loss_50", "train_loss_75", "train_loss_100", "held_out_loss"):
-        if not all(row[column] for row in listed):  # runs of before these columns
-            continue
-        print(
-            f"  {column}: mean {mean(listed, column):.4f}, {compare(table, column).run_sd:.4f} around method + seed, "
-            f"{replica_sd(listed, column):.4f} between replicas"
-        )
+    print(f"balancing loss: {balancing}; held-out loss minus top-k's, nats per token, ± a standard error")
+    over = comparison.over_top_k
+    tiles = compare_tiles(table).over_top_k
+    for (method, tile), (value, error) in (over | {name: tiles[name] for name in tiles if name not in over}).items():
+        print(f"{method}, tile {tile}: {value:+.4f} ± {error:.4f}, {len(table.get((method, tile), ()))} runs")
+    print(f"standard deviation of a run: {comparison.run_sd:.4f}, {comparison.freedom} degrees of freedom")
 
 
 def plot_tiles(axis, table: dict[tuple[str, int], list[dict]]) -> None:
@@ -204,28 +146,26 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Do the runs that are missing, print the table, draw the plot."""
-    parser = parser_of(__doc__, seeds=[0, 1, 2])
+    parser = parser_of(__doc__, "token_rounding_quality.csv", seeds=[0, 1, 2])
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--learning-rate", type=float, help="at its peak, in place of the preset's")
     parser.add_argument("--final-rate", type=float, help="share of it at the end, in place of the preset's")
     options = parser.parse_args(arguments)
-    asked = {name: getattr(options, name) for name in ("steps", "learning_rate", "final_rate")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    preset = dataclasses.replace(PRESETS[options.preset], **asked)
-    path = options.out / "token_rounding_quality.csv"
+    chosen = {name: getattr(options, name) for name in SETTINGS}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    preset = dataclasses.replace(PRESETS[options.preset], **chosen)
     runs = planned_runs(preset, options.methods, options.seeds)
-    do_missing(runs, preset, options, path, FIELDS, columns_of, measure)
-    settings = ("preset", "steps", "learning_rate", "final_rate")
-    this = tuple(map(str, (preset.name, preset.steps, preset.learning_rate, preset.final_rate)))
-    rows = [row for row in read_rows(path) if tuple(row[name] for name in settings) == this]
-    if rows:
-        for balancing in BALANCING:
-            if by_method(rows, balancing):
-                show(rows, balancing)
-        if importlib.util.find_spec("matplotlib") is None:
-            print("no picture: matplotlib is not installed")
-            return
-        plot(rows, options.out / f"token_rounding_quality_{preset.name}.png")
+    rows = do_missing(runs, preset, options, KEYS, columns_of, measure)
+    settings = ("preset", *SETTINGS)
+    values = [str(value) for value in (preset.name, preset.steps, preset.learning_rate, preset.final_rate)]
+    rows = [row for row in rows if [row[name] for name in settings] == values]
+    for balancing in BALANCING:
+        if by_method(rows, balancing):
+            show(rows, balancing)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed")
+    elif rows:
+        plot(rows, options.csv.with_name(f"{options.csv.stem}_{preset.name}.png"))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3MoeConfig
@@ -25,8 +25,6 @@ from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
 from sonicmoe_hf.layer.routing import Routing
 from sonicmoe_hf.patching.support import find_layers
 
-Result = TypeVar("Result")
-Steps = Generator[None, None, Result]  # does a step at every next(), and returns the result
 After = Callable[[], None] | None
 
 METHODS = ("top_k", *ROUNDINGS, "token_drop", "expert_choice")
@@ -276,11 +274,11 @@ class Step:
 
 def train(
     model, counters, preset: Preset, tokens: torch.Tensor, seed: int, graph: bool, after: After = None
-) -> Steps[torch.Tensor]:
+) -> torch.Tensor:
     """Train: the loss of every step [steps]. The counters count the last steps' rows."""
     stream = None
     if tokens.is_cuda:
-        stream = torch.cuda.Stream()  # its own: runs overlap, and a graph is captured on one
+        stream = torch.cuda.Stream()  # on which a graph is captured
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         optimizer = make_optimizer(model, preset, tokens.device)
@@ -288,8 +286,7 @@ def train(
         one_step = Step(model, optimizer, preset, tokens.device, after)
         cross_entropies = torch.zeros(preset.steps, device=tokens.device)
         batch_of = batches(tokens, preset, seed)
-    for step in range(preset.steps):
-        with torch.cuda.stream(stream):
+        for step in range(preset.steps):
             if graph and step == EAGER_STEPS:
                 one_step.capture()
             if step == max(preset.steps - COUNTED_STEPS, 0):
@@ -299,8 +296,6 @@ def train(
             one_step.ids.copy_(batch_of(step))
             one_step()
             cross_entropies[step] = one_step.loss
-        yield
-    with torch.cuda.stream(stream):
         return cross_entropies.cpu()
 
 
@@ -330,11 +325,11 @@ def evaluate(model, counters, preset: Preset, tokens: torch.Tensor):
     return float(total) / len(windows), rows
 
 
-def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> Steps[dict]:
+def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, graph: bool) -> dict:
     """Train and evaluate one run: the figures of its row in the CSV. graph: train by CUDA graph."""
     began = time.perf_counter()
     model, counters = build_model(preset, run, device)
-    cross_entropies = yield from train(model, counters, preset, corpus.train.to(device), run.seed, graph)
+    cross_entropies = train(model, counters, preset, corpus.train.to(device), run.seed, graph)
     trained = time.perf_counter() - began
     rows, starved, _ = counted(counters)
     steps = min(COUNTED_STEPS, preset.steps)
@@ -357,22 +352,3 @@ def measure(preset: Preset, run: Run, corpus: Corpus, device: torch.device, grap
         "load_cv_held_out": spread.mean().item(),
         "training_seconds": trained,
     }
-
-
-def at_once(most: int, runs: Iterable[Run], steps_of: Callable[[Run], Steps[dict]]) -> Iterator[tuple[Run, dict]]:
-    """Do the runs in order, up to `most` of them a step at a time in turn: (run, figures) as each ends.
-
-    Their streams overlap on a GPU, which one small model leaves idle most of the time.
-    """
-    waiting, running = iter(runs), {}
-    while True:
-        while len(running) < most and (run := next(waiting, None)) is not None:
-            running[run] = steps_of(run)
-        if not running:
-            return
-        for run, steps in list(running.items()):
-            try:
-                next(steps)
-            except StopIteration as end:
-                del running[run]
-                yield run, end.value

@@ -3,14 +3,13 @@
     python -m benchmarks.step.checkpoints [--folder /tmp/checkpoints] [--layers 5] [--shard-size 500MB]
 
 Makes a Qwen3-MoE checkpoint in the hub layout (3 GB by default), converts it to the native layout and back in processes
-of their own, compares the bytes, loads both layouts, and appends rows to benchmarks/results/checkpoints.csv. Peak memory
+of their own, compares the bytes, loads both layouts, and writes benchmarks/results/checkpoints.csv. Peak memory
 is the process's, over what importing the libraries takes; pages of mapped files count, they are reported on their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -21,10 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.command import Command
+from benchmarks.common.table import Rows
 
-CSV = RESULTS / "checkpoints.csv"
 CONFIG = {
     "vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8,
@@ -124,8 +122,8 @@ def in_process(step: str, *arguments: str) -> dict:
 
 
 def main() -> None:
-    """Make, convert both ways, compare, load; append the rows."""
-    parser = argparse.ArgumentParser()
+    """Make, convert both ways, compare, load; write the rows."""
+    parser = Command(__doc__, "checkpoints.csv", needs_gpu=False)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/checkpoints"))
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--shard-size", default="500MB")
@@ -138,41 +136,26 @@ def main() -> None:
     shutil.rmtree(arguments.folder, ignore_errors=True)
     hub, native, back = (arguments.folder / name for name in ("hub", "native", "back"))
     make(hub, arguments.layers, arguments.shard_size)
-    rows = []
-    for what, src, dst, layout in (("hub -> native", hub, native, "native"), ("native -> hub", native, back, "hub")):
+    size = sum(path.stat().st_size for path in hub.glob("*.safetensors")) / 1e9
+    common = {"checkpoint_gb": f"{size:.2f}", "shard_size": arguments.shard_size}
+    table = Rows(arguments.csv, gpu=False)
+
+    def add(what: str, figures: dict) -> None:
+        columns = {"seconds": "seconds", "peak_gb": "VmRSS", "peak_own_gb": "RssAnon", "peak_mapped_gb": "RssFile"}
+        values = {column: f"{figures[key]:.2f}" for column, key in columns.items()}
+        table.add(**common, what=what, **values, machine=f"{platform.machine()}, {os.cpu_count()} cores")
+
+    for layout, src, dst, kind in (("hub -> native", hub, native, "native"), ("native -> hub", native, back, "hub")):
         forget(src)
-        rows.append(
-            {"what": f"convert {what}", **in_process("convert", str(src), str(dst), layout, arguments.shard_size)}
-        )
+        add(f"convert {layout}", in_process("convert", str(src), str(dst), kind, arguments.shard_size))
     print("round trip bit-exact:", same_checkpoints(hub, back))
     for layout, folder in (("hub", hub), ("native", native)):
         for cache in ("cold", "warm", "warm"):
             if cache == "cold":
                 forget(folder)
-            rows.append({"what": f"load {layout}, {cache} page cache", **in_process("load", str(folder))})
-    size = sum(path.stat().st_size for path in hub.glob("*.safetensors")) / 1e9
-    write(rows, size, arguments.shard_size)
+            add(f"load {layout}, {cache} page cache", in_process("load", str(folder)))
+    table.write()
     shutil.rmtree(arguments.folder)
-
-
-def write(rows: list[dict], size: float, shard_size: str) -> None:
-    """Append the rows to the results, and print them."""
-    CSV.parent.mkdir(exist_ok=True)
-    new = not CSV.exists()
-    with CSV.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(
-                ["checkpoint_gb", "shard_size", "what", "seconds", "peak_gb", "peak_own_gb", "peak_mapped_gb",
-                 "machine", *provenance.columns()]
-            )  # fmt: skip
-        for row in rows:
-            figures = [f"{row[key]:.2f}" for key in ("seconds", "VmRSS", "RssAnon", "RssFile")]
-            machine = f"{platform.machine()}, {os.cpu_count()} cores"
-            writer.writerow(
-                [f"{size:.2f}", shard_size, row["what"], *figures, machine, *provenance.columns().values()]
-            )
-            print(f"{row['what']:28} {figures[0]:>7} s   peak {figures[1]} GB (own {figures[2]}, mapped {figures[3]})")
 
 
 if __name__ == "__main__":

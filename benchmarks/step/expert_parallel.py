@@ -15,13 +15,9 @@ Set NCCL_NVLS_ENABLE=0 where NVLink multicast is not to be used. --tiny checks t
 
 from __future__ import annotations
 
-import argparse
 import collections
-import gc
 import os
-import statistics
-import time
-from pathlib import Path
+import sys
 from typing import NamedTuple
 from unittest import mock
 
@@ -30,20 +26,21 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 import sonicmoe_hf
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
-from benchmarks.step.models import MODELS, TINY, add_settings, apply_liger, settings_of, spread_load
+from benchmarks.common.command import Command
+from benchmarks.common.table import RANGE, Table
+from benchmarks.common.timing import release, waited_times
+from benchmarks.step.models import add_settings, apply_liger, config_of, settings_of, spread_load
+from benchmarks.step.training import GIB, SEQUENCE, one_step
 from sonicmoe_hf.expert_parallel import collectives
 
 MODEL = "Qwen3-30B-A3B"
 INPUTS = ("input", "input_tensor", "inputs", "tensors", "input_tensors")  # arguments of the ops of collectives
-FIELDS = ("shape", "case", "metric", "median", "min", "max", "commit", "versions", "date", "gpu")
-WARMUP, SEQUENCE = 3, 4096
+WARMUP = 3
 TOLERANCES = {"loss": 2e-3, "gradient_norm": 2e-2}  # bf16: partial sums of experts and of ranks are rounded
 
 
@@ -75,10 +72,10 @@ class BytesSent(TorchDispatchMode):
     def as_ours(self, function):
         """`function`, whose collectives are ours."""
 
-        def call(*args):
+        def call(*args, **options):
             self.is_ours = True
             try:
-                return function(*args)
+                return function(*args, **options)
             finally:
                 self.is_ours = False
 
@@ -142,10 +139,9 @@ def build(ep_implementation: str | None, options):
     sizes = {"fsdp_size": world}
     if ep_implementation is not None:
         sizes |= {"ep_size": world, "ep_implementation": ep_implementation}
-    config = Qwen3MoeConfig(**options.sizes | {"num_hidden_layers": options.layers, "use_cache": False})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"
+            options.config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="sonicmoe_hf"
         )
     if options.liger:
         apply_liger(MODEL, model)
@@ -153,7 +149,7 @@ def build(ep_implementation: str | None, options):
     model = model.maybe_distribute_model(model, distributed, mesh).to_empty(device=options.device)
     fill(model)
     with torch.device(options.device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # buffers, and no weights
+        model.model.rotary_emb = type(model.model.rotary_emb)(options.config)  # buffers, and no weights
     if options.spread_load:
         spread_load(model)
     sonicmoe_hf.patch_model(model)
@@ -168,13 +164,11 @@ def optimizer_of(model):
     return torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=0.0, fused=True)
 
 
-def one_step(model, tokens, optimizer=None):
+def loss_of(model, tokens) -> torch.Tensor:
+    """After backward."""
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return loss
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
@@ -194,95 +188,54 @@ def bytes_of_step(model, tokens, options) -> dict[str, float]:
     counting = BytesSent(options.device)
     ours = {name: counting.as_ours(getattr(collectives, name)) for name in ("_gather", "_scatter_sum", "_exchange")}
     with counting, mock.patch.multiple(collectives, **ours):
-        one_step(model, tokens)
+        loss_of(model, tokens)
     model.zero_grad(set_to_none=True)
     return {"exchange_bytes": counting.exchange, "other_bytes": counting.other}
 
 
-def timed_steps(model, tokens, options):
-    """Milliseconds of each step after the warm-up, and GiB at the peak."""
-    optimizer = optimizer_of(model)
-    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
-    times = []
-    for number in range(WARMUP + options.steps):
-        if number == 1 and options.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        synchronize()
-        began = time.perf_counter()
-        one_step(model, tokens, optimizer)
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else float("nan")
-    return times[WARMUP:], peak
-
-
-def measure(model, case: Case, tokens, options) -> dict[str, list[float]]:
+def measure(model, case: Case, tokens, options) -> dict:
+    """metric -> values."""
     sonicmoe_hf.set_routing(model, case.routing)
-    found = {"loss": [mean_over_ranks(one_step(model, tokens))], "gradient_norm": [gradient_norm(model)]}
+    found = {"loss": mean_over_ranks(loss_of(model, tokens)), "gradient_norm": gradient_norm(model)}
     model.zero_grad(set_to_none=True)
-    found |= {metric: [value] for metric, value in bytes_of_step(model, tokens, options).items()}
-    found["ms"], peak = timed_steps(model, tokens, options)
-    found["peak_GiB"] = [peak]
-    found["tokens_per_second_per_gpu"] = [1e3 * options.tokens / ms for ms in found["ms"]]
-    return found
+    found |= bytes_of_step(model, tokens, options)
+    optimizer = optimizer_of(model)
+    step = lambda: one_step(model, optimizer, tokens, autocast=False)  # noqa: E731
+    step()
+    release()
+    ms, _ = waited_times(step, options.steps, WARMUP - 1)
+    peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else float("nan")
+    speeds = [1e3 * options.tokens / each for each in ms]
+    return found | {"ms": ms, "peak_GiB": peak, "tokens_per_second_per_gpu": speeds}
 
 
-def results_of(options) -> dict[str, dict[str, list[float]]]:
-    """Of every case; those of one implementation share a model."""
-    tokens = sequences(options.tokens, options.sizes["vocab_size"], dist.get_rank(), options.device)
-    results: dict[str, dict[str, list[float]]] = {}
+def results_of(options, table: Table, shape: str) -> dict[str, dict]:
+    """Of every case, which are also rows of the table; those of one implementation share a model."""
+    tokens = sequences(options.tokens, options.config.vocab_size, dist.get_rank(), options.device)
+    results = {}
     names = options.case or CASES
     for implementation in dict.fromkeys(CASES[name].ep_implementation for name in names):
         model = build(implementation, options)
         for name in (name for name in names if CASES[name].ep_implementation == implementation):
             results[name] = measure(model, CASES[name], tokens, options)
-            if dist.get_rank() == 0:
-                report(name, results[name])
+            table.add(shape, name, results[name])
         del model
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release()
     return results
 
 
-def check(results: dict[str, dict[str, list[float]]]) -> None:
+def check(results: dict[str, dict]) -> None:
+    """Raise AssertionError where losses or gradients of the top-k cases differ."""
     top_k = {name: found for name, found in results.items() if CASES[name].routing is None}
     first = next(iter(top_k.values()), None)
     for name, found in top_k.items():
         for metric, tolerance in TOLERANCES.items():
-            error = abs(found[metric][0] / first[metric][0] - 1)
-            assert error <= tolerance, f"{name}: {metric} {found[metric][0]} is {error:.1e} off {first[metric][0]}"
-
-
-def write(path: Path, results, options) -> None:
-    parts = [
-        f"{options.layers} layers",
-        f"vocabulary {options.sizes['vocab_size']}",
-        f"{options.tokens} tokens a rank",
-        f"{dist.get_world_size()} ranks",
-        *settings_of(MODEL, options),
-    ]
-    common = {"shape": ", ".join(parts), "gpu": provenance.gpu(), **provenance.columns()}
-    rows = []
-    for name, found in results.items():
-        for metric, values in found.items():
-            figures = zip(("median", "min", "max"), (statistics.median(values), min(values), max(values)))
-            rows.append(common | {"case": name, "metric": metric, **{key: f"{value:.6g}" for key, value in figures}})
-    provenance.write_rows(path, FIELDS, rows)
-
-
-def report(name: str, found) -> None:
-    median = {metric: statistics.median(values) for metric, values in found.items()}
-    print(
-        f"{name:36s} {median['ms']:8.1f} ms {median['tokens_per_second_per_gpu']:10.0f} tokens/s a GPU  exchange "
-        f"{median['exchange_bytes'] / 1e6:9.1f} MB  other {median['other_bytes'] / 1e6:9.1f} MB  "
-        f"{median['peak_GiB']:6.1f} GiB  loss {median['loss']:.4f}  |gradient| {median['gradient_norm']:.4f}",
-        flush=True,
-    )
+            error = abs(found[metric] / first[metric] - 1)
+            assert error <= tolerance, f"{name}: {metric} {found[metric]} is {error:.1e} off {first[metric]}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "expert_parallel.csv", needs_gpu=False)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
     parser.add_argument(
@@ -292,21 +245,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "expert_parallel.csv")
     options = parser.parse_args()
-    options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.sizes = TINY if options.tiny else MODELS[MODEL].sizes
-    if options.vocabulary is not None:
-        options.sizes = {**options.sizes, "vocab_size": options.vocabulary}
+    options.config = config_of(MODEL, options.layers, options.tiny)
+    options.config.vocab_size = options.vocabulary or options.config.vocab_size
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    results = results_of(options)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - one rank speaks, until the end of the process
+    vocabulary, world = f"vocabulary {options.config.vocab_size}", f"{dist.get_world_size()} ranks"
+    settings = settings_of(MODEL, options)
+    shape = ", ".join([f"{options.layers} layers", vocabulary, f"{options.tokens} tokens a rank", world, *settings])
+    table = Table(options.csv, ("shape", "case", "metric"), RANGE)
+    results = results_of(options, table, shape)
     if dist.get_rank() == 0:
-        print(f"\n{options.layers} layers, {options.tokens} tokens a rank, commit {provenance.commit()}")
-        for name, found in results.items():
-            report(name, found)
-        write(options.csv, results, options)
+        table.write()
         check(results)
         print("losses and gradients of the top-k cases agree")
     dist.destroy_process_group()

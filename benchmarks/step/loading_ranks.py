@@ -10,7 +10,6 @@ those it had with all modules imported. Pages of mapped files, which the kernel 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,11 +23,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.command import Command
+from benchmarks.common.table import Rows
 from benchmarks.step.checkpoints import PeakMemory, forget
 
-CSV = RESULTS / "loading_ranks.csv"
 NUM_EXPERTS, BLOCK = 128, 128
 CONFIG = {
     "vocab_size": 16384, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768,
@@ -37,10 +35,6 @@ CONFIG = {
 }  # fmt: skip
 DECLARED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
 HELD_AS = {"fp8": "fp8", "bf16": "nf4"}  # how a checkpoint stores experts: how ranks hold them
-FIELDS = (
-    "stored", "held_as", "ranks", "rank", "checkpoint_gb", "file_gb", "seconds", "held_gb", "peak_own_gb",
-    "peak_mapped_gb", "machine",
-)  # fmt: skip
 
 
 def config(layers: int):
@@ -160,14 +154,13 @@ def on_ranks(ranks: int, folder: Path, held_as: str) -> list[dict[str, float]]:
 
 def main() -> None:
     """Make, load, write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "loading_ranks.csv", needs_gpu=False)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/loading_ranks"))
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--stored", nargs="+", choices=tuple(HELD_AS), default=["fp8"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--output", type=Path, default=CSV)
     arguments = parser.parse_args()
-    machine, rows = f"{platform.machine()}, {os.cpu_count()} cores", []
+    machine, table = f"{platform.machine()}, {os.cpu_count()} cores", Rows(arguments.csv)
     for stored in arguments.stored:
         held_as = HELD_AS[stored]
         shutil.rmtree(arguments.folder, ignore_errors=True)
@@ -175,12 +168,10 @@ def main() -> None:
         for ranks in arguments.ranks:
             forget(arguments.folder)
             for rank, found in enumerate(on_ranks(ranks, arguments.folder, held_as)):
-                row = {"checkpoint_gb": size, "file_gb": largest, **found}
-                row = {name: f"{value:.3f}" for name, value in row.items()}
-                row |= {"stored": stored, "held_as": held_as, "ranks": ranks, "rank": rank, "machine": machine}
-                rows.append({**row, "gpu": "none", **provenance.columns()})
-                print(" ".join(f"{name} {row[name]}" for name in FIELDS), flush=True)
-    provenance.write_rows(arguments.output, [*FIELDS, "gpu", *provenance.columns()], rows)
+                names = {"stored": stored, "held_as": held_as, "ranks": ranks, "rank": rank}
+                figures = {"checkpoint_gb": size, "file_gb": largest, **found}
+                table.add(**names, **{name: f"{value:.3f}" for name, value in figures.items()}, machine=machine)
+    table.write()
     shutil.rmtree(arguments.folder)
 
 

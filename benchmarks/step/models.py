@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+from collections.abc import Callable
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
@@ -53,6 +54,16 @@ class Model(NamedTuple):
     packed: str = "nf4"
 
 
+GPT_OSS_20B = {  # config.json of openai/gpt-oss-20b; it has no sdpa
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+}
 MODELS = {
     "Qwen3-30B-A3B": Model(*PUBLISHED["Qwen/Qwen3-30B-A3B"], layers=48, trained_layers=16),
     "Qwen3.5-35B-A3B": Model(*PUBLISHED["Qwen/Qwen3.5-35B-A3B"], layers=40, trained_layers=12),
@@ -97,23 +108,9 @@ MODELS = {
         layers=16,
         trained_layers=16,
     ),
-    "gpt-oss-20b": Model(  # config.json of openai/gpt-oss-20b; it has no sdpa
-        "gpt_oss",
-        {
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 201088,
-        },
-        layers=24,
-        trained_layers=8,
-        tokens=8192,
-        attention="eager",
-        packed="mxfp4",
+    "gpt-oss-20b": Model("gpt_oss", GPT_OSS_20B, 24, 8, tokens=8192, attention="eager", packed="mxfp4"),
+    "gpt-oss-120b": Model(  # config.json of openai/gpt-oss-120b
+        "gpt_oss", GPT_OSS_20B | {"num_local_experts": 128}, 36, 3, tokens=8192, attention="eager", packed="mxfp4"
     ),
 }
 
@@ -125,29 +122,24 @@ class Contender(NamedTuple):
     routing: sonicmoe_hf.TokenRounding | None = None
 
 
-def _sonicmoe_forward(self, hidden_states, top_k_index, top_k_weights):
-    if self.has_bias:
-        raise Unavailable("Transformers' sonicmoe computes another function than gpt-oss's experts")
-    shape = Shape(
-        hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1]
-    )
-    return upstream(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+def _forward_of(layer_of: Callable) -> Callable:
+    """A peer's layer (contenders.py) as an experts_implementation."""
 
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        if self.has_bias:
+            raise Unavailable("it has no biases and no gate like gpt-oss's")
+        tokens, top_k = top_k_index.shape
+        shape = Shape(tokens, self.hidden_dim, self.intermediate_dim, self.num_experts, top_k)
+        return layer_of(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
-def _scattermoe_forward(self, hidden_states, top_k_index, top_k_weights):
-    if self.has_bias:
-        raise Unavailable("ScatterMoE has no biases and no gate like gpt-oss's")
-    shape = Shape(
-        hidden_states.shape[0], self.hidden_dim, self.intermediate_dim, self.num_experts, top_k_index.shape[1]
-    )
-    return scattermoe(shape)(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+    return forward
 
 
 # experts_implementation: the package whose kernels it calls, and the function. Transformers' own way to its sonicmoe is
 # over the hub; here the package lies on sys.path.
 PEERS = {
-    "sonicmoe_of_transformers": ("sonic_moe", _sonicmoe_forward),
-    "scattermoe": ("scattermoe", _scattermoe_forward),
+    "sonicmoe_of_transformers": ("sonic_moe", _forward_of(upstream)),
+    "scattermoe": ("scattermoe", _forward_of(scattermoe)),
 }
 OURS = "sonicmoe-hf"
 CONTENDERS = {
@@ -175,9 +167,10 @@ def check_available(name: str) -> None:
         ALL_EXPERTS_FUNCTIONS.register(implementation, forward)
 
 
-def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
-    """The model's config with this many layers; tiny: small enough for a CPU, its kind kept."""
+def config_of(name: str, layers: int, tiny: bool, **changes) -> PreTrainedConfig:
+    """The model's config with this many layers and these changes; tiny: small enough for a CPU, its kind kept."""
     model_type, sizes, *_ = MODELS[name]
+    sizes = sizes | changes
     if tiny:
         own = AutoConfig.for_model(model_type)
         sizes = sizes | {key: value for key, value in TINY.items() if key in sizes or hasattr(own, key)}
@@ -187,20 +180,36 @@ def config_of(name: str, layers: int, tiny: bool) -> PreTrainedConfig:
 def build(
     name: str,
     layers: int,
+    options: argparse.Namespace,
     *,
-    device: str,
-    tiny: bool,
     dtype=torch.bfloat16,
-    implementation="grouped_mm",
-    packed: bool = False,
+    implementation: str = "grouped_mm",
+    attention: str | None = None,
+    packed: dict | None = None,
+    sizes: dict | None = None,
 ) -> PreTrainedModel:
-    """The model with random weights on the device, in training mode; packed: its experts are so from the start."""
-    config, options = config_of(name, layers, tiny), {"dtype": dtype, "attn_implementation": MODELS[name].attention}
+    """The model with random weights, in training mode.
+
+    Args:
+        name, layers: one of MODELS, and how many of its layers.
+        options: the script's: device, tiny, and the settings of `add_settings` where it has them.
+        dtype, implementation: of all weights, of the experts.
+        attention: its implementation; default: the model's.
+        packed: options of `random_packed_model`, which makes the model; experts: "nf4" and so on.
+        sizes: in place of the model's.
+    """
+    config = config_of(name, layers, options.tiny, **sizes or {})
+    chosen = {"dtype": dtype, "attn_implementation": attention or MODELS[name].attention}
     torch.manual_seed(0)
-    if packed:
-        return random_packed_model(config, MODELS[name].packed, None, device, **options).train()
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **options)
+    if packed is not None:
+        model = random_packed_model(config, device=options.device, **packed, **chosen)
+    else:
+        with torch.device(options.device):
+            model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation, **chosen)
+    if getattr(options, "liger", False):
+        apply_liger(name, model)
+    if getattr(options, "spread_load", False):
+        spread_load(model)
     return model.train()
 
 
@@ -274,7 +283,7 @@ def _forward_with_fused_loss(self, input_ids, labels, **options):
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """The options that change a model before it is measured: see `apply_settings`."""
+    """The options that change a model before it is measured."""
     parser.add_argument("--liger", action="store_true", help="Liger's RMSNorm, RoPE and fused loss")
     parser.add_argument(
         "--spread-load", action="store_true", help="rows per expert as in a balanced model (models.py)"
@@ -285,14 +294,6 @@ def settings_of(name: str, options: argparse.Namespace) -> list[str]:
     """Those of `add_settings` that were chosen for the model, as the CSVs name them."""
     liger = "Liger" if MODELS[name].model_type in LIGER else "Liger's loss"
     return [liger] * options.liger + ["spread load"] * options.spread_load
-
-
-def apply_settings(name: str, model, options: argparse.Namespace) -> None:
-    """Change this model as the options say."""
-    if options.liger:
-        apply_liger(name, model)
-    if options.spread_load:
-        spread_load(model)
 
 
 def shard(model, weights: torch.dtype) -> None:

@@ -17,37 +17,21 @@ around a round's steps, which it waits for), and their ratio to plain's of the s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
 import sonicmoe_hf
-from benchmarks.common import provenance
-from benchmarks.common.paths import RESULTS
+from benchmarks.common.command import Command
+from benchmarks.common.table import RANGE, Table
+from benchmarks.common.timing import Clock, synchronize
 from benchmarks.step import models
-from benchmarks.step.training import WARMUP, Clock, one_step, optimizer_of, sequences
+from benchmarks.step.training import WARMUP, one_step, optimizer_of, sequences
 from sonicmoe_hf.patching.support import find_layers
 
-FIELDS = ("shape", "case", "metric", "median", "min", "max", "rounds", "gpu", "commit", "versions", "date")
 MODEL = "Qwen3-30B-A3B"
-RESULT = RESULTS / "replay_step.csv"
-
-
-def build(options):
-    """The patched model, as `train_step.py --liger --spread-load` trains it."""
-    model = models.build(MODEL, options.layers, device=options.device, tiny=options.tiny)
-    if options.tiny:
-        for layer in model.model.layers:
-            layer.mlp.gate.top_k = 2  # the tiny models' tokens take all experts, which leaves no other choice
-    else:
-        models.apply_liger(MODEL, model)
-    models.spread_load(model)
-    sonicmoe_hf.patch_model(model)
-    return model.requires_grad_(True)
 
 
 def record_of(model, tokens: torch.Tensor, **options):
@@ -80,17 +64,16 @@ def check(model, tokens: torch.Tensor) -> None:
 
 def timed(model, optimizer, tokens: torch.Tensor, context, steps: int) -> tuple[float, float]:
     """Median GPU milliseconds of a step, and the mean by the host's clock, of steps inside `context()`."""
-    wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
-    wait()
-    watch, began = Clock(tokens.is_cuda), time.perf_counter()
-    watch.note()
+    synchronize()
+    clock, began = Clock(1 + steps), time.perf_counter()
+    clock.note()
     for _ in range(steps):
         with context():
             one_step(model, optimizer, tokens, autocast=False)
-        watch.note()
-    wait()
+        clock.note()
+    synchronize()
     wall = 1e3 * (time.perf_counter() - began) / steps
-    return statistics.median(watch.milliseconds()), wall
+    return statistics.median(clock.milliseconds()), wall
 
 
 def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
@@ -115,53 +98,31 @@ def measure(model, tokens: torch.Tensor, rounds: int, steps: int) -> dict[str, l
     return found
 
 
-def rows_of(found: dict[str, list[tuple[float, float]]], shape: str) -> list[dict]:
-    """The CSV's rows."""
-    origin = {"gpu": provenance.gpu(), **provenance.columns()}
-    rows = []
-    for case, rounds in found.items():
-        for place, clock in enumerate(("GPU", "wall")):
-            values = [figures[place] for figures in rounds]
-            plain = [figures[place] for figures in found["plain"]]
-            ratios = [value / base for value, base in zip(values, plain)]
-            for metric, listed in ((f"{clock} ms", values), (f"{clock}, over plain", ratios)):
-                figures = [f"{value:.6g}" for value in (statistics.median(listed), min(listed), max(listed))]
-                columns = (shape, case, metric, *figures, len(listed))
-                rows.append(dict(zip(FIELDS, columns)) | origin)
-    return rows
-
-
 def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "replay_step.csv", "--device cpu --tiny --tokens 64 --rounds 2 --steps 1")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5, help="of each case in a round")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
-    parser.add_argument("--csv", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    model = build(options)
+    options.liger, options.spread_load = not options.tiny, True
+    model = models.build(MODEL, options.layers, options)
+    for layer in find_layers(model) if options.tiny else ():
+        layer.router.top_k = 2  # the tiny models' tokens take all experts, which leaves no other choice
+    sonicmoe_hf.patch_model(model)
     tokens = sequences(options.tokens, model.config.vocab_size, options.device)
     check(model, tokens)
-    found = measure(model, tokens, options.rounds, options.steps)
-    layers = len(list(find_layers(model)))
-    rows = rows_of(found, f"{layers} layers, {options.tokens} tokens")
-    provenance.write_rows(options.csv, FIELDS, rows)
-    table = {(row["case"], row["metric"]): row for row in rows}
-    print("| case | GPU ms | over plain | wall ms | over plain |\n|---|---|---|---|---|")
-    for case in found:
-        cells = []
-        for clock in ("GPU", "wall"):
-            row, ratio = table[case, f"{clock} ms"], table[case, f"{clock}, over plain"]
-            cells.append(f"{float(row['median']):.2f} ({float(row['min']):.2f} to {float(row['max']):.2f})")
-            cells.append(
-                ""
-                if case == "plain"
-                else " to ".join(f"{float(ratio[k]) - 1:+.2%}" for k in ("min", "max"))
-                + f", median {float(ratio['median']) - 1:+.2%}"
-            )
-        print(f"| {case} | " + " | ".join(cells) + " |")
+    found = measure(model.requires_grad_(True), tokens, options.rounds, options.steps)
+    table = Table(options.csv, ("shape", "case", "metric"), RANGE | {"rounds": len})
+    shape = f"{len(list(find_layers(model)))} layers, {options.tokens} tokens"
+    for case, rounds in found.items():
+        metrics = {}
+        for clock, values, plain in zip(("GPU", "wall"), zip(*rounds), zip(*found["plain"])):
+            ratios = [value / base for value, base in zip(values, plain)]
+            metrics |= {f"{clock} ms": list(values), f"{clock}, over plain": ratios}
+        table.add(shape, case, metrics)
+    table.write()
 
 
 if __name__ == "__main__":

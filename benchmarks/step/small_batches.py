@@ -3,7 +3,6 @@
     python -m benchmarks.step.small_batches --check [--model NAME]
     python -m benchmarks.step.small_batches [--model NAME] [--mode full|LoRA] [--layers N] [--tokens T ...]
         [--contender NAME ...] [--execution NAME ...] [--csv FILE]
-    python -m benchmarks.step.small_batches --tables FILE ...
 
 Models at full width with random weights (models.py), one sequence of T random tokens; a step is forward, backward, fused
 AdamW and zero_grad. Experts get the rows of a balanced model. Executions: eager; layers, torch.compile of every decoder
@@ -13,21 +12,16 @@ ratio, peak memory, the first step, the loss, and how many graphs broke or were 
 
 --check compares loss and gradients of both compiled forms with eager ones, and fails where they differ, where a graph
 breaks, or where Inductor does not capture what it compiled. Every measured contender is checked so first, with two layers
-(--no-check leaves that out). --seconds ends a call in time, each contender having an equal part of it: runs that would
-begin later are left out, and named; another call with --missing measures these. The CSV keeps the rows of other runs. A
-run takes 5 s eager, 15 s with compiled layers, and as CUDA graphs about 4 s for each layer, most of it compiling.
-Transformers' sonicmoe tunes for minutes at every number of tokens, so it runs only if named. --device cpu --tiny checks
-the script itself.
+(--no-check leaves that out). The CSV keeps the rows of other runs. A run takes 5 s eager, 15 s with compiled layers, and
+as CUDA graphs about 4 s for each layer, most of it compiling. Transformers' sonicmoe tunes for minutes at every number of
+tokens, so it runs only if named. --device cpu --tiny checks the script itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,12 +29,14 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import sonicmoe_hf
+from benchmarks.common.command import Command
 from benchmarks.common.contenders import Unavailable
-from benchmarks.common.paths import RESULTS
-from benchmarks.common.table import Table, read_rows, run_of
+from benchmarks.common.table import Table
+from benchmarks.common.timing import Clock, release, synchronize
 from benchmarks.step import models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.training import Clock, adapted, one_step, optimizer_of
+from benchmarks.step.training import GIB, adapted, one_step, optimizer_of, record, sequences
+from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.patching.support import find_layers
 
 TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -64,10 +60,6 @@ class Run(NamedTuple):
     contender: str
     execution: str
 
-    def __str__(self):
-        case = f"{self.model}, {self.layers} layers, {self.mode}, {self.tokens:,} tokens"
-        return f"{case}: {self.contender}, {self.execution}"
-
 
 class FixedLoad(models.SpreadLoad):
     """The router's input is the noise alone, so that what is compiled otherwise routes alike."""
@@ -89,12 +81,13 @@ def build(run: Run, options):
     ours = contender.implementation == "ours"
     if run.mode == "LoRA" and not ours and contender.implementation != "grouped_mm":
         raise Unavailable(f"{run.contender} has no adapters")
-    implementation = "grouped_mm" if ours else contender.implementation
     model = models.build(
-        run.model, run.layers, device=options.device, tiny=options.tiny, implementation=implementation
+        run.model,
+        run.layers,
+        options,
+        implementation="grouped_mm" if ours else contender.implementation,
+        attention=ATTENTION.get(run.model) if options.device == "cuda" else None,
     )
-    if options.device == "cuda" and run.model in ATTENTION:
-        model.set_attn_implementation(ATTENTION[run.model])
     if ours:
         sonicmoe_hf.patch_model(model)
     return adapted(model, run.mode)
@@ -120,11 +113,6 @@ def decoder_layers(model):
     return [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
 
 
-def tokens_of(model, count: int, device: str) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(1)
-    return torch.randint(model.config.vocab_size, (1, count), generator=generator, device=device)
-
-
 def steer(model, hook, tokens: torch.Tensor):
     """Have the hook decide the load, and make its noise before anything is compiled. Returns the hooks' handles."""
     compiled(model, "eager")
@@ -139,13 +127,11 @@ def uncaptured() -> tuple[int, int]:
     return counters["inductor"]["cudagraph_skips"], sum(counters["graph_break"].values())
 
 
-def forget(device: str) -> None:
+def forget() -> None:
     """The code and the memory of what ran before."""
     torch.compiler.reset()
     counters.clear()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    release()
 
 
 def loss_and_gradients(call, model, tokens: torch.Tensor, autocast: bool) -> dict[str, torch.Tensor]:
@@ -164,11 +150,11 @@ def check(run: Run, options) -> list[str]:
     """What is wrong with the compiled forms of a contender: empty if nothing."""
     run = run._replace(layers=CHECKED_LAYERS, tokens=CHECKED_TOKENS if not options.tiny else 64)
     model, autocast = build(run, options), run.mode != "full"
-    tokens = tokens_of(model, run.tokens, options.device)
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     steer(model, FixedLoad(), tokens)
     expected, wrong = loss_and_gradients(masked(model, run, tokens), model, tokens, autocast), []
     for execution in EXECUTIONS[1:]:
-        forget(options.device)
+        forget()
         began = time.perf_counter()
         call = masked(compiled(model, execution), run, tokens)
         actual = loss_and_gradients(call, model, tokens, autocast)
@@ -176,7 +162,7 @@ def check(run: Run, options) -> list[str]:
         worst = max(errors, key=errors.__getitem__)
         skips, breaks = uncaptured()
         print(
-            f"check of {run._replace(execution=execution)}: loss {actual['loss'].item():.4f}, eager "
+            f"check of {run.contender}, {execution}: loss {actual['loss'].item():.4f}, eager "
             f"{expected['loss'].item():.4f}; largest relative error {errors[worst]:.1e} ({worst}), tolerance "
             f"{CHECK_TOLERANCE}; {skips} graphs not captured, {breaks} breaks; {time.perf_counter() - began:.0f} s",
             flush=True,
@@ -185,11 +171,6 @@ def check(run: Run, options) -> list[str]:
         if options.device == "cuda" and execution == "reduce-overhead" and (skips or breaks):
             wrong.append(f"{execution}: {skips} graphs not captured, {breaks} breaks: {dict(counters['graph_break'])}")
     return wrong
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (actual.float() - expected.float()).norm()
-    return (difference / expected.float().norm().clamp(min=1e-30)).item()
 
 
 def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
@@ -210,20 +191,19 @@ def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
     return 1e-6 * total / PROFILED
 
 
-def measure(model, run: Run, options) -> dict[str, list[float]]:
+def measure(model, run: Run, options) -> dict:
     """metric -> values of one run."""
-    forget(options.device)
+    forget()
     on_gpu, autocast = options.device == "cuda", run.mode != "full"
-    tokens = tokens_of(model, run.tokens, options.device)
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
     handles = steer(model, models.SpreadLoad(), tokens)
     call, optimizer = masked(compiled(model, run.execution), run, tokens), optimizer_of(model)
-    clock = Clock(on_gpu)
+    clock = Clock(1 + options.steps)
     try:
         began = time.perf_counter()
         for number in range(WARMUP):
             loss = one_step(call, optimizer, tokens, autocast)
-            if on_gpu:
-                torch.cuda.synchronize()
+            synchronize()
             if number == 0:
                 first_step_s = time.perf_counter() - began
         if on_gpu:
@@ -232,13 +212,13 @@ def measure(model, run: Run, options) -> dict[str, list[float]]:
         for _ in range(options.steps):
             loss = one_step(call, optimizer, tokens, autocast)
             clock.note()
-        values = {"ms": clock.milliseconds(), "first_step_s": [first_step_s], "loss": [loss.item()]}
+        values = {"ms": clock.milliseconds(), "first_step_s": first_step_s, "loss": loss.item()}
         skips, breaks = uncaptured()
-        values |= {"graphs_not_captured": [float(skips)], "graph_breaks": [float(breaks)]}
+        values |= {"graphs_not_captured": skips, "graph_breaks": breaks}
         if on_gpu:
-            values["peak_GiB"] = [torch.cuda.max_memory_allocated() / 2**30]
+            values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
             busy = busy_milliseconds(call, optimizer, tokens, autocast)
-            values |= {"busy_ms": [busy], "ms_over_busy": [statistics.median(values["ms"]) / busy]}
+            values |= {"busy_ms": busy, "ms_over_busy": statistics.median(values["ms"]) / busy}
     finally:
         for handle in handles:
             handle.remove()
@@ -246,65 +226,8 @@ def measure(model, run: Run, options) -> dict[str, list[float]]:
     return values
 
 
-def has(path: Path, run: Run) -> bool:
-    """Whether the CSV has rows of this run."""
-    own = run.model, f"{run.layers},{run.tokens}", run.contender, run.mode, run.execution
-    return path.exists() and any(run_of(row) == own for row in read_rows([path]))
-
-
-def measure_contender(table: Table, runs: list[Run], options, until: float) -> None:
-    """The runs of one contender, which share a model; none begins after `until`."""
-    model = build(runs[0], options)
-    for run in runs:
-        if time.perf_counter() > until:
-            print(f"{run}: left out, {options.seconds:.0f} s are over", flush=True)
-            continue
-        try:
-            values = measure(model, run, options)
-        except torch.OutOfMemoryError:
-            values = {"out_of_memory": [1.0]}
-        for metric, measured in values.items():
-            shape = f"{run.layers},{run.tokens}"
-            table.add(run.model, shape, run.contender, run.mode, run.execution, metric, measured)
-        print(f"{run}: " + ", ".join(f"{k} {statistics.median(v):.4g}" for k, v in values.items()), flush=True)
-        for reason, times in counters["graph_break"].items():
-            print(f"    {times} breaks: {reason.strip().splitlines()[0]}", flush=True)
-        table.write(options.csv, keep=True)
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    """A table a model and mode: a row a number of tokens, a column a contender and execution, cells of milliseconds a
-    step and, in brackets, of its part in which the GPU was busy."""
-    figures: dict[tuple, dict[str, float]] = {}
-    for row in rows:
-        key = row["config"], row["shape"], row["mode"], row["contender"], row["launch"]
-        figures.setdefault(key, {})[row["metric"]] = float(row["median"])
-    lines = []
-    for case in dict.fromkeys((model, shape.split(",")[0], mode) for model, shape, mode, *_ in figures):
-        model, layers, mode = case
-        own = {key: value for key, value in figures.items() if (key[0], key[1].split(",")[0], key[2]) == case}
-        columns = list(dict.fromkeys(key[3:] for key in own))
-        lines.append(f"\n{model}, {layers} layers, {mode}: ms a step (the GPU is busy)\n")
-        lines.append("| tokens | " + " | ".join(", ".join(column) for column in columns) + " |")
-        lines.append("|---" * (1 + len(columns)) + "|")
-        for tokens in sorted({int(key[1].split(",")[1]) for key in own}):
-            cells = [_cell(own.get((model, f"{layers},{tokens}", mode, *column))) for column in columns]
-            lines.append(f"| {tokens:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(figures: dict[str, float] | None) -> str:
-    if figures is None:
-        return ""
-    if "out_of_memory" in figures:
-        return "out of memory"
-    busy = f" ({figures['busy_ms']:.1f})" if "busy_ms" in figures else ""
-    failed = f", {figures['graphs_not_captured']:.0f} not captured" if figures.get("graphs_not_captured") else ""
-    return f"{figures['ms']:.1f}{busy}{failed}"
-
-
 def options_of(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "small_batches.csv", "--device cpu --tiny --tokens 64")
     parser.add_argument("--model", choices=("Qwen3-30B-A3B", "gpt-oss-20b"), default="Qwen3-30B-A3B")
     parser.add_argument("--mode", choices=("full", "LoRA"), default="full")
     parser.add_argument("--layers", type=int, help="default: as many as one H200 trains, all of them with LoRA")
@@ -314,49 +237,38 @@ def options_of(arguments=None):
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
     parser.add_argument("--check", action="store_true", help="only check, with two layers")
     parser.add_argument("--no-check", action="store_true", help="measure without")
-    parser.add_argument("--seconds", type=float, default=400, help="no run begins after so many")
-    parser.add_argument("--missing", action="store_true", help="only runs that the CSV has not")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "small_batches.csv")
-    parser.add_argument("--tables", type=Path, nargs="+", metavar="CSV", help="print these results, measure nothing")
     return parser.parse_args(arguments)
 
 
 def main():
-    options, began = options_of(), time.perf_counter()
-    if options.tables:
-        print(markdown(read_rows(options.tables)))
-        return
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 checks the script")
+    options = options_of()
     # every number of tokens is compiled for anew, and each layer's weights are other inputs of the same code
     torch._dynamo.config.recompile_limit = 128
     sizes = MODELS[options.model]
     layers = options.layers or (sizes.trained_layers if options.mode == "full" else sizes.layers)
-    table, wrong = Table(), []
-    contenders = options.contender or (OURS, "grouped_mm")
-    for number, contender in enumerate(contenders, 1):
+    table, wrong = Table(options.csv), []
+    for contender in options.contender or (OURS, "grouped_mm"):
         runs = [
             Run(options.model, layers, tokens, options.mode, contender, execution)
             for execution in options.execution or EXECUTIONS
             for tokens in options.tokens
         ]
-        if options.missing:
-            runs = [run for run in runs if not has(options.csv, run)]
-        if not runs:
-            continue
         try:
             if not options.no_check:
-                found = check(runs[0], options)
-                wrong += [f"{contender}, {what}" for what in found]
-                forget(options.device)
-            if not options.check:
-                measure_contender(table, runs, options, began + options.seconds * number / len(contenders))
+                wrong += [f"{contender}, {what}" for what in check(runs[0], options)]
+                forget()
+            model = None if options.check else build(runs[0], options)  # which the runs share
         except Unavailable as reason:
             print(f"{contender} is left out: {reason}", flush=True)
-        forget(options.device)
-    print(markdown(table.rows))
+            continue
+        for run in () if options.check else runs:
+            shape = f"{run.layers},{run.tokens}"
+            columns = run.model, shape, contender, run.mode, run.execution
+            record(table, columns, partial(measure, model, run, options))
+            table.write()
+        del model
+        forget()
     if wrong:
         raise SystemExit("\n".join(["compiled steps are wrong:", *wrong[:20]]))
 

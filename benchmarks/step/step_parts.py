@@ -31,7 +31,6 @@ REST = "the rest"  # embeddings, masks, residual sums, and accumulating gradient
 ORDER = (*MOE, "attention", "norms", "loss", "optimiser", REST)
 PRODUCT_NAMES = ("gemm", "cutlass", "nvjet", "scatter2scatter", "group_bwd")  # in kernels' names
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-SHOWN_KERNELS = 8
 
 
 class _Marks:
@@ -234,19 +233,3 @@ def profiled(model, tokens, autocast: bool, steps: int) -> Parts:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
         return attribute(json.loads(path.read_text())["traceEvents"], steps)
-
-
-def shown(parts: Parts) -> str:
-    """A table of the parts, and the longest kernels of each."""
-    busy = sum(parts.gpu.values())
-    lines = [f"{'':22s} {'GPU ms':>9s} {'share':>7s} {'host ms':>9s}"]
-    for part in ORDER:
-        on_gpu = parts.gpu.get(part, 0.0)
-        lines.append(f"{part:22s} {on_gpu:9.3f} {on_gpu / busy if busy else 0:7.1%} {parts.host.get(part, 0.0):9.3f}")
-    lines.append(f"{'sum':22s} {busy:9.3f} {'':7s} {sum(parts.host.values()):9.3f}   wall {parts.wall:.1f} ms")
-    outside, others = parts.outside(PRODUCTS), parts.outside(PRODUCTS, COMBINE)
-    lines.append(f"MoE block outside its products: {outside:.1%} of its GPU time; without the combine {others:.1%}")
-    for part in ORDER:
-        own = sorted(((t, n, name) for (p, name), (t, n) in parts.kernels.items() if p == part), reverse=True)
-        lines += [f"  {part:20s} {time:8.3f} ms {count:6.1f} x {name}" for time, count, name in own[:SHOWN_KERNELS]]
-    return "\n".join(lines)

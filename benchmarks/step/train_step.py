@@ -20,21 +20,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import os
-import statistics
-from pathlib import Path
+import sys
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 import sonicmoe_hf
+from benchmarks.common.command import RESULTS, Command
 from benchmarks.common.contenders import Unavailable
-from benchmarks.common.paths import RESULTS
 from benchmarks.common.table import Table
+from benchmarks.common.timing import release
 from benchmarks.step import checking, models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
-from benchmarks.step.training import WARMUP, Measured, adapted, sequences, timed_steps, varying
+from benchmarks.step.training import WARMUP, Measured, adapted, record, sequences, timed_steps, varying
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
 ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")
@@ -52,22 +52,17 @@ class Run(NamedTuple):
     contender: str
     attention: str | None = None
 
-    def __str__(self):
-        attention = "" if self.attention is None else f", {self.attention} attention"
-        return f"{self.model}, {self.layers} layers, {self.tokens} tokens, {self.mode}, {self.contender}{attention}"
-
 
 def runs_of(options) -> list[Run]:
     """Every combination of what was asked for."""
     found = []
-    for name in options.model or ["Qwen3-30B-A3B"]:
+    modes, contenders = options.mode or ["full"], options.contender or DEFAULT_CONTENDERS
+    names = options.model or ["Qwen3-30B-A3B"]
+    for name, mode, contender, attention in product(names, modes, contenders, options.attention or [None]):
         model = MODELS[name]
-        for mode in options.mode or ["full"]:
-            own = model.trained_layers if mode == "full" else model.layers
-            layers = own if options.layers is None else options.layers or model.layers
-            for contender in options.contender or DEFAULT_CONTENDERS:
-                for attention in options.attention or [None]:
-                    found.append(Run(name, layers, options.tokens or model.tokens, mode, contender, attention))
+        own = model.trained_layers if mode == "full" else model.layers
+        layers = own if options.layers is None else options.layers or model.layers
+        found.append(Run(name, layers, options.tokens or model.tokens, mode, contender, attention))
     return found
 
 
@@ -93,17 +88,14 @@ def settings(run: Run, options, world: int) -> str:
 def bare(run: Run, options):
     """The model of `run` before it is patched and adapted."""
     contender = CONTENDERS[run.contender]
-    model = models.build(
+    return models.build(
         run.model,
         run.layers,
-        device=options.device,
-        tiny=options.tiny,
+        options,
         dtype=torch.float32 if options.weights == "fp32" else torch.bfloat16,
         implementation="grouped_mm" if contender.implementation == "ours" else contender.implementation,
-        packed=run.mode == "QLoRA",
+        packed={"experts": MODELS[run.model].packed} if run.mode == "QLoRA" else None,
     )
-    models.apply_settings(run.model, model, options)
-    return model
 
 
 def trained(model, run: Run, routing=None):
@@ -115,16 +107,11 @@ def trained(model, run: Run, routing=None):
     return adapted(model, run.mode)
 
 
-def check_available(run: Run) -> None:
-    """Raises Unavailable."""
+def prepared(run: Run, options):
+    """The model as `run` trains it. Raises Unavailable."""
     models.check_available(run.contender)
     if run.mode == "QLoRA" and CONTENDERS[run.contender].implementation != "ours":
         raise Unavailable(f"{run.contender} has no packed experts")
-
-
-def prepared(run: Run, options):
-    """The model as `run` trains it."""
-    check_available(run)
     model = trained(bare(run, options), run, CONTENDERS[run.contender].routing)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -151,78 +138,58 @@ def check(runs: list[Run], options) -> None:
     checking.check(bare(run, tiny), lambda model: adapted(model, run.mode), others, computes_in_autocast(run, options))
 
 
-def steps_of(run: Run, options) -> Measured | None:
-    """The steps of one run; None where the memory does not suffice. Raises Unavailable."""
-    try:
-        model = prepared(run, options)
-        tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-        steps = WARMUP + options.steps
-        batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
-        return timed_steps(model, batches, computes_in_autocast(run, options))
-    except torch.OutOfMemoryError:
-        return None
-
-
 def computes_in_autocast(run: Run, options) -> bool:
     return run.mode != "full" or (options.weights == "fp32" and not options.fsdp)
 
 
-def profile(table: Table, run: Run, options, say) -> None:
-    """The rows of what each part of a step takes."""
-    from benchmarks.step.step_parts import profiled, shown
-
-    try:
-        model = prepared(run, options)
-        tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-        parts = profiled(model, tokens, computes_in_autocast(run, options), options.steps)
-    except Unavailable as reason:
-        say(f"{run} is left out: {reason}")
-        return
-    except torch.OutOfMemoryError:
-        say(f"{run}: out of memory")
-        return
-    for metric, value in parts.metrics():
-        add(table, run, options, metric, [value])
-    say(f"{run}\n{shown(parts)}")
+def steps_of(run: Run, options) -> Measured:
+    """The steps of one run. Raises Unavailable."""
+    model = prepared(run, options)
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+    steps = WARMUP + options.steps
+    batches = varying(tokens, steps) if options.varying_lengths else [tokens] * steps
+    return timed_steps(model, batches, computes_in_autocast(run, options))
 
 
-def add(table: Table, run: Run, options, metric: str, values: list[float], world: int = 1) -> None:
-    shape = f"{run.layers},{run.tokens}"
-    table.add(run.model, shape, run.contender, run.mode, settings(run, options, world), metric, values)
+def profile_of(run: Run, options) -> dict[str, float]:
+    """What each part of a step takes. Raises Unavailable."""
+    from benchmarks.step.step_parts import profiled
+
+    model = prepared(run, options)
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+    return dict(profiled(model, tokens, computes_in_autocast(run, options), options.steps).metrics())
 
 
-def measure(table: Table, runs: list[Run], options, world: int, say) -> list[str]:
-    """The rows of runs that take turns: each round trains every one of them anew, and begins with another. Returns a line
-    on each."""
+def columns_of(run: Run, options, world: int) -> tuple[str, ...]:
+    """The columns of a row before its metric."""
+    return run.model, f"{run.layers},{run.tokens}", run.contender, run.mode, settings(run, options, world)
+
+
+def measure(table: Table, runs: list[Run], options, world: int) -> None:
+    """The rows of runs that take turns: each round trains every one of them anew, and begins with another."""
     if not options.fsdp:
         check(runs, options)
-    found: dict[Run, list[Measured]] = {run: [] for run in runs}
+    found: dict[Run, list[Measured] | Exception] = {run: [] for run in runs}
     for number in range(options.rounds):
         first = number % len(runs)
         for run in runs[first:] + runs[:first]:
-            if run not in found:
-                continue
-            try:
-                measured = steps_of(run, options)
-            except Unavailable as reason:
-                say(f"{run} is left out: {reason}")
-                del found[run]
-                continue
-            if measured is None:
-                say(f"{run}: out of memory")
-                add(table, run, options, "out_of_memory", [1], world)
-                del found[run]
-            else:
-                found[run].append(measured)
-            release(options.device)
+            rounds = found[run]
+            if isinstance(rounds, list):
+                try:
+                    rounds.append(steps_of(run, options))
+                except (Unavailable, torch.OutOfMemoryError) as error:
+                    found[run] = error.with_traceback(None)  # whose frames would hold the model
+                release()
+                torch.compiler.reset()
     for run, rounds in found.items():
-        for metric, values in metrics_of(rounds).items():
-            add(table, run, options, metric, values, world)
-    return [f"{run}, {settings(run, options, world)}: {summary(rounds, world)}" for run, rounds in found.items()]
+        record(table, columns_of(run, options, world), functools.partial(metrics_of, rounds))
 
 
-def metrics_of(rounds: list[Measured]) -> dict[str, list[float]]:
-    """The values of each metric. What the first step took is the first round's: later rounds find kernels compiled."""
+def metrics_of(rounds: list[Measured] | Exception) -> dict[str, list[float]]:
+    """The values of each metric, or the error that there was. What the first step took is the first round's: later
+    rounds find kernels compiled."""
+    if isinstance(rounds, Exception):
+        raise rounds
     return {
         "ms": [ms for measured in rounds for ms in measured.milliseconds],
         "tokens_per_s": [
@@ -234,17 +201,6 @@ def metrics_of(rounds: list[Measured]) -> dict[str, list[float]]:
     }
 
 
-def summary(rounds: list[Measured], world: int) -> str:
-    """A line of the medians, to print."""
-    metrics = metrics_of(rounds)
-    ms, speed = (statistics.median(metrics[name]) for name in ("ms", "tokens_per_s"))
-    return (
-        f"{ms:.1f} ms  {speed / 1e3:.1f}k tokens/s  {metrics['peak_GiB'][0]:.1f} GiB  first step "
-        f"{metrics['first_step_s'][0]:.1f} s  loss {metrics['loss'][0]:.4f}  "
-        f"{86400 * speed * world / 1e9:.2f}e9 tokens a day"
-    )
-
-
 def in_turns(runs: list[Run]) -> list[list[Run]]:
     """The runs of one model and mode, which take turns."""
     cases: dict[Run, list[Run]] = {}
@@ -253,16 +209,8 @@ def in_turns(runs: list[Run]) -> list[list[Run]]:
     return list(cases.values())
 
 
-def release(device: str) -> None:
-    """The memory of a run that is over, and what torch.compile knows of it."""
-    torch.compiler.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def options_of(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Command(__doc__, "train_step.csv", "--device cpu --tiny --tokens 64 --layers 2")
     parser.add_argument("--model", action="append", choices=list(MODELS), help="default: Qwen3-30B-A3B")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: full")
     parser.add_argument(
@@ -290,57 +238,51 @@ def options_of(arguments=None):
     parser.add_argument(
         "--rounds", type=int, default=2, help="how often each contender trains anew; another one begins each round"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
-    parser.add_argument("--csv", type=Path, help="default: results/train_step.csv, results/step_parts.csv")
-    options = parser.parse_args(arguments)
-    if options.csv is None:
-        options.csv = RESULTS / ("step_parts.csv" if options.profile else "train_step.csv")
-    if options.profile and (options.checkpointing or options.compile or options.fsdp):
-        parser.error("--profile tells parts apart only without --checkpointing, --compile and --fsdp")
-    if options.fsdp and set(options.mode or ["full"]) != {"full"}:
-        parser.error("--fsdp: mode full only")
-    if options.weights == "fp32" and options.mode not in (None, ["full"]):
-        parser.error("--weights fp32: mode full only; adapters are in fp32 anyway")
+    options = parser.parse_args(arguments, obstacle)
+    if options.profile and options.csv == RESULTS / "train_step.csv":
+        options.csv = RESULTS / "step_parts.csv"
     return options
+
+
+def obstacle(options) -> str | None:
+    """Which options do not go together."""
+    if options.profile and (options.checkpointing or options.compile or options.fsdp):
+        return "--profile tells parts apart only without --checkpointing, --compile and --fsdp"
+    if options.fsdp and set(options.mode or ["full"]) != {"full"}:
+        return "--fsdp: mode full only"
+    if options.weights == "fp32" and options.mode not in (None, ["full"]):
+        return "--weights fp32: mode full only; adapters are in fp32 anyway"
+    return None
 
 
 def join_ranks(device: str) -> tuple[int, int]:
     """(this rank, how many there are), as torchrun says; one alone without it."""
-    for variable, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "localhost"),
-        ("MASTER_PORT", "29571"),
-    ):
-        os.environ.setdefault(variable, value)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
+    os.environ.update(alone | os.environ)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - one rank speaks, until the end of the process
+    return rank, torch.distributed.get_world_size()
 
 
 def main():
     options = options_of()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            "this benchmark needs a CUDA GPU; --device cpu --tiny --tokens 64 --layers 2 checks the script"
-        )
     rank, world = join_ranks(options.device) if options.fsdp else (0, 1)
     if options.varying_lengths and options.device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
-    table, lines = Table(), []
+    table = Table(options.csv)
     for runs in in_turns(runs_of(options)):
         if options.profile:
             for run in runs:
-                profile(table, run, options, say)
-                release(options.device)
+                record(table, columns_of(run, options, world), functools.partial(profile_of, run, options))
         else:
-            lines += measure(table, runs, options, world, say)
+            measure(table, runs, options, world)
         if rank == 0:
-            table.write(options.csv)
-    say("\n" + "\n".join(lines))
+            table.write()
     if options.fsdp:
         torch.distributed.destroy_process_group()
 

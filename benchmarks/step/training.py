@@ -1,19 +1,24 @@
-"""Training steps of a whole model: what is trained, one step, and its time and memory."""
+"""Training steps of a whole model: what is trained, one step, its time and memory, and their rows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from peft import get_peft_model
 
 import sonicmoe_hf
+from benchmarks.common.contenders import Unavailable
+from benchmarks.common.table import Table
+from benchmarks.common.timing import Clock, release
 
 RANK, SEQUENCE, WARMUP = 16, 4096, 2
-ATTENTION = ["q_proj", "v_proj"]
+ATTENTION = ("q_proj", "v_proj")
+WHOLE_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LEARNING_RATE = 1e-4
+GIB = 2**30
 
 
 class Measured(NamedTuple):
@@ -27,13 +32,13 @@ class Measured(NamedTuple):
     loss: float
 
 
-def adapted(model, trained: str):
-    """The model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: r = 16 on the experts and on
-    q and v, in fp32. "frozen": on q and v alone."""
+def adapted(model, trained: str, rank: int = RANK, targets: Sequence[str] = ATTENTION):
+    """The model as it is trained. "full": all weights. "LoRA", or "QLoRA" of packed experts: adapters on the experts and
+    on `targets`, in fp32. "frozen": on the targets alone."""
     if trained == "full":
         return model.requires_grad_(True)
     parameters = {"target_parameters": []} if trained == "frozen" else {}
-    adapters = sonicmoe_hf.lora_config(model, RANK, target_modules=ATTENTION, **parameters)
+    adapters = sonicmoe_hf.lora_config(model, rank, target_modules=list(targets), **parameters)
     with torch.device(next(model.parameters()).device):  # PEFT initialises them where new tensors are made
         return get_peft_model(model, adapters)
 
@@ -69,26 +74,32 @@ def one_step(model, optimizer, tokens, autocast: bool = True):
     return loss.detach()
 
 
-class Clock:
-    """The times at which the device reached certain points; the host waits for it only when asked for them."""
+def learned(losses: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """The first and the last loss on one batch.
 
-    def __init__(self, on_gpu: bool):
-        self.on_gpu = on_gpu
-        self.points: list = []
+    Raises:
+        SystemExit: it did not fall.
+    """
+    first, *_, last = torch.stack(list(losses)).tolist()
+    if not last < first:
+        raise SystemExit(f"the loss on one batch went from {first} to {last}: it does not train")
+    return first, last
 
-    def note(self) -> None:
-        if self.on_gpu:
-            self.points.append(torch.cuda.Event(enable_timing=True))
-            self.points[-1].record()
-        else:
-            self.points.append(time.perf_counter())
 
-    def milliseconds(self) -> list[float]:
-        """Between each two points."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            return [before.elapsed_time(after) for before, after in zip(self.points, self.points[1:])]
-        return [1e3 * (after - before) for before, after in zip(self.points, self.points[1:])]
+def record(table: Table, columns: Sequence, measure: Callable[[], dict]) -> bool:
+    """The rows of what `measure` returns, metric -> values, and whether there are any: running out of memory is a result,
+    and who is not here has none."""
+    try:
+        metrics = measure()
+    except Unavailable as reason:
+        print(*columns, f"left out: {reason}", sep="  ", flush=True)
+        metrics = {}
+    except torch.OutOfMemoryError:
+        metrics = {"out_of_memory": 1}
+    if metrics:
+        table.add(*columns, metrics)
+    release()
+    return bool(metrics)
 
 
 def timed_steps(model, batches: Sequence[torch.Tensor], autocast: bool = True) -> Measured:
@@ -100,7 +111,7 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
     """`timed_steps` of several models, a step of each in turn, so that what slows the host down slows all of them. The
     others' adapters and optimisers are no part of a model's peak."""
     on_gpu = batches[0].device.type == "cuda"
-    optimizers, clock = [optimizer_of(model) for model in models], Clock(on_gpu)
+    optimizers, clock = [optimizer_of(model) for model in models], Clock(1 + len(models) * len(batches))
     losses, first_step_s = [torch.tensor(float("nan"))] * len(models), [float("nan")] * len(models)
     peaks = [0 if on_gpu else float("nan")] * len(models)
     for number, tokens in enumerate(batches):
@@ -125,7 +136,7 @@ def timed_in_turn(models: Sequence, batches: Sequence[torch.Tensor], autocast: b
             milliseconds[which :: len(models)],
             [tokens.numel() for tokens in batches[WARMUP:]],
             first_step_s[which],
-            (peaks[which] - (sum(held) - held[which])) / 2**30,
+            (peaks[which] - (sum(held) - held[which])) / GIB,
             losses[which].item(),
         )
         for which in range(len(models))

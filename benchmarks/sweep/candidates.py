@@ -3,6 +3,7 @@ with the first of them."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -10,13 +11,52 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from triton.runtime import JITFunction
 
-from benchmarks.common import provenance
-from benchmarks.common.measuring import graph_of, largest_error
+from benchmarks.common.measuring import largest_error
+from benchmarks.common.shapes import Shape
+from benchmarks.common.table import Rows
+from benchmarks.common.timing import graph_of
+from sonicmoe_hf.kernels import triton
+from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
 
-ORIGIN = {"gpu": provenance.gpu(), **provenance.columns()}
+KEYS = ("shape", "kernel")  # of the CSVs' rows
 ROUNDS, WARM = 16, 4
 SHARES = 14  # processes that compile
+
+
+def add_share(parser) -> None:
+    """The option by which a sweep calls itself in `compile_in_processes`."""
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+
+
+def products(shape: Shape, inputs, rows=None) -> dict[str, tuple[int, Callable]]:
+    """kernel -> (FLOP, call of a backend's function); rows: those of the pairs, the Triton backend's unless given."""
+    x, gate_up, down, expert, weight, dout = inputs
+    T, H, I, E, K = shape
+    R, act = T * K, Activation()
+    weight = weight.float().reshape(-1)
+    h, a = torch.randn(R, 2 * I, device=x.device, dtype=x.dtype), torch.randn(R, I, device=x.device, dtype=x.dtype)
+    rows = triton.dispatch(expert, None, T, E, True) if rows is None else rows
+    wide, narrow = 2 * R * H * 2 * I, 2 * R * H * I
+
+    def up(interleaved):
+        return lambda backend: backend.up(x, gate_up, None, rows, act, interleaved, True, True)
+
+    def down_backward(interleaved):
+        return lambda backend: backend.down_backward(
+            dout, down, None, h, weight, rows, act, interleaved, True, True, True
+        )
+
+    return {
+        "up": (wide, up(False)),
+        "up, interleaved": (wide, up(True)),
+        "down": (narrow, lambda backend: backend.down(a, down, None, rows)),
+        "down_backward": (narrow, down_backward(False)),
+        "down_backward, interleaved": (narrow, down_backward(True)),
+        "up_backward_input": (wide, lambda backend: backend.up_backward_input(h, gate_up, rows)),
+        "gate_up_gradient": (wide, lambda backend: backend.gate_up_gradient(h, x, rows, gate_up)),
+        "down_gradient": (narrow, lambda backend: backend.down_gradient(dout, a, rows, down)),
+    }
 
 
 class NothingKept(dict):
@@ -81,14 +121,9 @@ def timed(candidates: Iterable[tuple[str, Callable, Callable]]) -> Iterator[tupl
         yield name, us, difference
 
 
-def write(
-    table, shape, kernel: str, found: Iterable[tuple[str, float, float]], flop: float | None = None, calls: int = 1
-) -> None:
-    """Rows of the CSV, and a line with the fastest first. flop: of a call; calls: of each graph."""
-    lines = []
-    for name, us, difference in found:
+def add_timed(table: Rows, shape, kernel: str, tile: str, candidates, flop: float | None = None, calls: int = 1):
+    """Rows of `timed`. tile: the column that names the candidate; flop: of a call; calls: of each graph."""
+    for name, us, difference in timed(candidates):
         us /= calls
-        rate = [] if flop is None else [f"{flop / us / 1e6:.0f}"]
-        table.writerow([shape, kernel, name, f"{us:.2f}", *rate, f"{difference:.1e}", *ORIGIN.values()])
-        lines.append((us, " ".join([name, f"{us:.1f} us", *rate, f"DIFFERS {difference:.1e}" * (difference >= 1e-2)])))
-    print(shape, kernel, "|", " | ".join(line for _, line in sorted(lines)), flush=True)
+        rate = {} if flop is None else {"TFLOP/s": f"{flop / us / 1e6:.0f}"}
+        table.add(shape=shape, kernel=kernel, **{tile: name}, us=us, **rate, difference=f"{difference:.1e}")

@@ -1,7 +1,7 @@
 """Times candidate block shapes of the products that read packed weights: where the entries of the table in
 kernels/triton/config.py come from.
 
-    python -m benchmarks.sweep.sweep_packed --out DIR [--shape H,I,E,K] [--tokens T ...]
+    python -m benchmarks.sweep.sweep_packed [--csv FILE] [--shape H,I,E,K] [--tokens T ...]
 
 A graph goes through the weights of several layers, which no cache holds together (candidates.py). Writes
 sweep_packed.csv.
@@ -9,15 +9,14 @@ sweep_packed.csv.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import os
 from functools import partial
 
 import torch
 
+from benchmarks.common.command import Command
 from benchmarks.common.shapes import Shape
-from benchmarks.sweep.candidates import ORIGIN, compile_in_processes, compile_share, timed, write
+from benchmarks.common.table import Rows
+from benchmarks.sweep.candidates import KEYS, add_share, add_timed, compile_in_processes, compile_share
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
@@ -83,27 +82,24 @@ def jobs(shape: Shape, weights):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default=".")
-    parser.add_argument("--shape", default="2048,768,128,8")
+    parser = Command(__doc__, "sweep_packed.csv")
+    parser.add_argument("--shape", default="2048,768,128,8", help="H,I,E,K")
     parser.add_argument("--tokens", action="append", type=int, help="default 1, 8 and 64")
-    parser.add_argument("--share", type=int)
+    add_share(parser)
     options = parser.parse_args()
     H, I, E, K = map(int, options.shape.split(","))
     shapes = [Shape(tokens, H, I, E, K) for tokens in options.tokens or (1, 8, 64)]
     torch.manual_seed(0)
     if options.share is not None:
-        one = (packed_weights(shape._replace(E=1), 1) for shape in shapes[:1])  # made where nothing is launched
-        every = (job for weights in one for group in jobs(shapes[0], weights).values() for job in group)
-        return compile_share(options.share, every)
+        one = packed_weights(shapes[0]._replace(E=1), 1)  # made where nothing is launched
+        return compile_share(options.share, (job for group in jobs(shapes[0], one).values() for job in group))
     compile_in_processes(__spec__.name)
     weights = packed_weights(shapes[0], LAYERS)
-    with open(os.path.join(options.out, "sweep_packed.csv"), "w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["shape", "kernel", "blocks", "us", "difference", *ORIGIN])
-        for shape in shapes:
-            for name, group in jobs(shape, weights).items():
-                write(table, shape, name, timed(group), calls=LAYERS)
+    table = Rows(options.csv, KEYS)
+    for shape in shapes:
+        for name, group in jobs(shape, weights).items():
+            add_timed(table, shape, name, "blocks", group, calls=LAYERS)
+    table.write()
 
 
 if __name__ == "__main__":

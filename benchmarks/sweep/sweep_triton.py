@@ -1,25 +1,24 @@
 """Times candidate block shapes of the Triton kernels, kernel by kernel: where the table in kernels/triton/config.py
 comes from.
 
-    python -m benchmarks.sweep.sweep_triton --out DIR [--shape T,H,I,E,K ...] [--kernel up ...]
+    python -m benchmarks.sweep.sweep_triton [--csv FILE] [--shape T,H,I,E,K ...] [--kernel up ...]
 
 bf16, swiglu, random data and routing (candidates.py). Writes sweep_triton.csv.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import os
 from functools import partial
 from importlib import import_module
 
 import torch
 
-from benchmarks.common.shapes import SHAPES, Shape, problem
-from benchmarks.sweep.candidates import ORIGIN, compile_in_processes, compile_share, timed, write
+from benchmarks.common.command import Command
+from benchmarks.common.shapes import SHAPES, Shape, problem, shape_of
+from benchmarks.common.table import Rows
+from benchmarks.common.timing import release
+from benchmarks.sweep.candidates import KEYS, add_share, add_timed, compile_in_processes, compile_share, products
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import config, gemm_common, gemm_down_backward, gemm_wgrad
 from sonicmoe_hf.kernels.triton.config import Blocks, GradientBlocks
 
@@ -61,48 +60,33 @@ def use(tile, candidate):
         module.blocks_for = lambda *_: candidate
 
 
-def experiments(shape: Shape, wanted, inputs):
+def experiments(shape: Shape, inputs):
     """(kernel, tile, candidate, FLOP, call) for each kernel and candidate."""
-    x, gate_up, down, expert, weight, dout = inputs
-    T, H, I, E, K = shape
-    R, act = T * K, Activation()
-    weight = weight.float().reshape(-1)
-    h, a = torch.randn(R, 2 * I, device=x.device, dtype=x.dtype), torch.randn(R, I, device=x.device, dtype=x.dtype)
+    x, _, _, expert, weight, _ = inputs
+    T, H, _, E, K = shape
+    R = T * K
     for tile in (64, 128) if R <= 512 * E else (128,):
         use(tile, None)
-        found = kernels.dispatch(expert, None, T, E, True)
-        calls = {
-            "up": (2 * R * H * 2 * I, lambda r: kernels.up(x, gate_up, None, r, act, False, True, True)),
-            "down": (2 * R * H * I, lambda r: kernels.down(a, down, None, r)),
-            "up_backward_input": (2 * R * H * 2 * I, lambda r: kernels.up_backward_input(h, gate_up, r)),
-            "down_backward": (
-                2 * R * H * I,
-                lambda r: kernels.down_backward(dout, down, None, h, weight, r, act, False, True, True, True),
-            ),
-        }
-        for kernel, (flop, call) in calls.items():
-            for candidate in CANDIDATES[tile][kernel]:
-                if kernel in wanted:
-                    yield kernel, tile, candidate, flop, lambda call=call, r=found: call(r)
-    calls = {
-        "gate_up_gradient": (2 * R * H * 2 * I, lambda: kernels.gate_up_gradient(h, x, found, gate_up)),
-        "down_gradient": (2 * R * H * I, lambda: kernels.down_gradient(dout, a, found, down)),
-        "combine": (0, lambda: kernels.combine(y, weight, found, T)),
-        "dispatch": (0, lambda: kernels.dispatch(expert, None, T, E, False)[:5]),
-    }
-    y = torch.randn(R, H, device=x.device, dtype=x.dtype)
-    for kernel, (flop, call) in calls.items():
-        for candidate in GRADIENTS if "gradient" in kernel else (None,):
-            if kernel in wanted:
-                yield kernel, tile, candidate, flop, call
+        rows = kernels.dispatch(expert, None, T, E, True)
+        calls = products(shape, inputs, rows)
+        for kernel, candidates in CANDIDATES[tile].items():
+            for candidate in candidates:
+                yield kernel, tile, candidate, calls[kernel][0], partial(calls[kernel][1], kernels)
+    y, weight = torch.randn(R, H, device=x.device, dtype=x.dtype), weight.float().reshape(-1)
+    for kernel in ("gate_up_gradient", "down_gradient"):
+        for candidate in GRADIENTS:
+            yield kernel, tile, candidate, calls[kernel][0], partial(calls[kernel][1], kernels)
+    yield "combine", tile, None, 0, lambda: kernels.combine(y, weight, rows, T)
+    yield "dispatch", tile, None, 0, lambda: kernels.dispatch(expert, None, T, E, False)[:5]
 
 
 def jobs(shape: Shape, wanted, inputs):
     """kernel -> ([(name, what has the candidate used, call)], FLOP)."""
     found: dict[str, tuple[list, float]] = {}
-    for kernel, tile, candidate, flop, call in experiments(shape, wanted, inputs):
-        name = f"{tile}:{'' if candidate is None else ' '.join(map(str, candidate))}"
-        found.setdefault(kernel, ([], flop))[0].append((name, partial(use, tile, candidate), call))
+    for kernel, tile, candidate, flop, call in experiments(shape, inputs):
+        if kernel in wanted:
+            name = f"{tile}:{'' if candidate is None else ' '.join(map(str, candidate))}"
+            found.setdefault(kernel, ([], flop))[0].append((name, partial(use, tile, candidate), call))
     return found
 
 
@@ -114,27 +98,23 @@ def unwritten(shape: Shape):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default=".")
-    parser.add_argument("--shape", action="append")
+    parser = Command(__doc__, "sweep_triton.csv")
+    parser.add_argument("--shape", action="append", help="T,H,I,E,K; may be given several times")
     parser.add_argument("--kernel", action="append")
-    parser.add_argument("--share", type=int)
+    add_share(parser)
     options = parser.parse_args()
-    shapes = [Shape(*map(int, s.split(","))) for s in options.shape or ()] or list(SHAPES.values())
+    shapes = [shape_of(text) for text in options.shape or ()] or list(SHAPES.values())
     wanted = options.kernel or [*CANDIDATES[128], "gate_up_gradient", "down_gradient", "combine", "dispatch"]
     if options.share is not None:
-        every = (
-            job for shape in shapes for group, _ in jobs(shape, wanted, unwritten(shape)).values() for job in group
-        )
-        return compile_share(options.share, every)
+        every = (jobs(shape, wanted, unwritten(shape)) for shape in shapes)
+        return compile_share(options.share, (job for each in every for group, _ in each.values() for job in group))
     compile_in_processes(__spec__.name)
-    with open(os.path.join(options.out, "sweep_triton.csv"), "w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["shape", "kernel", "blocks", "us", "TFLOP/s", "difference", *ORIGIN])
-        for shape in shapes:
-            for name, (group, flop) in jobs(shape, wanted, problem(shape)).items():
-                write(table, shape, name, timed(group), flop)
-            torch.cuda.empty_cache()
+    table = Rows(options.csv, KEYS)
+    for shape in shapes:
+        for name, (group, flop) in jobs(shape, wanted, problem(shape)).items():
+            add_timed(table, shape, name, "blocks", group, flop)
+        table.write()
+        release()
 
 
 if __name__ == "__main__":

@@ -40,12 +40,7 @@ def corpus(modules):
 
 
 def measured(modules, preset, corpus, case):
-    steps = modules[0].measure(preset, (case, 0), corpus, CPU, graph=False)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    return modules[0].measure(preset, (case, 0), corpus, CPU, graph=False)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +90,7 @@ def test_load_is_counted_by_layer_and_by_step(modules):
     assert counter.busiest == 4, "2 rows in each call, of another expert"
 
 
-def test_a_second_call_skips_finished_runs_and_compares_within_a_seed(
-    modules, tiny, corpus, tmp_path, monkeypatch, capsys
-):
+def test_a_second_call_skips_finished_runs(modules, tiny, corpus, tmp_path, monkeypatch, capsys):
     load_balance = modules[0]
     plan = ((load_balance.Case("softmax"), load_balance.Case("softmax", "layer", 0.1, "nearest")),)
     monkeypatch.setattr(load_balance, "PLAN", plan)
@@ -105,17 +98,15 @@ def test_a_second_call_skips_finished_runs_and_compares_within_a_seed(
     monkeypatch.setattr(load_balance.quality_corpus, "load", lambda path: corpus)
 
     def call(*seeds):
-        options = ["--preset", "cpu", "--device", "cpu", "--steps", "2", "--out", str(tmp_path), "--seeds", *seeds]
-        load_balance.main(options)
-        with (tmp_path / "load_balance.csv").open() as file:
+        path = tmp_path / "load_balance.csv"
+        load_balance.main(["--preset", "cpu", "--steps", "2", "--csv", str(path), "--seeds", *seeds])
+        with path.open() as file:
             return list(csv.DictReader(file)), capsys.readouterr().out
 
     rows, out = call("0")
     assert "2 runs to do" in out and [row["routing"] for row in rows] == ["top_k", "nearest"]
     again, out = call("0", "1")
     assert "2 runs to do" in out and again[:2] == rows and [row["seed"] for row in again] == ["0", "0", "1", "1"]
-    plain, nearest = (float(again[place]["held_out_loss"]) for place in (2, 3))
-    assert f"{nearest - plain:+.4f}"[:6] in out, "over none of the same seed"
 
 
 def test_replay_is_checked_and_timed_beside_plain_steps(modules, tmp_path, capsys):

@@ -61,9 +61,7 @@ def corpus(texts, corpus_file):
 
 
 def measured(training, preset, corpus, *run):
-    run = training.Run(*run)
-    [(_, figures)] = training.at_once(1, [run], lambda run: training.measure(preset, run, corpus, CPU, graph=False))
-    return figures
+    return training.measure(preset, training.Run(*run), corpus, CPU, graph=False)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,13 @@ def test_the_same_packages_give_the_same_text(texts, tmp_path):
     assert torch.equal(first.train, second.train) and torch.equal(first.held_out, second.held_out)
     assert first.description == second.description
     assert (tmp_path / "first.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
-    with pytest.raises(FileNotFoundError, match="build it: python"):
-        texts.load(tmp_path / "third.npz")
+
+
+def test_a_text_that_is_not_there_is_made_of_the_packages_installed(texts, tmp_path, monkeypatch):
+    packages = [("one", "1.0", "MIT", [(f"part_{i}.py", f"print('this is the whole of {i}')") for i in range(200)])]
+    monkeypatch.setattr(texts, "installed", lambda: packages)
+    assert "1 packages" in texts.load(tmp_path / "new.npz").description
+    assert (tmp_path / "new.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
 
 
 def test_every_method_starts_from_the_same_loss_and_trains(quality, tiny, corpus):
@@ -139,14 +142,6 @@ def test_a_seed_fixes_a_run(quality, tiny, corpus):
     del first["training_seconds"], again["training_seconds"]
     assert first == again
     assert first["first_loss"] != other["first_loss"]
-
-
-def test_runs_done_at_once_are_those_done_alone(quality, tiny, corpus):
-    training, _ = quality
-    runs = [training.Run("nearest", tiny.tile, "layer", seed) for seed in range(3)]
-    together = training.at_once(2, runs, lambda run: training.measure(tiny, run, corpus, CPU, graph=False))
-    losses = {run: figures["held_out_loss"] for run, figures in together}
-    assert losses == {run: measured(training, tiny, corpus, *run)["held_out_loss"] for run in runs}
 
 
 def test_batches_and_start_do_not_depend_on_the_method(quality, tiny, corpus):
@@ -245,9 +240,10 @@ def test_a_second_call_skips_finished_runs(quality, tiny, corpus_file, tmp_path,
     monkeypatch.setattr(command, "PLAN", ((("top_k", 0, "layer", 0), ("nearest", 4, "none", 0)),))
 
     def call(*arguments):
-        command.main(["--preset", "cpu", "--device", "cpu", "--seeds", "0", "--corpus", str(corpus_file),
-                      "--out", str(tmp_path), *arguments])  # fmt: skip
-        with (tmp_path / "token_rounding_quality.csv").open() as file:
+        path = tmp_path / "token_rounding_quality.csv"
+        common = ("--preset", "cpu", "--seeds", "0", "--corpus", str(corpus_file), "--csv", str(path))
+        command.main([*common, *arguments])
+        with path.open() as file:
             return list(csv.DictReader(file)), capsys.readouterr().out
 
     rows, out = call("--methods", "top_k")
@@ -256,7 +252,6 @@ def test_a_second_call_skips_finished_runs(quality, tiny, corpus_file, tmp_path,
     assert "1 runs to do" in out and again[0] == rows[0] and again[1]["method"] == "nearest"
     assert (tmp_path / "token_rounding_quality_cpu.png").exists()
     assert "to do" not in call()[1]
-    assert len(call("--learning-rate", "0.1", "--seconds", "0")[0]) == 2  # two to do, and no time for them
     assert len(call("--learning-rate", "0.1")[0]) == 4
 
 
@@ -300,6 +295,4 @@ def test_differences_are_found_where_seeds_are_missing(quality):
     both = [*rows, *({**row, "method": "balanced"} for row in rows if row["method"] == "nearest")]
     merged = command.compare_tiles(command.by_method(both, "layer"))
     assert merged.over_top_k["nearest or balanced", 8][0] == pytest.approx(0.02, abs=4e-3)
-    assert math.isnan(command.replica_sd(rows)) and math.isnan(command.compare({("top_k", 0): rows[:1]}).run_sd)
-    twin = {**rows[0], "replica": "1", "held_out_loss": str(float(rows[0]["held_out_loss"]) + 0.01)}
-    assert command.replica_sd([*rows, twin]) == pytest.approx(0.01 / 2**0.5)
+    assert math.isnan(command.compare({("top_k", 0): rows[:1]}).run_sd)

@@ -1,0 +1,102 @@
+"""Times of calls on a GPU or a CPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+
+import torch
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def release() -> None:
+    """The memory of what ran before, and its peak."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def graph_of(call):
+    """What replays a CUDA graph of `call`, so that the device's time is seen without the host's; warmed up on a side
+    stream, as capturing wants it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def captured(calls: dict) -> dict:
+    """`graph_of` each call by its name; without those that cannot be captured (they synchronise)."""
+    graphs = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = graph_of(call)
+        except (RuntimeError, torch.AcceleratorError) as error:
+            print(f"    no CUDA graph of {name}: {str(error).splitlines()[0][:100]}", flush=True)
+            torch.cuda.synchronize()
+    return graphs
+
+
+class Clock:
+    """The times at which the device reached so many points; the host waits for it only when asked for them."""
+
+    def __init__(self, count: int):
+        self.on_gpu, self.points = torch.cuda.is_available(), []
+        self.events = iter([torch.cuda.Event(enable_timing=True) for _ in range(count)] if self.on_gpu else ())
+
+    def note(self) -> None:
+        if self.on_gpu:
+            self.points.append(next(self.events))
+            self.points[-1].record()
+        else:
+            self.points.append(time.perf_counter())
+
+    def milliseconds(self) -> list[float]:
+        """Between each two points."""
+        synchronize()
+        pairs = list(zip(self.points, self.points[1:]))
+        return [before.elapsed_time(after) if self.on_gpu else 1e3 * (after - before) for before, after in pairs]
+
+
+def waited_times(call, count: int, warmup: int) -> tuple[list[float], list]:
+    """Milliseconds of each of `count` calls after the warm-up, each waited for; and the results of all."""
+    times, results = [], []
+    for _ in range(warmup + count):
+        synchronize()
+        began = time.perf_counter()
+        results.append(call())
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times[warmup:], results
+
+
+def interleaved_times(calls: dict, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """name -> (device milliseconds, host milliseconds) of each round. Every round runs every call once, in an order of
+    its own, since the clock that a GPU at its power cap gives a call depends on what ran before."""
+    times, order, generator = {name: ([], []) for name in calls}, list(calls), random.Random(0)
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        generator.shuffle(order)
+        for name in order:
+            clock = Clock(2)
+            synchronize()
+            began = time.perf_counter()
+            clock.note()
+            calls[name]()
+            clock.note()
+            times[name][1].append(1e3 * (time.perf_counter() - began))
+            times[name][0].extend(clock.milliseconds())
+    return times
