@@ -139,19 +139,23 @@ def table() -> str:
     """The table of docs/models.md: what `supports` says of one layer of every architecture, which families are merged in
     test_merge_families, and which have a class whose adapters are written for engines."""
     lines = [
-        "| model (folder of transformers.models), experts | token rounding | merge | vLLM | SGLang |",
-        "|---|---|---|---|---|",
+        "| model (folder of transformers.models), experts | token rounding | merge | adapters for |",
+        "|---|---|---|---|",
     ]
     for architecture in architectures():
         (layer,) = supports(layers_of(architecture))
         reason = layer.reason.partition("; ")[0].partition(": ")[2]
-        served = [any(hasattr(architecture.module, name) for name in CLASSES[engine]) for engine in ("vllm", "sglang")]
+        engines = {"vLLM": CLASSES["vllm"], "SGLang": CLASSES["sglang"]}
         cells = [
             f"{architecture.folder}, `{architecture.experts}`"
             + ("" if layer.accelerated else f" (not accelerated: {reason})"),
             "yes" if layer.token_rounding else "no",
             "yes" if architecture.folder in SMALL_FAMILIES else "untested",
-            *("yes" if each else "no" for each in served),
+            ", ".join(
+                name
+                for name, classes in engines.items()
+                if any(hasattr(architecture.module, each) for each in classes)
+            ),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
