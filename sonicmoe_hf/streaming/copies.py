@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Hashable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,8 +26,13 @@ def page_aligned(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
 
 
-class Copies(Protocol):
-    """Copies in a stream of their own, beside the stream that computes. No call waits for the device but `finish`."""
+class Copies:
+    """Copies to a device, ordered against its work. This one is the CPU, where a copy has ended when it is asked
+    for; CudaCopies copies in a stream of its own, beside the one that computes. No call waits for the device but
+    `finish`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
 
     def pin(self, host: torch.Tensor) -> None:
         """Lock memory, so that copies from it run by themselves."""
@@ -37,9 +42,11 @@ class Copies(Protocol):
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
         """Pinned memory as a tensor of the device, which its kernels read over the bus; None where they cannot."""
+        return host
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Bytes on the device, as the stream that computes now may use them; its earlier work may still be using them."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def event(self) -> Any:
         """A point of a stream, to be set by `mark` or `copy`."""
@@ -49,6 +56,8 @@ class Copies(Protocol):
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Any], done: Any) -> None:
         """Copy each (target, source) once the events `after` are reached; set `done` at the end."""
+        for target, source in pairs:
+            target.copy_(source)
 
     def wait(self, done: Any) -> None:
         """Let what the stream that computes now is given next begin once `done` is reached."""
@@ -78,11 +87,12 @@ class _Mapped:
         }  # fmt: skip
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """A stream of copies of one GPU, ordered against its other streams by events."""
 
     def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        super().__init__(device)
+        self.stream = torch.cuda.Stream(device)
 
     def pin(self, host: torch.Tensor) -> None:
         with torch.cuda.device(self.device):  # a context must be there
@@ -129,45 +139,7 @@ class CudaCopies:
         torch.cuda.synchronize(self.device)
 
 
-class HostCopies:
-    """Where the device is the CPU: a copy has ended when it is asked for, so nothing is waited for."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def pin(self, host: torch.Tensor) -> None:
-        pass
-
-    def unpin(self, host: torch.Tensor) -> None:
-        pass
-
-    def mapped(self, host: torch.Tensor) -> torch.Tensor:
-        return host
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def event(self) -> None:
-        return None
-
-    def mark(self, event: None) -> None:
-        pass
-
-    def copy(self, pairs, after, done: None) -> None:
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait(self, done: None) -> None:
-        pass
-
-    def timeline(self) -> int:
-        return 0
-
-    def finish(self) -> None:
-        pass
-
-
-KINDS: dict[str, type[CudaCopies] | type[HostCopies]] = {"cuda": CudaCopies, "cpu": HostCopies}
+KINDS: dict[str, type[Copies]] = {"cuda": CudaCopies, "cpu": Copies}
 
 
 def copies_to(device: torch.device) -> Copies:
