@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from ..errors import CheckpointError
-from .files import expanded
+from ..formats.format import is_sound
+from .comparing import same_bytes
+from .files import expanded, opened
 
 ALLOWANCE = 1 << 20  # bytes on disk besides tensors, per file
 
@@ -114,6 +118,24 @@ def copy_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     sync(target)
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], verify: bool) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        CheckpointError: to `verify`, a tensor has NaN or infinite values, or does not come back byte by byte.
+    """
+    for name, tensor in tensors.items():
+        if verify and not is_sound(tensor):
+            raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
+    save_file(tensors, path, metadata={"format": "pt"})
+    sync(path)
+    if verify:
+        with opened(path) as handle:
+            for name, tensor in tensors.items():
+                if not same_bytes(handle.get_tensor(name), tensor):
+                    raise CheckpointError(f"{name} came back from disk changed; is the disk sound?")
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -14,23 +14,20 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 
 from ..errors import CheckpointError
 from ..formats import PACKED
 from ..formats.declared import MODELOPT_FILE
-from ..formats.format import is_sound
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
-from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
-from .comparing import same_bytes
+from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, save_tensors, write_json
 from .configs import hub_config, native_config
 from .converters import WeightGroup
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, opened
+from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES
 from .hub import local_folder
 from .layouts import layout_groups
 from .packed_config import check_format, quantization_config
-from .plan import TARGETS, Planned, shell
+from .plan import TARGETS, Planned
 from .relayout import Relayout
 from .rewriting import ChangedParameters, Rewriting
 from .roundings import LayerRounding
@@ -139,15 +136,13 @@ def write_checkpoint(
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
-    nbytes = sum(tensor.nbytes for tensor in planned)
+    nbytes = sum(tensor.like.nbytes for tensor in planned)
     progress = _Progress(nbytes * (1 + verify), on_progress)
     with appearing_whole(dst, nbytes, files, len(shards)) as folder:
         _write_shards(folder, shards, planned, verify, progress)
         write_json(folder / CONFIG_FILE, target.config)
         for file in files:
             copy_file(stored.folder / file, folder / file)
-        if verify:
-            _compare(folder, shards, planned, progress)
         stored.close()
     return Conversion(
         dst,
@@ -271,7 +266,7 @@ def _other_files(source: StoredWeights, keeps_format: bool) -> tuple[list[Path],
 
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
     """File name -> names of its tensors."""
-    shells = {tensor.name: shell(tensor.shape, tensor.dtype) for tensor in planned}
+    shells = {tensor.name: tensor.like for tensor in planned}
     size = int(max_shard_size) if str(max_shard_size).isdigit() else max_shard_size
     try:
         return split_torch_state_dict_into_shards(shells, max_shard_size=size).filename_to_tensors
@@ -294,16 +289,14 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
     starts = {file: _starts([by_name[name] for name in names]) for file, names in shards.items()}
     memory = torch.empty(max(of_file[-1] for of_file in starts.values()), dtype=torch.uint8)
     for file, names in shards.items():
-        made = {name: _place(by_name[name], memory[start:]) for name, start in zip(names, starts[file])}
+        made = {name: _place(by_name[name].like, memory[start:]) for name, start in zip(names, starts[file])}
         for name in names:
             made[name].copy_(by_name[name].make())
-            if verify and not is_sound(made[name]):
-                raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
-            progress.add(by_name[name].nbytes)
-        save_file(made, folder / file, metadata={"format": "pt"})
-        sync(folder / file)
+            progress.add(by_name[name].like.nbytes)
+        save_tensors(folder / file, made, verify)
+        progress.add(verify * sum(by_name[name].like.nbytes for name in names))
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in planned)
+        total = sum(tensor.like.nbytes for tensor in planned)
         weight_map = {name: file for file, names in shards.items() for name in names}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -311,11 +304,11 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
 def _starts(planned: list[Planned]) -> list[int]:
     """Where in one piece of memory tensors begin, and where the last one ends. Made one by one, they would stand between
     temporaries, and the holes that those leave take as much again."""
-    return list(itertools.accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in planned), initial=0))
+    return list(itertools.accumulate((-(-tensor.like.nbytes // ALIGNED) * ALIGNED for tensor in planned), initial=0))
 
 
-def _place(tensor: Planned, memory: torch.Tensor) -> torch.Tensor:
-    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+def _place(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _config(source: Source, layout: str, dtype: str | None, quantization: dict | None) -> dict:
@@ -334,15 +327,3 @@ def dense_config(stored: StoredWeights, config: dict, dtype: str | None = None) 
     if dtype is not None:
         config.update(dict.fromkeys(DTYPE_ENTRIES.intersection(config) or ("dtype",), dtype))
     return config
-
-
-def _compare(folder: Path, shards, planned: list[Planned], progress: _Progress) -> None:
-    """Every tensor as it was written against the same tensor made once more, byte by byte."""
-    by_name = {tensor.name: tensor for tensor in planned}
-    for file, names in shards.items():
-        with opened(folder / file) as handle:
-            for name in names:
-                written, again = handle.get_tensor(name), by_name[name].make()
-                if not same_bytes(written, again):
-                    raise CheckpointError(f"{name} came back from disk changed; check the disk, and convert again")
-                progress.add(by_name[name].nbytes)

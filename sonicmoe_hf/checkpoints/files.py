@@ -19,12 +19,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_SUFFIXES = (  # of weights in other formats and of optimiser states
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
 )  # fmt: skip
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class Header(NamedTuple):
@@ -92,16 +86,16 @@ def headers_of(path: Path) -> dict[str, Header]:
     """Every tensor of one safetensors file.
 
     Raises:
-        CheckpointError: as `opened`, or a tensor has a dtype that is not known here.
+        CheckpointError: as `opened`, or torch has no tensors of a tensor's dtype.
     """
     headers = {}
     with opened(path) as handle:
         for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
-            view = handle.get_slice(name)
-            dtype = SAFETENSORS_DTYPES.get(view.get_dtype())
-            if dtype is None:
-                raise CheckpointError(f"{path}: {name} has dtype {view.get_dtype()}, which conversion does not know")
-            headers[name] = Header(path.name, dtype, tuple(view.get_shape()))
+            try:
+                tensor = handle.get_tensor(name)  # mapped, and not read
+            except SafetensorError as error:
+                raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
+            headers[name] = Header(path.name, tensor.dtype, tuple(tensor.shape))
     return headers
 
 

@@ -71,7 +71,7 @@ def inspect_checkpoint(src: str | os.PathLike, revision: str | None = None) -> I
         description=CHECKPOINT_LAYOUTS[source.layout],
         quantization=source.quantization,
         dtypes=dtypes,
-        parameters=sum(torch.Size(tensor.shape).numel() for tensor in conversions["native"].rewriting.plan()),
+        parameters=sum(tensor.like.numel() for tensor in conversions["native"].rewriting.plan()),
         nbytes=sum(dtypes.values()),
         files=len({header.file for header in source.tensors.values()}),
         layers=len(source.blocks),
@@ -96,7 +96,7 @@ def _outlook(source: Source, target: Target) -> str:
     if target.target_layout == source.layout and source.quantization is None:
         return "already in this layout"
     planned = target.rewriting.plan()
-    nbytes = sum(tensor.nbytes for tensor in planned)
+    nbytes = sum(tensor.like.nbytes for tensor in planned)
     experts = [tensor for tensor in planned if ".experts." in tensor.name]
     words = (
         f"{len(source.tensors)} tensors become {len(planned)}, {len(experts)} of them experts', {nbytes / 1e9:.2f} GB"

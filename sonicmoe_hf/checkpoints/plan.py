@@ -13,14 +13,9 @@ from ..errors import CheckpointError
 TARGETS = ("native", "hub")
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
-    return bool(torch.isfinite(tensor).all())
-
-
 def finite_bounds(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether every value is finite in `dtype`, without a temporary of the tensor's size: rounding keeps the order."""
-    return is_finite(torch.stack(torch.aminmax(tensor)).to(dtype))
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor)).to(dtype)).all())
 
 
 def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -43,17 +38,11 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
 
 
 class Planned(NamedTuple):
-    """A tensor to be written: its name, shape and dtype, and how it is made."""
+    """A tensor to be written: its name, one on the meta device like it, and how it is made."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    like: torch.Tensor
     make: Callable[[], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -71,4 +60,4 @@ def made_together(shells: dict[str, torch.Tensor], make: Callable[[], list[torch
         return made.pop(name)
 
     for name, shell in shells.items():
-        yield Planned(name, tuple(shell.shape), shell.dtype, partial(one, name))
+        yield Planned(name, shell, partial(one, name))

@@ -132,7 +132,6 @@ class Relayout(Rewriting):
             )
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}; nothing is written") from error
-        self.roundings.begin(name)
         is_changed = self._changes(target)
         for number, expert in enumerate(experts if is_changed else experts[:1]):
             exact, rounded = matrix(expert), dequantize_expert(packed, format.name, torch.float32, number)

@@ -84,14 +84,15 @@ class Rewriting:
 
     def _copied(self, name: str) -> Planned:
         header = self._stored.tensors[name]
-        return Planned(name, header.shape, header.dtype, partial(self._stored.stored, name))
+        return Planned(name, shell(header.shape, header.dtype), partial(self._stored.stored, name))
 
     def _alone(self, name: str) -> Iterator[Planned]:
         """A weight under its own name, dequantized where it is quantized; none of what is for inference in its format."""
         stored = self._stored
         if not stored.is_unused(name):
             dtype = self._wanted(name, stored.dtype_of(name))
-            yield Planned(name, stored.shape_of(name), dtype, lambda: in_range(stored.read(name), dtype, name))
+            like = shell(stored.shape_of(name), dtype)
+            yield Planned(name, like, lambda: in_range(stored.read(name), dtype, name))
 
     def _wanted(self, name: str, stored: torch.dtype) -> torch.dtype:
         """What a weight of the dtype `stored` is written in."""
@@ -111,7 +112,7 @@ class Rewriting:
                 experts[expert] = make(target, expert, dtype)[name][0]
             return experts
 
-        return Planned(name, group.shapes[name], dtype, made)
+        return Planned(name, shell(group.shapes[name], dtype), made)
 
     def _make_piece(self, target: str, expert: int | None, dtype: torch.dtype, is_changed: bool = True) -> Tensors:
         """The weights that a parameter becomes, or those of one expert, in `dtype`; what is changed in fp32."""
@@ -136,7 +137,6 @@ class Rewriting:
     def _round(self, name: str, target: str) -> list[torch.Tensor]:
         """What stands for a changed weight in the format that it has."""
         stored, place = self._stored, self._outer[target].places[name]
-        self.roundings.begin(name)
         tensors = [stored.stored(part) for part in stored.weights[name]]
         grid, (codes, scales, *_) = stored.grid(name), tensors
         is_packed = stored.is_packed(name)  # of all experts

@@ -28,20 +28,17 @@ class LayerRounding(NamedTuple):
 
 
 class Roundings:
-    """The sums of a conversion, by weight; a weight that is made twice counts once."""
+    """The sums of a conversion, by weight."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
 
-    def begin(self, name: str) -> None:
-        """Forget what is known of the weight `name`."""
-        self._sums[name] = [0.0] * len(PRODUCTS)
-
     def add(self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
         """Part of the weight `name`: as it was, with the change, and with the change and rounded."""
         parts = {"error": rounded - exact.float(), "change": exact.float() - before.float(), "weight": before.float()}
+        sums = self._sums.setdefault(name, [0.0] * len(PRODUCTS))
         for place, (first, second) in enumerate(PRODUCTS):
-            self._sums[name][place] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
+            sums[place] += torch.sum(parts[first] * parts[second], dtype=torch.float64).item()
 
     def layers(self) -> list[LayerRounding]:
         """Those that were changed, in the order of the weights; a weight of no layer stands for itself."""

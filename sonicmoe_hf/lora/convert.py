@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..checkpoints.atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, sync, write_json
-from ..checkpoints.comparing import same_bytes
+from ..checkpoints.atomic_folder import (
+    appearing_whole,
+    copy_file,
+    new_folder,
+    refuse_link_outside,
+    save_tensors,
+    write_json,
+)
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import family_of, hub_config, native_config
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, expanded, opened, read_json
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, expanded, read_json
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
-from ..checkpoints.plan import TARGETS, is_finite
+from ..checkpoints.plan import TARGETS
 from ..errors import CheckpointError
 from ..layer.config import check_choice
 from .adapter import Adapter
@@ -110,8 +115,6 @@ def run_adapter_conversion(
         tensors, config, hints = engine_form(adapter, model, layout)
     else:
         (tensors, config), hints = peft_form(adapter, model), []
-    if verify:
-        _check_finite(tensors)
     config["base_model_name_or_path"] = base_model
     _write(src, dst, tensors, config, verify)
     return AdapterConversion(dst, hints)
@@ -137,26 +140,10 @@ def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict,
         refuse_link_outside(file, src)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, files, 1) as folder:
-        save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        sync(folder / ADAPTER_WEIGHTS)
-        if verify:
-            _compare(folder / ADAPTER_WEIGHTS, weights)
+        save_tensors(folder / ADAPTER_WEIGHTS, weights, verify)
         write_json(folder / ADAPTER_CONFIG, config)
         for file in files:
             copy_file(file, folder / file.name)
-
-
-def _check_finite(weights: dict[str, torch.Tensor]) -> None:
-    for name, tensor in weights.items():
-        if not is_finite(tensor):
-            raise CheckpointError(f"{name} has NaN or infinite values; nothing is written")
-
-
-def _compare(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    with opened(path) as handle:
-        for name, tensor in weights.items():
-            if not same_bytes(handle.get_tensor(name), tensor):
-                raise CheckpointError(f"{name} came back from disk changed; check the disk, and convert again")
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:

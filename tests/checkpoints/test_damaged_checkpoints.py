@@ -237,7 +237,7 @@ def test_blocks_whose_scale_is_no_number_are_not_moved(tmp_path):
 
 
 def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
-    from sonicmoe_hf.checkpoints import convert
+    from sonicmoe_hf.checkpoints import atomic_folder
 
     def corrupting(tensors, path, metadata):
         save(tensors, path, metadata=metadata)
@@ -247,13 +247,13 @@ def test_verify_notices_a_disk_that_changes_bytes(hub, monkeypatch):
             file.seek(-1, os.SEEK_END)
             file.write(bytes([last[0] ^ 1]))
 
-    save = convert.save_file
-    monkeypatch.setattr(convert, "save_file", corrupting)
+    save = atomic_folder.save_file
+    monkeypatch.setattr(atomic_folder, "save_file", corrupting)
     assert_refused(hub, "came back from disk changed", verify=True)
 
 
 def test_a_full_disk_is_noticed_before_and_while_writing(hub, monkeypatch):
-    from sonicmoe_hf.checkpoints import atomic_folder, convert
+    from sonicmoe_hf.checkpoints import atomic_folder
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(atomic_folder.shutil, "disk_usage", lambda path: usage(10, 9, 1))
@@ -263,7 +263,7 @@ def test_a_full_disk_is_noticed_before_and_while_writing(hub, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert, "save_file", full)
+    monkeypatch.setattr(atomic_folder, "save_file", full)
     assert_refused(hub, "cannot be written: .*No space left")
 
 

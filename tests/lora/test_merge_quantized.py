@@ -146,8 +146,6 @@ def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
     worst = max(relative_error(rounded[name], exact[name]) for name in exact)
     assert 0.02 < worst < 0.2, "NVFP4's steps, and values over the largest that the tensor's scale allows"
     assert all(layer.survived > 0.7 for layer in done.roundings)
-    unverified = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "again", quantize="keep")
-    assert unverified.roundings == done.roundings, "to verify, weights are made twice; they count once"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu], ids=str)
