@@ -12,7 +12,7 @@ from .bar import progress
 from .command import command, json_option, option
 
 DST = option("dst", metavar="DST", help="new folder")
-VERIFY = option("--verify", action="store_true", help="raise an error for NaN and infinity, read everything back and compare")
+VERIFY = option("--verify", action="store_true", help="raise an error for NaN, read everything back and compare")
 SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)")
 
 
