@@ -13,6 +13,7 @@ from .command import command, json_option, option
 
 DST = option("dst", metavar="DST", help="new folder")
 VERIFY = option("--verify", action="store_true", help="raise an error for NaN, read everything back and compare")
+HUB_LAYOUTS = ("per_expert", "gpt_oss")  # which --layout calls hub
 SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)")
 
 
@@ -139,9 +140,10 @@ def _write(description: str, write, *arguments, verify: bool, **options) -> int:
     start = time.perf_counter()
     with progress(description, of_bytes=True) as on_progress:
         done = write(*arguments, verify=verify, on_progress=on_progress, **options)
+    layouts = ["hub" if each in HUB_LAYOUTS else each for each in (done.source_layout, done.target_layout)]
     console = Console(highlight=False)
     console.print(
-        f"{done.path}: {done.family}, {done.source_layout} -> {done.target_layout}, {done.tensors} tensors, "
+        f"{done.path}: {done.family}, {' -> '.join(layouts)}, {done.tensors} tensors, "
         f"{done.nbytes / 1e9:.2f} GB in {done.shards} files, {time.perf_counter() - start:.0f} s"
         f"{', verified' if verify else ''}",
         markup=False,

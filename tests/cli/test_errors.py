@@ -111,7 +111,7 @@ def test_text_that_no_file_can_hold_is_refused_before_anything_is_written(hub, t
 
 def test_a_result_whose_name_is_no_text_is_named_too(hub, elsewhere, capsys):
     assert main(["convert", str(hub), "\udcff", "--layout", "native"]) == 0
-    assert "\\udcff: qwen3_moe, per_expert -> native" in " ".join(capsys.readouterr().out.split())
+    assert "\\udcff: qwen3_moe, hub -> native" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("size", ["0", "0GB", "-5GB", "9" * 400, "nanGB", "infGB", "5XB", ""])

@@ -264,7 +264,7 @@ def test_a_damaged_adapter_and_one_of_another_model_are_refused(folders, tmp_pat
 def test_the_command_merges_and_says_what_it_did(folders, capsys):
     arguments = ["merge", *map(str, folders)]
     assert main([*arguments, "--layout", "native", "--verify"]) == 0
-    assert "per_expert -> native" in " ".join(capsys.readouterr().out.split())
+    assert "hub -> native" in " ".join(capsys.readouterr().out.split())
     adapted = PeftModel.from_pretrained(load_whole(folders[0]), folders[1])
     assert relative_error(logits_of(load_whole(folders[2])), logits_of(adapted)) < 1e-5, ORDER_OF_SUMS
     assert main(arguments) == 2
