@@ -60,10 +60,5 @@ def describe_attention(model: PreTrainedModel) -> list[str]:
         taken = f'sonicmoe_hf.from_pretrained takes attn_implementation="{NAME}", torch\'s flash kernels'
     else:
         taken = f'sonicmoe_hf.from_pretrained leaves attn_implementation="eager", as {obstacle}'
-    replaced = getattr(type(model), "_compatible_flash_implementations", None)
     warning = f"warning: {FLASH_WITHOUT_SINKS} have no sinks, and leave them out without an error"
-    if replaced:
-        warning += (
-            f'; from_pretrained replaces them by "{replaced[0]}", set_attn_implementation too, a config does not'
-        )
     return [f"attention with sinks: {taken}", warning]

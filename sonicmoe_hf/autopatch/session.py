@@ -21,7 +21,6 @@ from ..errors import UnsupportedModelError
 from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
 from ..patching.quantize import FOR_FILE, with_packed_experts
 from ..patching.support import every_experts
-from ..private.peft import before_adapters
 from .report import ComputedBy, describe
 from .settings import RunSettings, from_environment
 
@@ -48,7 +47,7 @@ class Session:
         atexit.register(self.at_exit)
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.report())
         if self.settings.adapt_experts is not None:
-            before_adapters(self.adapt)
+            self._follow_adapters()
         train: Any = Trainer.train
 
         @functools.wraps(train)
@@ -57,6 +56,19 @@ class Session:
             return train(trainer, *args, **kwargs)
 
         Trainer.train = attached_train  # type: ignore[method-assign, assignment]
+
+    def _follow_adapters(self) -> None:
+        """Have `adapt` called with every adapter's config and the model that PEFT is about to apply it to."""
+        from peft.tuners.tuners_utils import BaseTuner
+
+        inject: Any = BaseTuner.inject_adapter
+
+        @functools.wraps(inject)
+        def inject_adapter(tuner, model, adapter_name, *args, **kwargs):
+            self.adapt(tuner.peft_config[adapter_name], model)
+            return inject(tuner, model, adapter_name, *args, **kwargs)
+
+        BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
 
     def built(self, model: PreTrainedModel) -> None:
         """A model's constructor has ended."""

@@ -17,7 +17,6 @@ import torch
 
 from ..layer.config import TokenRounding
 from ..private.torch import capture_checkpoints, current_graph_task_id
-from .own_configs import Copies
 from .recorded import ReplayedCall
 
 NOT_KNOWN = (
@@ -41,7 +40,7 @@ class PatchState:
     policy: token rounding, or None for top-k. counting: whether routers count their loads. balancing: what they do for
     balance, or None. has_warned_of_top_k, has_warned_of_mask: that calls are too small for token rounding, that a mask
     does not fit. last: the call that ended last, while `balancing` needs its scale. calls_of_loss: those that ended
-    since a Trainer began to compute its loss, None outside. configs: (that which the model was built from, its own copy).
+    since a Trainer began to compute its loss, None outside. configs: what `use_own_configs` remembers.
     before_step: what of these attributes a training step has changed, as it was.
     reports: whether routers say, by setting `reported`, that they do in training what policy, counting and balancing ask.
     has_trained: whether a call with gradients had any of these to do, or experts to record or replay.
@@ -55,13 +54,13 @@ class PatchState:
         self.calls_of_loss: list[ModelCall] | None = None
         self.has_warned_of_top_k = False
         self.has_warned_of_mask = False
-        self.configs: Copies = []
+        self.configs: dict[int, Any] = {}
         self.before_step: dict[str, Any] = {}
         self.reports = self.reported = False
         self.has_trained = False
 
-    def __getstate__(self):  # a copy has had no calls
-        return {**vars(self), "last": None, "calls_of_loss": None}
+    def __getstate__(self):  # a copy has had no calls, and other configs
+        return {**vars(self), "last": None, "calls_of_loss": None, "configs": {}}
 
 
 class ModelCall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,23 +14,18 @@ from ..model_patches import FAMILIES, Family
 from .patch import patch_model
 from .support import find_layers, load_family_class
 
+_patched_classes: set[type[Any]] = set()
 
-class _PatchedPostInit:
+
+def _post_init_with(routing: TokenRounding | None) -> Callable[[PreTrainedModel], None]:
     """`post_init` of a family's base class while `patch` is on: Transformers calls it when a model has been built."""
 
-    def __init__(self, routing: TokenRounding | None):
-        self.routing = routing
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else lambda: self._run(instance)
-
-    def _run(self, model: PreTrainedModel) -> None:
+    def post_init(model: PreTrainedModel) -> None:
         PreTrainedModel.post_init(model)
         if next(find_layers(model), None) is not None:
-            patch_model(model, self.routing)
+            patch_model(model, routing)
 
-
-_patched_classes: dict[type[Any], _PatchedPostInit] = {}
+    return post_init
 
 
 def _is_in_transformers(family: Family) -> bool:
@@ -62,11 +58,11 @@ def patch(families=None, routing=None) -> None:
                 f"{cls.__name__} of this Transformers version has a post_init of its own, which patch() would replace; "
                 "call sonicmoe_hf.patch_model(model) on each model"
             )
-        _patched_classes[cls] = cls.post_init = _PatchedPostInit(policy)
+        cls.post_init = _post_init_with(policy)
+        _patched_classes.add(cls)
 
 
 def unpatch() -> None:
     """Undo `patch`. Models built meanwhile stay patched until unpatch_model."""
-    for cls in list(_patched_classes):
-        del cls.post_init
-        del _patched_classes[cls]
+    while _patched_classes:
+        del _patched_classes.pop().post_init

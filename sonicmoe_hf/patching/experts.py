@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,6 +31,7 @@ from ..layer.experts_module import (
 )
 from ..layer.moe_experts import Activation, moe_experts
 from ..layer.routing import MISPLACED, Routing
+from ..model_patches.family import modeling_module
 from ..private import attributes
 from .active_adapters import adapters_of
 from .forwards import DEFAULT_APPLY_GATE, LIGERS, why_not_reached
@@ -51,34 +54,6 @@ ACTIVATIONS = {  # an experts module's act_fn, its class if it is a module: our 
 # the activation of a gate alone: our name of it with an up
 GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 WITHOUT_NUMBERS = {*ACTIVATIONS.values(), *GATED_BY.values()}  # activations that are their name alone
-# the default gate in fp32, as we compute it anyway
-FP32_GATES = ("transformers.models.beam.modeling_beam.BeamExperts",)
-CLAMPED_SILU_GATES = {  # _apply_gate of these classes is clamped_silu: where the limit is
-    "transformers.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": "limit",
-    "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextExperts": "swiglu_limit",
-    "transformers.models.hy_v4.modeling_hy_v4.HYV4Experts": "swiglu_limit",
-    "transformers.models.hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts": "swiglu_limit",
-}
-CLAMPED_GATES = {  # _apply_gate of these classes is the clamped swiglu: (interleaved, where alpha is, where limit is)
-    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts": (True, "alpha", "limit"),
-    "transformers.models.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": (
-        False,
-        "alpha",
-        "limit",
-    ),
-    "transformers.models.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": (
-        False,
-        "swiglu_alpha",
-        "swiglu_limit",
-    ),
-}
-# their act_fn takes gate and up, and is the softcapped swiglu
-SOFTCAPPED_GATES = {  # the class of such an act_fn
-    "transformers.models.inkling2.modeling_inkling2.Inkling2Experts": "Inkling2SoftcappedSwiGLU",
-    "transformers.models.inkling2_loop.modeling_inkling2_loop.Inkling2LoopExperts": "Inkling2LoopSoftcappedSwiGLU",
-}
-
-FP8_EXPERTS = "transformers.integrations.finegrained_fp8.FP8Experts"  # whose gate its attributes decide
 
 
 class ExpertsFacts(NamedTuple):
@@ -95,52 +70,75 @@ def _refuse(
     raise UnsupportedExpertsError(f"{type(experts).__name__}: {reason}; {remedy}")
 
 
-def _gate(experts: Any) -> tuple[Activation, bool]:
-    """(activation, interleaved) of the experts' own `_apply_gate`."""
-    gate = type(experts)._apply_gate
-    if gate is not DEFAULT_APPLY_GATE:
-        owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
-        name = f"{owner.__module__}.{owner.__name__}"
-        if name in CLAMPED_GATES:
-            interleaved, *where = CLAMPED_GATES[name]
-            alpha, limit = (float(getattr(experts, attribute)) for attribute in where)
-            return Activation("clamped_swiglu", alpha, limit), interleaved
-        if name in CLAMPED_SILU_GATES:
-            return _clamped_silu(experts, float(getattr(experts, CLAMPED_SILU_GATES[name]))), False
-        if name == FP8_EXPERTS:
-            return _gate_of_fp8(experts), False
-        if name in SOFTCAPPED_GATES:
-            return _softcapped(experts, SOFTCAPPED_GATES[name]), False
-        if name not in FP32_GATES:
-            _refuse(experts, f"its gate {name}._apply_gate is not one that sonicmoe_hf implements")
+def _default_gate(experts: Any) -> Activation:
     if not getattr(experts, "is_concatenated", True):
         _refuse(experts, "its weights are declared interleaved, but the default gate reads them concatenated")
-    return Activation(_activation_name(experts)), False
-
-
-def _gate_of_fp8(experts: Any) -> Activation:
-    """Of Transformers' FP8Experts, which stand in for any family's."""
-    if getattr(experts, "gate_softcap", None) is not None:
-        return Activation("softcapped_swiglu", float(experts.gate_softcap), float(experts.up_softcap))
-    if experts.swiglu_alpha is not None:
-        return Activation("clamped_swiglu", float(experts.swiglu_alpha), float(experts.swiglu_limit))
-    if experts.limit is not None:
-        return _clamped_silu(experts, float(experts.limit))
     return Activation(_activation_name(experts))
 
 
-def _clamped_silu(experts: nn.Module, limit: float) -> Activation:
+def _clamped_swiglu(experts: Any, alpha: str = "alpha", limit: str = "limit") -> Activation:
+    """alpha, limit: the experts' attributes."""
+    return Activation("clamped_swiglu", float(getattr(experts, alpha)), float(getattr(experts, limit)))
+
+
+def _clamped_silu(experts: Any, limit: str = "limit") -> Activation:
+    """limit: the experts' attribute."""
     if hasattr(experts, "act_fn") and _activation_name(experts) != "swiglu":
         _refuse(experts, "its clamped gate has another activation than silu")
-    return Activation("clamped_silu", limit=limit)
+    return Activation("clamped_silu", limit=float(getattr(experts, limit)))
 
 
-def _softcapped(experts: Any, expected: str) -> Activation:
+def _softcapped_swiglu(experts: Any, expected: str) -> Activation:
+    """expected: the class of their act_fn, which takes gate and up."""
     kind = type(experts.act_fn).__name__
     if kind != expected:
         _refuse(experts, f"its gate is {kind}, not {expected}")
     gate, up = (float(cap.softcap) for cap in (experts.act_fn.gate_softcap, experts.act_fn.up_softcap))
     return Activation("softcapped_swiglu", alpha=gate, limit=up)
+
+
+def _gate_of_fp8(experts: Any) -> Activation:
+    """Of Transformers' FP8Experts, which stand in for any family's: their attributes decide."""
+    if getattr(experts, "gate_softcap", None) is not None:
+        return Activation("softcapped_swiglu", float(experts.gate_softcap), float(experts.up_softcap))
+    if experts.swiglu_alpha is not None:
+        return _clamped_swiglu(experts, "swiglu_alpha", "swiglu_limit")
+    return _default_gate(experts) if experts.limit is None else _clamped_silu(experts)
+
+
+GPT_OSS = modeling_module("gpt_oss"), "GptOssExperts"  # whose gate and up alternate
+FP8_EXPERTS = "transformers.integrations.finegrained_fp8", "FP8Experts"
+GATES: dict[
+    tuple[str, str], Callable[[Any], Activation]
+] = {  # module and name of a class: what its _apply_gate computes
+    GPT_OSS: _clamped_swiglu,
+    FP8_EXPERTS: _gate_of_fp8,
+    (modeling_module("beam"), "BeamExperts"): _default_gate,  # in fp32, as we compute it anyway
+    (modeling_module("openai_privacy_filter"), "OpenAIPrivacyFilterExperts"): _clamped_swiglu,
+    (modeling_module("minimax_m3_vl"), "MiniMaxM3VLExperts"): partial(
+        _clamped_swiglu, alpha="swiglu_alpha", limit="swiglu_limit"
+    ),
+    (modeling_module("deepseek_v4"), "DeepseekV4Experts"): _clamped_silu,
+    (modeling_module("glm5_next"), "Glm5NextTextExperts"): partial(_clamped_silu, limit="swiglu_limit"),
+    (modeling_module("hy_v4"), "HYV4Experts"): partial(_clamped_silu, limit="swiglu_limit"),
+    (modeling_module("hy_v4_vl"), "HYV4VLExperts"): partial(_clamped_silu, limit="swiglu_limit"),
+    (modeling_module("inkling2"), "Inkling2Experts"): partial(_softcapped_swiglu, expected="Inkling2SoftcappedSwiGLU"),
+    (modeling_module("inkling2_loop"), "Inkling2LoopExperts"): partial(
+        _softcapped_swiglu, expected="Inkling2LoopSoftcappedSwiGLU"
+    ),
+}
+
+
+def _gate(experts: Any) -> tuple[Activation, bool]:
+    """(activation, interleaved) of the experts' own `_apply_gate`."""
+    gate = type(experts)._apply_gate
+    if gate is DEFAULT_APPLY_GATE:
+        return _default_gate(experts), False
+    owner = next(cls for cls in reversed(type(experts).__mro__) if getattr(cls, "_apply_gate", None) is gate)
+    name = owner.__module__, owner.__name__
+    if name not in GATES:
+        _refuse(experts, f"its gate {'.'.join(name)}._apply_gate is not one that sonicmoe_hf implements")
+    return GATES[name](experts), name == GPT_OSS
 
 
 def _activation_name(experts: Any, is_gated: bool = True) -> str:
@@ -186,7 +184,7 @@ def experts_facts(experts: Any) -> ExpertsFacts:
 
 def is_fp8_experts(module: nn.Module) -> bool:
     """Whether this is Transformers' FP8Experts."""
-    return f"{type(module).__module__}.{type(module).__name__}" == FP8_EXPERTS
+    return (type(module).__module__, type(module).__name__) == FP8_EXPERTS
 
 
 def check_weights(experts: nn.Module) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from ..private import attributes
 from ..private.transformers import fp8_experts_functions
 
 LIGERS = "LigerExperts"  # its class
@@ -73,11 +72,6 @@ def is_bound_by_liger(module: nn.Module) -> bool:
     return _is_ligers(vars(module).get("forward"))
 
 
-def _can_unbind(experts: nn.Module) -> bool:
-    """Whether nothing else stood there before Liger, whose forward Liger's now hides."""
-    return is_bound_by_liger(experts) and not {"_hf_hook", "_is_hooked"} & set(vars(experts))
-
-
 def why_not_reached(experts: nn.Module) -> str | None:
     """Why a call of the experts would not reach the experts interface, with the remedy; None where it does.
 
@@ -94,26 +88,14 @@ def why_not_reached(experts: nn.Module) -> str | None:
         return None
     remedy = "undo what put it there"
     if _is_ligers(forward):
-        remedy = "sonicmoe_hf.patch_model(model) undoes that" if _can_unbind(experts) else LIGER_SWITCH
+        remedy = "sonicmoe_hf.patch_model(model) undoes that" if is_bound_by_liger(experts) else LIGER_SWITCH
     return f"{name}: its forward is {_name(forward)}, which never reaches sonicmoe_hf; {remedy}"
 
 
-def unbind_liger(experts: nn.Module) -> bool:
-    """Take from these experts, or from a wrapper of them, what Liger bound to them, where that is possible; whether it
-    did."""
-    instance = vars(experts)
-    if not _can_unbind(experts):
-        return False
-    instance[attributes.LIGER_FORWARD] = instance["forward"].__func__
-    for name in [
-        name for name, value in instance.items() if isinstance(value, types.MethodType) and _is_ligers(value)
-    ]:
-        del instance[name]  # Liger's name for `repr` goes with its forward
-    return True
-
-
-def rebind_liger(experts: nn.Module) -> None:
-    """Bind again the forward that `unbind_liger` took."""
-    forward = vars(experts).pop(attributes.LIGER_FORWARD, None)
-    if forward is not None:
-        vars(experts)["forward"] = types.MethodType(forward, experts)
+def unbind_liger(experts: nn.Module) -> None:
+    """Take from these experts, or from a wrapper of them, what Liger bound to them."""
+    if is_bound_by_liger(experts):
+        methods = [name for name, value in vars(experts).items() if isinstance(value, types.MethodType)]
+        for name in methods:  # Liger's name for `repr` goes with its forward
+            if _is_ligers(vars(experts)[name]):
+                delattr(experts, name)

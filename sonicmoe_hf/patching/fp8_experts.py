@@ -100,7 +100,8 @@ def take_weights(every: Iterable[tuple[str, Any]], dtype: torch.dtype) -> None:
             taken[name] = weight.dtype, tuple(weight.shape), weight.requires_grad, scales.requires_grad
             scales.requires_grad_(False)
             setattr(experts, name, as_parameter(packed))
-        if not any(hook is _write for hook in experts._state_dict_hooks.values()):
+        if not hasattr(experts, attributes.HAS_FP8_HOOKS):
+            setattr(experts, attributes.HAS_FP8_HOOKS, True)
             experts.register_state_dict_post_hook(_write)
             experts.register_load_state_dict_pre_hook(_read)
         setattr(experts, attributes.FP8_PARAMETERS, taken)

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from ..layer.config import TokenRounding
-from ..layer.experts_module import IMPLEMENTATION, expert_parallelism
-from ..layer.routing import MISPLACED
+from ..layer.experts_module import expert_parallelism
 from ..private import attributes
 from ..private.torch import guard_module_hooks, is_compiled
-from ..private.transformers import experts_implementation, parallel_mesh
+from ..private.transformers import parallel_mesh
 from . import calls, handlers, routing_contexts
 from .balance import BiasLoad, hook_loss, share_of_batch
 from .calls import ModelCall, PatchState
@@ -186,12 +185,12 @@ class ModelEntryHook:
         return next((ours.batch_group for ours in implementations if ours is not None), None)
 
     def _check_compiled(self) -> None:
-        """What Dynamo can trace. Forwards of accelerate's and Transformers' parallelism call the one that was there."""
+        """What Dynamo can trace."""
         for module, forward in self.forwards:
-            attributes = module.__dict__
-            is_known = "_hf_hook" in attributes or "_is_hooked" in attributes
-            if attributes.get("forward") is not forward and not is_known:
-                raise RuntimeError("another forward took the place of these experts' own: see patch_model")
+            if module.__dict__.get("forward") is not forward:
+                raise RuntimeError(
+                    "another forward took the place of these experts' own: call sonicmoe_hf.patch_model(model) again"
+                )
 
     def _check(self, model: nn.Module) -> None:
         policy = self.state.policy
@@ -205,9 +204,6 @@ class ModelEntryHook:
                 check_live(self.layers)
             self._list_forwards(model)
             self.is_checked, self.checked_policy = True, policy
-        if policy is not None and model.training and torch.is_grad_enabled():
-            for layer in self.layers:
-                _check_implementation(layer)
 
 
 def check_live(layers: list[Layer]) -> None:
@@ -220,16 +216,11 @@ def check_live(layers: list[Layer]) -> None:
             )
 
 
-def _check_implementation(layer: Layer) -> None:
-    implementation = experts_implementation(layer.experts.config)
-    if implementation != IMPLEMENTATION:
-        raise RuntimeError(f'{layer.name}: experts_implementation is "{implementation}". {MISPLACED}')
-
-
 def _check_call(model: nn.Module, is_for_training: bool) -> None:
     """Raise RuntimeError where a call whose routers have work would leave it out: of a replica, in training, or one that
     reentrant checkpointing runs without gradients at first."""
-    if is_for_training and getattr(model, "_is_replica", False):
+    is_replica = not torch.compiler.is_compiling() and next(model.parameters(), None) is None
+    if is_for_training and is_replica:
         raise RuntimeError(
             "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
             "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "

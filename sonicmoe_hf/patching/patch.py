@@ -33,7 +33,6 @@ from ..streaming.placement import place_experts
 from . import calls
 from .calls import PatchState
 from .experts import is_fp8_experts
-from .forwards import rebind_liger
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import (
     ModelEntryHook,
@@ -50,7 +49,6 @@ from .support import (
     LayerSupport,
     every_copy,
     every_experts,
-    experts_and_wrappers,
     find_layers,
     undo_liger_and_check,
 )
@@ -184,7 +182,8 @@ def patch_model(
     Returns:
         What was patched.
     Raises:
-        UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed.
+        UnsupportedModelError: a layer cannot be accelerated, or cannot do the routing asked for; nothing is changed, but
+            that Liger's forwards of experts are gone.
         UnsupportedExpertsError: FP8 experts that Transformers loaded have a scale or a value that is not finite; or
             experts for host memory are shared or sharded by ranks, or on several devices.
         ValueError: `model` holds several models with experts; or experts_memory says no number of bytes.
@@ -212,15 +211,13 @@ def patch_model(
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Undo patch_model: hooks gone, the experts implementation and forwards as they were; the model keeps configs of its
-    own. Does nothing to a model not patched."""
+    """Undo patch_model: hooks gone, the experts implementation as it was; the model keeps configs of its own, and experts
+    that Liger had bound its forward to keep Transformers'. Does nothing to a model not patched."""
     root = _root(model)
     if _state(root) is None:
         return
     for module in root.modules():
         remove_installed(module)
-    for module in experts_and_wrappers(root):
-        rebind_liger(module)
     experts: Any
     for experts in every_experts(root):
         give_back_weights(experts)

@@ -85,7 +85,7 @@ def quantize_experts(
             raise ValueError(f"{full_name}: {error}") from error
         hold_packed(module, name, packed if placement is None else placement.hold(module, name, packed))
     config = ExpertsQuantizationConfig(format)
-    use_own_configs(model, [])
+    use_own_configs(model, {})
     model.config.quantization_config = config
     quantizer = ExpertsQuantizer(config, pre_quantized=True)
     vars(model).update(hf_quantizer=quantizer, is_quantized=True, quantization_method=QUANT_METHOD)

@@ -21,7 +21,7 @@ from ..layer.experts_module import (
 )
 from ..model_patches import FAMILIES, Family
 from .experts import check_weights, experts_facts, is_fp8_experts
-from .forwards import LIGERS, is_bound_by_liger, rebind_liger, unbind_liger, why_not_reached
+from .forwards import LIGERS, is_bound_by_liger, unbind_liger, why_not_reached
 from .fp8_experts import why_not_taken
 
 REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
@@ -37,9 +37,9 @@ REMEDIES = {  # quantization method of a checkpoint: how to load plain experts
 QUANTIZED = {  # experts classes that Transformers' quantizers put in: how to get plain ones
     "Mxfp4GptOssExperts": REMEDIES["mxfp4"],
 }
-# what wrappers call the module inside them
-WRAPPED = ("base_layer", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{'|'.join(WRAPPED)})(?:\.|$)")
+# what wrappers call the module inside them: PEFT's, and as a private attribute FSDP's, checkpointing's, torch.compile's
+WRAPPED = re.compile(r"base_layer|_\w+")
+WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:original_module|modules_to_save\.[^.]+|{WRAPPED.pattern})(?:\.|$)")
 EXPERTS_NAME = re.compile(r"(Experts|MoE|Moe|MoeBlock|SparseMLP)$")  # of classes outside the experts interface
 OUTSIDE = "is outside Transformers' experts interface: experts_implementation has no effect on it"
 
@@ -89,7 +89,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside the wrappers of PEFT, FSDP, checkpointing and torch.compile: that which is called."""
     while True:
         copies = _saved_copies(module)
-        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+        inner = next((child for name, child in module.named_children() if WRAPPED.fullmatch(name)), None)
         if copies is not None:
             module = _called_copy(module, copies)
         elif inner is not None:
@@ -272,16 +272,12 @@ def undo_liger_and_check(
     """Undo what Liger did to the experts, and check that every layer can do what is asked; see `check_rounding`.
 
     Raises:
-        UnsupportedModelError: one cannot; the model is as it was.
+        UnsupportedModelError: one cannot; but for Liger the model is as it was.
     """
-    undone = [module for module in experts_and_wrappers(model) if unbind_liger(module)]
-    try:
-        layers = check_accelerated(model)
-        check_rounding(layers, policy, remedy)
-    except UnsupportedModelError:
-        for module in undone:
-            rebind_liger(module)
-        raise
+    for module in experts_and_wrappers(model):
+        unbind_liger(module)
+    layers = check_accelerated(model)
+    check_rounding(layers, policy, remedy)
     return layers
 
 

@@ -170,7 +170,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
             for module_name, module in model.named_modules()
             if isinstance(module, nn.Linear) and module_name.endswith("down_proj")
         ),
-        attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
+        attention="sdpa" if getattr(config, "_attn_implementation", None) == "sdpa" else "eager",
         quantization=quantization,
         is_packed=declared is not None and declared.is_packed_here,
         is_dequantized=declared is not None and quantization == declared.method in DEQUANTIZED,

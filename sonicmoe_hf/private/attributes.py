@@ -8,8 +8,8 @@ SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactiva
 COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "fp8"
 KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.KnownFacts)
 UNPATCHED = "_sonicmoe_hf_unpatched"  # what their config named before patch_model
-LIGER_FORWARD = "_sonicmoe_hf_liger_forward"  # Liger's function, which unpatch_model binds again; on wrappers too
 FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed weights: what each was, by name
+HAS_FP8_HOOKS = "_sonicmoe_hf_has_fp8_hooks"  # True: their state dicts have the hooks that name these bytes
 PARALLELISM = (
     "_sonicmoe_hf_expert_parallelism"  # what brings them their tokens: a layer.experts_module.ExpertParallelism
 )

@@ -78,7 +78,7 @@ def has_compiled_parts(modules: list[nn.Module]) -> bool:
 def has_checkpointing(modules: list[nn.Module]) -> bool:
     """Whether one of these modules is recomputed by gradient checkpointing, Transformers' or FSDP's."""
     return any(
-        getattr(module, "gradient_checkpointing", False) or "_checkpoint_wrapped_module" in module._modules
+        getattr(module, "gradient_checkpointing", False) or type(module).__name__ == "CheckpointWrapper"
         for module in modules
     )
 

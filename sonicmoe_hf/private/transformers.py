@@ -129,11 +129,6 @@ def ignored_on_load(model) -> list[str]:
     return list(model._keys_to_ignore_on_load_unexpected or ())
 
 
-def has_peft_adapter(model) -> bool:
-    """Whether `load_adapter` or `add_adapter` of a model was called."""
-    return getattr(model, "_hf_peft_config_loaded", False)
-
-
 def weight_conversions(model) -> list | None:
     """What from_pretrained did to a checkpoint and save_pretrained reverts; [] after fused ones, None without any."""
     return getattr(model, "_weight_conversions", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,8 @@ def send_histograms(trainer, entry: dict) -> None:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             for name, counts in rows.items():
                 callback.tb_writer.add_histogram(name, counts, entry["step"])
-        elif isinstance(callback, WandbCallback) and getattr(callback._wandb, "run", None) is not None:
-            wandb = callback._wandb
+        elif (
+            isinstance(callback, WandbCallback) and getattr(wandb := sys.modules.get("wandb"), "run", None) is not None
+        ):
             histograms = {name: wandb.Histogram(counts) for name, counts in rows.items()}
             wandb.log({**histograms, "train/global_step": entry["step"]})

@@ -20,7 +20,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ..patching.support import find_layers
 from ..private.transformers import (
     LOADING_METHODS,
-    has_peft_adapter,
     load_converted,
     missing_loading_methods,
     warnings_held_back,
@@ -39,7 +38,7 @@ class Restored(NamedTuple):
 def whole_model(model: nn.Module | None) -> PreTrainedModel | None:
     """The model that Trainer checkpoints hold whole under the hub's names; None with PEFT, FSDP, ZeRO-3 and the like."""
     model = getattr(model, "_orig_mod", model)  # torch.compile
-    if not isinstance(model, PreTrainedModel) or has_peft_adapter(model):
+    if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return None
     if any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") or p.is_meta for p in model.parameters()):
         return None  # DTensors, ZeRO-3, offloaded

@@ -221,7 +221,10 @@ def composable(function, hidden):
 
 @pytest.mark.parametrize(
     ("apply", "when"),
-    [(Offloaded.apply, "without gradients in a model call that has them"), (composable, "in backward")],
+    [
+        (Offloaded.apply, "without gradients in a model call that has them"),
+        (composable, "in backward"),
+    ],
 )
 def test_checkpointing_that_is_not_torchs_is_an_error_that_names_torchs(apply, when):
     model, inputs = patched("qwen3_moe", use_cache=False), batch()

@@ -245,3 +245,25 @@ def test_the_modules_of_a_patched_model_share_its_config_however_often_it_is_pat
         assert len(configs(build("qwen3_moe"))) == 1
     finally:
         sonicmoe_hf.unpatch()
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_unpatching_a_copy_leaves_the_original_patched(family, copied, tmp_path):
+    model = patched(family, POLICY)
+    expected = loss_and_gradients(model, batch(padding=True))
+    if copied == "deepcopy":
+        copy_of_model = copy.deepcopy(model)
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        copy_of_model = torch.load(tmp_path / "model.pt", weights_only=False)
+    sonicmoe_hf.unpatch_model(copy_of_model)
+    assert not sonicmoe_hf.is_patched(copy_of_model)
+    assert copy_of_model.config._experts_implementation == "eager"
+    for module in copy_of_model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not any("sonicmoe" in name for name in vars(module))
+    watch = Watch(model)
+    assert_all_close(loss_and_gradients(model, batch(padding=True)), expected, 1e-6, "the same computation")
+    assert watch.rounded() and all(watch.rounded())
+    assert model.config._experts_implementation == IMPLEMENTATION

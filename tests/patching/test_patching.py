@@ -159,15 +159,25 @@ def test_a_layer_called_alone_uses_top_k():
 def test_another_implementation_under_token_rounding_raises_and_is_named():
     model = patched("qwen3_moe", TokenRounding(tile=4))
     model.set_experts_implementation("eager")
-    with pytest.raises(RuntimeError, match=r'model.layers.0.mlp: experts_implementation is "eager".*needs'):
+    with pytest.raises(TypeError, match=r'token rounding needs experts_implementation="sonicmoe_hf"'):
         model(**batch())
     sonicmoe_hf.set_routing(model, None)
     assert model(**batch()).loss.isfinite(), "top-k works with any implementation"
 
 
+def replicated(module):
+    """As DataParallel does it on a GPU; its replicas' weights are no parameters."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        replica._modules[name] = replicated(child)
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(replica, name, parameter.detach())
+    return replica
+
+
 def test_data_parallel_replicas_raise_and_name_the_remedy():
     model = patched("qwen3_moe", TokenRounding(tile=4))
-    replica = model._replicate_for_data_parallel()
+    replica = replicated(model)
     with pytest.raises(RuntimeError, match=r"nn.DataParallel.*one process per GPU"):
         replica(**batch())
 

@@ -1,6 +1,7 @@
 """What ExpertLoadCallback shows beside numbers: a picture, and histograms in TensorBoard and W&B."""
 
 import importlib.util
+import sys
 import types
 from pathlib import Path
 
@@ -116,18 +117,20 @@ class FakeWandb(types.SimpleNamespace):
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path):
+def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path, monkeypatch):
+    wandb = FakeWandb("a run" if is_running else None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+
     class Reporter(WandbCallback):
         def __init__(self):
-            self._wandb = FakeWandb("a run" if is_running else None)
+            """Without the package."""
 
         def __getattribute__(self, name):
             if name.startswith("on_"):
                 return lambda *args, **kwargs: None
             return super().__getattribute__(name)
 
-    reporter = Reporter()
-    trainer = trainer_for(build("qwen3_moe"), tmp_path, [reporter], max_steps=STEPS)
+    trainer = trainer_for(build("qwen3_moe"), tmp_path, [Reporter()], max_steps=STEPS)
     callback = sonicmoe_hf.attach(trainer)
     trainer.train()
     expected = [
@@ -137,4 +140,4 @@ def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path):
         }
         for entry in callback.history
     ]
-    assert reporter._wandb.logged == (expected if is_running else [])
+    assert wandb.logged == (expected if is_running else [])
