@@ -1,7 +1,7 @@
 """The model calls in progress, by thread, and the calls that gradient checkpointing runs again.
 
 What torch.utils.checkpoint computes again in backward, in whichever thread of autograd's, is part of the forward that it
-was part of at first, and calls that begin there are those that began there (private/torch.py says how we hear of it).
+was part of at first (private/torch.py says how we hear of it).
 """
 
 from __future__ import annotations
@@ -110,39 +110,39 @@ class Forward:
         self.recomputing = False
         self.max_sizes: tuple[list[int], list[int]] | None = None
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether its call began with it."""
+        return self.outer is None or self.outer.call is not self.call
+
 
 class Checkpoint:
-    """What one use of torch.utils.checkpoint computes, and computes again in backward.
+    """What one use of torch.utils.checkpoint computes, and computes again in backward; part of `forward`."""
 
-    forward: that which it is part of; outer: the checkpoint around it. calls: those that began inside it.
-    is_recomputation: whether this is the second time, in which calls that begin are these, in their order.
-    """
-
-    def __init__(self, outer: Checkpoint | None, forward: Forward | None, is_reentrant: bool):
-        self.outer = outer
-        self.forward = forward
+    def __init__(self, is_reentrant: bool):
+        self.forward = in_progress()
         self.is_reentrant = is_reentrant
-        self.calls: list[ModelCall] = []
-        self.is_recomputation = False
+
+    def enter(self) -> Checkpoint | None:
+        """It begins in this thread; the one around it."""
+        around, _thread.checkpoint = checkpoint_in_progress(), self
+        return around
 
     def run(self, function: Callable, *args, **kwargs):
         """The first time."""
-        before = enter_checkpoint(self)
+        around = self.enter()
         try:
             return function(*args, **kwargs)
         finally:
-            _thread.checkpoint = before
+            _thread.checkpoint = around
 
     def run_again(self, function: Callable, *args, **kwargs):
         """In backward: the forward that this is part of is in progress once more, in whichever thread this is."""
-        forward, before = in_progress(), checkpoint_in_progress()
-        recomputation = copy.copy(self)
-        recomputation.is_recomputation, recomputation.calls, recomputation.outer = True, list(self.calls), before
-        _thread.checkpoint, _thread.forward = recomputation, _recomputing(self.forward)
+        forward, _thread.forward = in_progress(), _recomputing(self.forward)
         try:
-            return function(*args, **kwargs)
+            return self.run(function, *args, **kwargs)
         finally:
-            _thread.checkpoint, _thread.forward = before, forward
+            _thread.forward = forward
 
 
 def _recomputing(forward: Forward | None) -> Forward | None:
@@ -170,15 +170,9 @@ def checkpoint_in_progress() -> Checkpoint | None:
     return getattr(_thread, "checkpoint", None)
 
 
-def enter_checkpoint(checkpoint: Checkpoint) -> Checkpoint | None:
-    """A checkpoint begins; the one around it."""
-    before, _thread.checkpoint = checkpoint_in_progress(), checkpoint
-    return before
-
-
-def begin(state: PatchState, name: str) -> tuple[Forward, bool]:
-    """A forward of a model begins: it, and whether a call begins with it. It is part of the call around it, unless that
-    is of another model or inside a forward of the same module already (a hook may call the model that it is in).
+def begin(state: PatchState, name: str) -> Forward:
+    """A forward of a model begins. It is part of the call around it, unless that is of another model or inside a forward
+    of the same module already (a hook may call the model that it is in).
 
     What interrupted forwards left behind ends here (torch calls no hooks after KeyboardInterrupt): Python's frames below
     a forward around this one are fewer.
@@ -188,20 +182,13 @@ def begin(state: PatchState, name: str) -> tuple[Forward, bool]:
         depth = _stack_depth()
         while outer is not None and outer.depth >= depth:
             outer = outer.outer
-    if outer is not None and outer.call.state is state and not _is_inside(outer, name):
+    if outer is None or outer.call.state is not state or _is_inside(outer, name):
+        _thread.forward = forward = Forward(ModelCall(state), name, outer, depth)
+    else:
         _thread.forward = forward = Forward(outer.call, name, outer, depth)
         forward.attention_mask, forward.token_types = outer.attention_mask, outer.token_types
         forward.recomputing = outer.recomputing
-        return forward, False
-    checkpoint = getattr(_thread, "checkpoint", None)
-    repeated = None if checkpoint is None else _next_call(checkpoint, state)
-    call = ModelCall(state) if repeated is None else repeated
-    _thread.forward = forward = Forward(call, name, outer, depth)
-    forward.recomputing = repeated is not None
-    while checkpoint is not None and not checkpoint.is_recomputation:
-        checkpoint.calls.append(call)
-        checkpoint = checkpoint.outer
-    return forward, repeated is None
+    return forward
 
 
 def _is_inside(forward: Forward, name: str) -> bool:
@@ -212,17 +199,6 @@ def _is_inside(forward: Forward, name: str) -> bool:
             return True
         around = around.outer
     return False
-
-
-def _next_call(checkpoint: Checkpoint, state: PatchState) -> ModelCall | None:
-    """The next of the calls of that model that a checkpoint, or one around it, runs again."""
-    around: Checkpoint | None = checkpoint
-    while around is not None:
-        for number, call in enumerate(around.calls if around.is_recomputation else ()):
-            if call.state is state:
-                return around.calls.pop(number)
-        around = around.outer
-    return None
 
 
 def _stack_depth() -> int:
@@ -260,13 +236,13 @@ def capture() -> None:
 
 def _non_reentrant(checkpointed: Callable, function: Callable, *args, **kwargs):
     """In place of torch's generator: it runs until its first yield before `function` does, and on when that is over."""
-    checkpoint = Checkpoint(checkpoint_in_progress(), in_progress(), is_reentrant=False)
+    checkpoint = Checkpoint(is_reentrant=False)
     steps = checkpointed(functools.partial(checkpoint.run_again, function), *args, **kwargs)
-    before = enter_checkpoint(checkpoint)
+    around = checkpoint.enter()
     try:
         yield from steps
     finally:
-        _thread.checkpoint = before
+        _thread.checkpoint = around
 
 
 class _Reentrant:
@@ -274,7 +250,7 @@ class _Reentrant:
 
     def __init__(self, function: Callable):
         self.function = function
-        self.checkpoint = Checkpoint(checkpoint_in_progress(), in_progress(), is_reentrant=True)
+        self.checkpoint = Checkpoint(is_reentrant=True)
         self.has_run = False
 
     def __call__(self, *args):

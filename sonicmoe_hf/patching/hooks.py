@@ -126,9 +126,9 @@ class ModelEntryHook:
 
     def __call__(self, model: nn.Module, args, kwargs):
         state = self.state
-        forward, is_new = calls.begin(state, self.name)
+        forward = calls.begin(state, self.name)
         call = forward.call
-        if is_new:
+        if forward.is_outermost:
             if torch.compiler.is_compiling():
                 self._check_compiled()
             else:
@@ -147,9 +147,12 @@ class ModelEntryHook:
         recording, replay = routing_contexts.active(state)
         if policy is None and balancing is None and recording is None and replay is None and not state.counting:
             return
-        _check_call(model, policy is not None or balancing is not None or state.counting)
+        if policy is not None or balancing is not None or state.counting:
+            _check_no_replica(model)
+        follows = recording is not None or replay is not None
+        _check_runs_once(model, call.gradients, follows)
         work: list[Callable] = []
-        if recording is not None or replay is not None:
+        if follows:
             if is_compiled() or policy is not None:
                 raise RuntimeError(handlers.NOT_RECORDED)
             if replay is not None:
@@ -216,23 +219,27 @@ def check_live(layers: list[Layer]) -> None:
             )
 
 
-def _check_call(model: nn.Module, is_for_training: bool) -> None:
-    """Raise RuntimeError where a call whose routers have work would leave it out: of a replica, in training, or one that
-    reentrant checkpointing runs without gradients at first."""
-    is_replica = not torch.compiler.is_compiling() and next(model.parameters(), None) is None
-    if is_for_training and is_replica:
+def _check_no_replica(model: nn.Module) -> None:
+    """Raise RuntimeError for a replica, which has no parameters of its own."""
+    if not torch.compiler.is_compiling() and next(model.parameters(), None) is None:
         raise RuntimeError(
             "token rounding, balancing and load counting do not work under nn.DataParallel, whose replicas share "
             "hooks: launch one process per GPU (torchrun, accelerate launch), or show it a single GPU "
             "(CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+def _check_runs_once(model: nn.Module, gradients: bool, follows: bool) -> None:
+    """Raise RuntimeError where a call whose routers have work begins inside a checkpoint, which runs it twice, at first
+    without gradients where it is reentrant. follows: whether they record or replay, in evaluation too."""
     checkpoint = None if torch.compiler.is_compiling() else calls.checkpoint_in_progress()
-    if checkpoint is not None and checkpoint.is_reentrant and model.training:
+    if checkpoint is None:
+        return
+    if follows or (model.training and (gradients or checkpoint.is_reentrant)):
         raise RuntimeError(
-            "reentrant checkpointing around a whole model runs it without gradients first, so that token rounding, "
-            "balancing, counting, recording and replaying take it for evaluation; use "
-            "model.activation_checkpointing_enable() (gradient_checkpointing_enable() before Transformers 5.23), or "
-            "checkpoint(model, ..., use_reentrant=False)"
+            "checkpointing around a whole model runs it twice, and with it token rounding, balancing, counting, "
+            "recording and replaying; checkpoint its layers: model.activation_checkpointing_enable() "
+            "(gradient_checkpointing_enable() before Transformers 5.23)"
         )
 
 
@@ -248,8 +255,8 @@ class ModelExitHook:
         forward = calls.end(state, self.name)
         if forward is None or output is None or forward.recomputing:  # None: after an error
             return
-        call, outer = forward.call, forward.outer
-        if not call.in_training or (outer is not None and outer.call is call):
+        call = forward.call
+        if not (call.in_training and forward.is_outermost):
             return
         if call.replayed is not None:
             call.replayed.check_used()

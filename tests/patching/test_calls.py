@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import sonicmoe_hf
 from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.hooks import remove_installed
-from sonicmoe_hf.patching.patch import router_hooks, start_counting
+from sonicmoe_hf.patching.patch import start_counting
 
 SAME = "the same computation"
 
@@ -117,43 +117,6 @@ def test_what_is_called_after_an_interrupted_call_is_no_part_of_that_call(part):
 # checkpointing around the whole model
 
 
-@pytest.mark.parametrize("also_its_layers", [False, True])
-def test_non_reentrant_checkpointing_around_a_whole_model_recomputes_its_call(also_its_layers):
-    model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
-    start_counting(model)
-    found, non_reentrant = [], CHECKPOINTING["non_reentrant"]
-    for kind in (None, non_reentrant):
-        model.zero_grad()
-        again = kind is not None and also_its_layers
-        if again:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kind)
-        call = functools.partial(whole, model, inputs, kind)
-        (checkpoint(call, **non_reentrant) if again else call()).backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found.append((gradients, [hook.load.take() for hook in router_hooks(model)]))
-    assert_all_close(found[1][0], found[0][0], 1e-6, SAME)
-    assert all(torch.equal(*counts) for counts in zip(found[0][1], found[1][1])), "each layer counts once"
-    assert all(count[8] == 1 for count in found[0][1])
-
-
-def test_a_whole_model_that_non_reentrant_checkpointing_runs_again_is_recorded_once_and_replayed_alike():
-    model, inputs = patched("qwen3_moe", use_cache=False), batch(padding=True)
-    other = patched("qwen3_moe", use_cache=False, seed=1)
-    with torch.no_grad(), sonicmoe_hf.record_routing(other) as others_routing:
-        other(**inputs)
-    with sonicmoe_hf.record_routing(model) as routing:
-        whole(model, inputs, CHECKPOINTING["non_reentrant"]).backward()
-    assert len(routing.calls) == 1 and set(routing.calls[0]) == set(routing.layers)
-    gradients = []
-    for kind in (None, CHECKPOINTING["non_reentrant"]):
-        model.zero_grad()
-        with sonicmoe_hf.replay_routing(model, others_routing):
-            loss = whole(model, inputs, kind)
-        loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert_all_close(gradients[1], gradients[0], 1e-6, SAME)
-
-
 def count(model):
     start_counting(model)
     return contextlib.nullcontext()
@@ -177,17 +140,15 @@ def replay(model):
         yield
 
 
+@pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("ask", [round_tokens, count, balance, sonicmoe_hf.record_routing, replay])
-def test_reentrant_checkpointing_around_a_whole_model_is_an_error_where_it_would_leave_work_out(ask):
+def test_checkpointing_around_a_whole_model_with_work_is_an_error_that_names_its_layers(ask, kind):
     model, inputs = patched("qwen3_moe", use_cache=False), batch()
-    with (
-        ask(model),
-        pytest.raises(RuntimeError, match=r"runs it without gradients first.*activation_checkpointing_enable"),
-    ):
-        whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
+    with ask(model), pytest.raises(RuntimeError, match=r"whole model runs it twice.*activation_checkpointing_enable"):
+        whole(model, inputs, CHECKPOINTING[kind]).backward()
     assert calls.in_progress() is None
     if ask is replay:  # which is over
-        whole(model, inputs, CHECKPOINTING["reentrant"]).backward()
+        whole(model, inputs, CHECKPOINTING[kind]).backward()
 
 
 # checkpointing that is not torch's
