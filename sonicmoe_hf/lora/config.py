@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..layer.experts_module import weight_names
-from ..patching.support import check_accelerated, supported_layers
+from ..patching.support import check_accelerated, find_layers
 from .convert import import_peft
 from .rules import endings, is_in_router, is_target_parameter, without_wrappers
 
@@ -134,9 +134,9 @@ def experts_targets(model: nn.Module, chosen: int | list[int] | None = None) -> 
 
 
 def _experts(model: nn.Module) -> dict[str, nn.Module]:
-    layers = supported_layers(model, check_accelerated(model), "accelerated")
+    check_accelerated(model)
     names = {module: without_wrappers(name) for name, module in model.named_modules()}
-    return {names[layer.experts]: layer.experts for layer in layers}
+    return {names[layer.experts]: layer.experts for layer in find_layers(model)}
 
 
 def refuse_what_parameters_cannot(settings: dict, remedy: str = REMEDY) -> None:

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -123,12 +122,6 @@ def _fp8_experts(root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in root.named_modules() if is_fp8_experts(module)]
 
 
-def _dtype(root: PreTrainedModel) -> torch.dtype:
-    """What the model computes in: the dtype of the first of its parameters that no quantizer stores."""
-    dtypes = (parameter.dtype for name, parameter in root.named_parameters() if not name.endswith("_scale_inv"))
-    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
-
-
 def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
     """Every router of our families, its family and its layer's name; also those that PEFT's modules_to_save keeps and
     does not call now."""
@@ -196,7 +189,7 @@ def patch_model(
     layers = undo_liger_and_check(root, policy)
     fp8_experts = _fp8_experts(root)
     if fp8_experts:
-        take_weights(fp8_experts, _dtype(root))
+        take_weights(fp8_experts, root.dtype)
         ignore_packed_in_ddp(root)
     if experts_memory is not None:
         place_experts(root, experts_memory)
