@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..formats.quantizer import is_transposed, mark_model_packed, order_of, packable
+from ..formats.quantizer import is_transposed, mark_model_packed, packable, row_order
 from ..formats.shares import hide_when_split, show
 from ..formats.state import hold_packed, local_shape
 from ..layer.packed_weight import PackedWeight
@@ -180,7 +180,7 @@ def _random_weight(experts: nn.Module, name: str, format: str, std: float, devic
     assert weight is not None  # packable() names what is there
     num_experts, *sides = local_shape(weight)  # this rank's
     rows, columns = reversed(sides) if transposed else sides
-    packed = random_packed((num_experts, rows, columns), format, std, order_of(experts, name), device)
+    packed = random_packed((num_experts, rows, columns), format, std, row_order(experts, name), device)
     return PackedWeight.of(packed, format, weight.dtype, transposed)
 
 

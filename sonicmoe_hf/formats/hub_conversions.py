@@ -16,7 +16,7 @@ from ..layer.packed_weight import PackedWeight, as_parameter
 from . import PACKED
 from .format import HubFormat
 from .fp8 import HubFP8
-from .loading_errors import noted
+from .loading_errors import keeping_errors
 from .shares import gathered_rows, share_of
 from .state import check_shape, local_shape
 
@@ -34,7 +34,7 @@ class _TakeExperts(ConversionOps):
         self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
         self.format, self.sources = format, sources
 
-    @noted
+    @keeping_errors
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
         wanted, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
@@ -119,7 +119,7 @@ class _TakeDense(ConversionOps):
     def __init__(self, hf_quantizer, format: HubFormat):
         self.hf_quantizer, self.format = hf_quantizer, format
 
-    @noted
+    @keeping_errors
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
         parameter, stored = getattr(module, name), self.format.names(WEIGHT[1:])

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 _errors: ContextVar[list[Exception] | None] = ContextVar("errors of conversions while a model is loaded", default=None)
 
 
-def noted(convert: Callable) -> Callable:
+def keeping_errors(convert: Callable) -> Callable:
     """A conversion whose ValueErrors are kept: Transformers prints them in a report and raises one that names nothing."""
 
     @functools.wraps(convert)

@@ -28,7 +28,7 @@ from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
 from .dtypes import restore_dtypes, wanted_dtypes
 from .hub_conversions import with_hub_converters
-from .loading_errors import noted
+from .loading_errors import keeping_errors
 from .refusals import check_distributed, guard_deepspeed
 from .shares import gathered_for_saving, hide_when_split, is_split, share_of, show
 from .state import check_shape, local_shape, use_stored_names
@@ -80,7 +80,7 @@ def is_transposed(experts: nn.Module) -> bool:
     return bool(getattr(experts, "is_transposed", False))
 
 
-def order_of(experts: nn.Module, name: str) -> str:
+def row_order(experts: nn.Module, name: str) -> str:
     """The order of ORDERS in which the rows of an experts module's weight stand."""
     if name != weight_names(experts)[0] or not has_gate(experts):
         return "whole"
@@ -122,7 +122,7 @@ class _Pack(ConversionOps):
     def __init__(self, hf_quantizer: ExpertsQuantizer):
         self.hf_quantizer = hf_quantizer
 
-    @noted
+    @keeping_errors
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         if not self.hf_quantizer.packs(model, full_layer_name):
             operation = self.hf_quantizer.linear.get_quantize_ops()
@@ -132,7 +132,7 @@ class _Pack(ConversionOps):
         module, name = get_module_from_name(model, full_layer_name)
         check_shape(full_layer_name, value, getattr(module, name))
         format, share = self.hf_quantizer.quantization_config.experts, share_of(module, name)
-        pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), order_of(module, name))
+        pack = functools.partial(PackedWeight.quantize, value, format, is_transposed(module), row_order(module, name))
         packed = pack() if share is None else PACKED[format].pack_share(pack, value.shape, value.device, share)
         return {full_layer_name: as_parameter(packed)}
 
@@ -143,7 +143,7 @@ class _TakePacked(ConversionOps):
     def __init__(self, hf_quantizer: ExpertsQuantizer):
         self.hf_quantizer = hf_quantizer  # by this name Transformers knows that it must not cast
 
-    @noted
+    @keeping_errors
     def convert(self, input_dict, *, full_layer_name, model, **kwargs):
         module, name = get_module_from_name(model, full_layer_name)
         tensors = {

@@ -18,7 +18,7 @@ from ..formats.quantizer import (
     check_packable,
     is_transposed,
     mark_model_packed,
-    order_of,
+    row_order,
 )
 from ..formats.state import hold_packed
 from ..kernels.quantized import FORMATS
@@ -79,7 +79,7 @@ def quantize_experts(
     for full_name, module, name in logging.tqdm(weights, desc=f"Packing experts in {format}"):
         try:
             packed = PackedWeight.quantize(
-                getattr(module, name), format, is_transposed(module), order_of(module, name)
+                getattr(module, name), format, is_transposed(module), row_order(module, name)
             )
         except ValueError as error:
             raise ValueError(f"{full_name}: {error}") from error
