@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,30 +15,12 @@ from ..patching.patch import PatchReport, patch_state
 from ..patching.support import every_experts, supports
 
 
-class ComputedBy(NamedTuple):
-    """Where and in which dtype experts are computed."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @classmethod
-    def from_call(cls, hidden_states: torch.Tensor) -> ComputedBy:
-        """Of a call of the experts with this input."""
-        return cls(hidden_states.device, _under_autocast(hidden_states.device, hidden_states.dtype))
-
-    @classmethod
-    def from_model(cls, model: nn.Module) -> ComputedBy:
-        """Of a model whose calls were not seen, as compiled ones: by its weights and accelerate's mixed precision."""
-        weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
-        state = sys.modules.get("accelerate.state")
-        if state is not None and state.is_initialized():
-            dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-            return cls(weight.device, dtypes.get(state.AcceleratorState().mixed_precision, weight.dtype))
-        return cls(weight.device, weight.dtype)
-
-
-def _under_autocast(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+def _dtype(weight: torch.Tensor) -> torch.dtype:
+    """What experts with this weight are computed in: its own dtype, but for accelerate's mixed precision."""
+    state = sys.modules.get("accelerate.state")
+    is_mixed = state is not None and state.is_initialized()
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return mixed.get(state.AcceleratorState().mixed_precision, weight.dtype) if is_mixed else weight.dtype
 
 
 def is_packed(model: nn.Module) -> str | None:
@@ -60,14 +42,14 @@ def _training(model: nn.Module) -> str:
     return "trained" if is_trained else held
 
 
-def describe(model: PreTrainedModel, reason: str | None, computed_by: ComputedBy | None, trains: bool = True) -> str:
+def describe(model: PreTrainedModel, reason: str | None, trains: bool) -> str:
     """Lines that say what was patched, what computes it and, once the program `trains`, what is trained; or why nothing
     was patched."""
     name = type(model).__name__
     if reason is not None:
         return f"{name} is not patched: {reason}"
     report = PatchReport(supports(model), patch_state(model).policy)
-    device, dtype = computed_by or ComputedBy.from_model(model)
-    choice = backends.choose(device, dtype)
+    weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
+    choice, dtype = backends.choose(weight.device, _dtype(weight)), _dtype(weight)
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}"]
     return "\n".join([*lines, f"  experts: {_training(model)}"] if trains else lines)

@@ -21,7 +21,7 @@ from ..errors import UnsupportedModelError
 from ..patching.patch import check_routers_live, is_patched, patch_model, set_routing, unpatch_model
 from ..patching.quantize import FOR_FILE, with_packed_experts
 from ..patching.support import every_experts
-from .report import ComputedBy, describe
+from .report import describe
 from .settings import RunSettings, from_environment
 
 COMMAND = "sonicmoe-hf run"
@@ -34,7 +34,6 @@ class Session:
         self.settings = settings
         self.policy = settings.policy()
         self.reasons: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
-        self.watched: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()  # handles of hooks
         self.reported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
         self.printed: set[str] = set()
         self.adapted: list[Any] = []  # LoRA configs that got the experts
@@ -119,8 +118,6 @@ class Session:
             check_routers_live(model, self.policy, remedy=f"leave out --routing of {COMMAND}")
             set_routing(model, self.policy)
         self.reasons[model] = None
-        self._stop_watching(model)
-        self.watched[model] = every_experts(model)[0].register_forward_pre_hook(_first_training_call)
 
     def prepare(self, trainer: Any) -> None:
         """A Trainer begins to train: have it log the experts' load and restore experts, where its model is patched.
@@ -158,8 +155,8 @@ class Session:
         has_weights = [model for model in models if any(not weight.is_meta for weight in model.parameters())]
         return [model for model in has_weights if model not in inner]
 
-    def report(self, computed_by: ComputedBy | None = None) -> None:
-        """The first training step: say what was patched, and why not the rest. Later steps only where models are new.
+    def report(self) -> None:
+        """An optimiser's first step: say what was patched, and why not the rest. Later steps only where models are new.
 
         Raises:
             RuntimeError: --adapt-experts or --experts-quantization had no effect.
@@ -168,7 +165,7 @@ class Session:
             return
         self.has_trained = True
         self._check_effects()
-        self._print(computed_by)
+        self._print()
 
     def _check_effects(self) -> None:
         if self.settings.adapt_experts is not None and not self.adapted:
@@ -182,26 +179,20 @@ class Session:
                 "program has loaded no model with experts by from_pretrained; leave the option out"
             )
 
-    def _print(self, computed_by: ComputedBy | None) -> None:
+    def _print(self) -> None:
         for model in self._outermost():
             if model not in self.reported:
-                text = describe(model, self.reasons[model], computed_by, self.has_trained)
+                text = describe(model, self.reasons[model], self.has_trained)
                 if text not in self.printed:
                     _write(text)
                 self.printed.add(text)
-        for model in list(self.reasons):
-            self.reported.add(model)
-            self._stop_watching(model)
-
-    def _stop_watching(self, model: PreTrainedModel) -> None:
-        if model in self.watched:
-            self.watched.pop(model).remove()
+        self.reported.update(self.reasons)
 
     def at_exit(self) -> None:
         """A program that trained nothing is told what was patched when it ends."""
         if not self.has_trained and self._outermost():
             _write("the program ended before a training step")
-            self._print(None)
+            self._print()
 
 
 def _write(text: str) -> None:
@@ -219,18 +210,6 @@ def _is_first_rank() -> bool:
 @functools.cache
 def session() -> Session:
     """The process's own."""
-    global _current
-    _current = Session(from_environment())
-    _current.install()
-    return _current
-
-
-_current: Session | None = None
-
-
-def _first_training_call(experts: nn.Module, args: tuple) -> None:
-    """Forward pre-hook of a model's first experts: at the first training call, say what computes it."""
-    if torch.compiler.is_compiling() or not experts.training or not torch.is_grad_enabled():
-        return
-    if _current is not None:
-        _current.report(ComputedBy.from_call(args[0]))
+    current = Session(from_environment())
+    current.install()
+    return current

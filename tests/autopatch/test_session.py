@@ -6,6 +6,8 @@ import copy
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from helpers import models
 from helpers.training import Examples, arguments
 from torch import nn
@@ -13,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import sonicmoe_hf
-from sonicmoe_hf.autopatch import session as sessions
 from sonicmoe_hf.autopatch.session import Session
 from sonicmoe_hf.autopatch.settings import RunSettings
 from sonicmoe_hf.trainer.callbacks import ExpertLoadCallback
@@ -23,48 +24,41 @@ LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
 @pytest.fixture
-def make_session(monkeypatch):
+def make_session():
     """A Session that follows nothing of this process but what a test hands it."""
-
-    def make(**settings):
-        session = Session(RunSettings(**settings))
-        monkeypatch.setattr(sessions, "_current", session)
-        return session
-
-    return make
+    return lambda **settings: Session(RunSettings(**settings))
 
 
 def build(family="qwen3_moe", **changes):
     return models.build(family, **changes).train()
 
 
-def train_step(model):
+def train_step(session, model):
     model(**BATCH).loss.backward()
+    session.report()  # the optimiser's step
 
 
-def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_call(make_session, capsys):
+def test_a_model_is_patched_when_built_and_reported_once_at_the_first_training_step(make_session, capsys):
     session, model = make_session(save="input"), build()
     session.built(model.model)  # its constructor ends before that of the model around it
     session.built(model)
-    model.eval()(**BATCH)
-    model.train()
-    with torch.no_grad():
-        model(**BATCH)
     assert capsys.readouterr().err == ""
     for _ in range(2):
-        train_step(model)
+        train_step(session, model)
     said = capsys.readouterr().err
     assert said.count("sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k") == 1
     assert "backend: eager (" in said and "in torch.float32" in said and "experts: trained" in said
-    session.report()
-    assert capsys.readouterr().err == ""
 
 
-def test_the_backend_is_told_for_the_dtype_of_the_call(make_session, capsys):
+def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(make_session, capsys):
     session, model = make_session(), build()
     session.built(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        train_step(model)
+    AcceleratorState._reset_state(True)
+    Accelerator(mixed_precision="bf16", cpu=True)
+    try:
+        session.report()
+    finally:
+        AcceleratorState._reset_state(True)
     assert "in torch.bfloat16" in capsys.readouterr().err
 
 
@@ -91,7 +85,7 @@ def test_only_the_first_rank_speaks(make_session, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     session, model = make_session(), build()
     session.built(model)
-    train_step(model)
+    train_step(session, model)
     assert capsys.readouterr().err == ""
 
 
@@ -102,7 +96,7 @@ def test_a_model_that_can_be_patched_no_longer_is_as_it_was_by_itself(make_sessi
     model.model.layers[1].mlp.experts.act_fn = nn.Tanh()  # as a program may change it after the constructor
     session.built(model)
     assert "Tanh" in session.reasons[model] and not sonicmoe_hf.is_patched(model)
-    train_step(model)
+    train_step(session, model)
 
 
 def test_routing_is_set_where_every_layer_can_round_and_refused_where_not(make_session, monkeypatch):
@@ -162,7 +156,7 @@ def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(m
     for args, kwargs in (((str(tmp_path / "moe"),), {}), ((), {"pretrained_model_name_or_path": tmp_path / "moe"})):
         model = session.load(Qwen3MoeForCausalLM.from_pretrained, Qwen3MoeForCausalLM, args, kwargs)
     assert isinstance(model.model.layers[0].mlp.experts.down_proj, sonicmoe_hf.PackedWeight)
-    train_step(model.train())
+    train_step(session, model.train())
     assert "experts: frozen, packed as mxfp4" in capsys.readouterr().err
 
 
@@ -197,7 +191,7 @@ def test_experts_are_added_to_a_lora_of_the_program_at_its_own_scale(rank, make_
     assert scales == {"gate_up_proj": (rank, 2.0), "down_proj": (rank, 2.0)}
     assert not [warning for warning in recwarn if "pattern keys did not match" in str(warning.message)]
     session.adapt(config, model)  # DPO applies the policy's config for its reference too
-    train_step(adapted)
+    train_step(session, adapted)
     assert f"experts: frozen, with LoRA of rank {rank}" in capsys.readouterr().err
 
 
@@ -212,7 +206,7 @@ def test_a_lora_that_cannot_take_experts_is_refused_with_the_remedy(make_session
         with pytest.raises(ValueError, match=message):
             session.adapt(config, model)
     with pytest.raises(RuntimeError, match="--adapt-experts 4 had no effect"):
-        train_step(model)
+        train_step(session, model)
 
 
 def test_a_saved_adapter_and_a_dense_model_are_left_alone(make_session):
