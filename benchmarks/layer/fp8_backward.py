@@ -43,12 +43,6 @@ def backward_calls(gate_up: PackedOperand, down: PackedOperand, dout, h, routed,
     def transposed(packed):
         return hopper.transposed(packed.codes, packed.scales)
 
-    def three_epilogue_warps():
-        hopper.FP8_GATHER_WARPS = 1
-        dh = down_fp8(scaled_dout, down_t)
-        hopper.FP8_GATHER_WARPS = 2
-        return dh
-
     w1, w2, down_t, gate_up_t, scaled_dout = (
         expanded(gate_up), expanded(down), transposed(down), transposed(gate_up), quantised(),
     )  # fmt: skip
@@ -63,7 +57,6 @@ def backward_calls(gate_up: PackedOperand, down: PackedOperand, dout, h, routed,
         "fp8 quantise dout": quantised,
         "bf16 down_backward": lambda: down_bf16(w2),
         "fp8 down_backward": lambda: down_fp8(scaled_dout, down_t),
-        "fp8-3-epilogue-warps down_backward": three_epilogue_warps,
         "bf16 dx": lambda: hopper.up_backward_input(dh, w1, rows),
         "fp8 dx": lambda: hopper.scaled_down(dh8, gate_up_t, rows, BF16),
     }

@@ -34,7 +34,6 @@ from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_
 from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
-FP8_GATHER_WARPS = 2  # of scaled_down_backward
 MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
 
 
@@ -267,7 +266,7 @@ def scaled_down_backward(
         scaled_dh = ScaledRows(codes, dout.scales.new_empty(num_pairs, 2 * groups))
         outputs = _pairs(codes), scaled_dh.scales
     kernel = _compiled().gemm_fp8_down_backward(
-        hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(extra), FP8_GATHER_WARPS
+        hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(extra)
     )
     _run_on_its_device(
         kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, _block_scales(down), *_operands(extra), h_R2I,

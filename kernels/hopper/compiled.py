@@ -180,11 +180,11 @@ def gemm_fp8_down(hidden: int, inner: int, rank: int):
 
 @cached
 def gemm_fp8_down_backward(hidden: int, inner: int, want_dh: bool, want_a: bool, want_dw: bool, want_scaled: bool,
-                           activation, rank: int, gather_warps: int):  # fmt: skip
+                           activation, rank: int):  # fmt: skip
     """GemmFp8DownBackwardKernel: dout [T, hidden], weight [E, inner, hidden], pairs of e4m3 values; h [R, 2 inner]."""
     pairs, groups, inner_groups = cute.sym_int(), -(-hidden // GROUP), -(-inner // GROUP)
     return cute.compile(
-        GemmFp8DownBackwardKernel(activation, gather_warps),
+        GemmFp8DownBackwardKernel(activation, hidden),
         _tensor(STORED, (cute.sym_int(), hidden // 2)),
         _tensor(STORED, (cute.sym_int(), inner, hidden // 2)),
         _scales(cute.sym_int(), groups),

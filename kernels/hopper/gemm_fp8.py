@@ -363,23 +363,24 @@ def release_unread(
 class GatheringKernel(GroupScaledKernel):
     """For gathered rows, with epilogue warps that compute."""
 
-    gather_warps = 2
     in_turns = True
     registers = 88, 208
-
-    def set_up_extra(self, rows, factor):
-        if rows is not None:
-            self.registers = 72, 216  # with 208 ptxas spills
-        return super().set_up_extra(rows, factor)
 
 
 class GemmFp8UpKernel(GatheringKernel):
     """x [T, H / 2] gathered, gate_up [E, 2I, H / 2], both pairs of e4m3 values. h is stored in bf16, a in e4m3 with a
     scale for every group of 128 columns, which are those of one tile."""
 
+    gather_warps = 2
+
     def __init__(self, activation):
         super().__init__(STORED, TILE, gated=True)
         self.activation = activation
+
+    def set_up_extra(self, rows, factor):
+        if rows is not None:
+            self.registers = 72, 216  # with 208 ptxas spills
+        return super().set_up_extra(rows, factor)
 
     @cute.jit
     def __call__(

@@ -48,8 +48,10 @@ class GemmFp8DownBackwardKernel(GatheringKernel):
     dw's parts are those of groups of 128 columns.
     """
 
-    def __init__(self, activation, gather_warps: int):
-        self.gather_warps = gather_warps
+    def __init__(self, activation, hidden: int):
+        # one, and three epilogue warps: faster by 3 to 6% at DeepSeek-V3's sizes, by 25% at Qwen3's. It spills where it
+        # has to cut rows
+        self.gather_warps = 1 if hidden % GROUP == 0 else 2
         super().__init__(STORED, TILE)
         self.activation = activation
 

@@ -73,16 +73,15 @@ def fp8_down(H=2048, I=768, *, rank=0):
     return "gemm_fp8_down", (H, I, rank)
 
 
-def fp8_down_backward(H=2048, I=768, *, want=(True, True, True, True), act=SWIGLU, rank=0, gather_warps=2):
-    """With an adapter up to 30 values are spilled."""
-    return "gemm_fp8_down_backward", (H, I, *want, act, rank, gather_warps)
+def fp8_down_backward(H=2048, I=768, *, want=(True, True, True, True), act=SWIGLU, rank=0):
+    """With an adapter of rank 16 six values are spilled."""
+    return "gemm_fp8_down_backward", (H, I, *want, act, rank)
 
 
 FROZEN_8 = False, False, True, True  # what is wanted without adapters
 CASES = {
     "fp8 down_backward, odd sizes": fp8_down_backward(336, 144),
     "fp8 down_backward, frozen experts": fp8_down_backward(want=FROZEN_8),
-    "fp8 down_backward, frozen experts, 3 epilogue warps": fp8_down_backward(want=FROZEN_8, gather_warps=1),
     "fp8 up, odd sizes": fp8_up(336, 144),
     "fp8 up, without a": fp8_up(want=(True, False, False)),
     "fp8 up, without h, clamped": fp8_up(want=(False, False, True), act=Activation("clamped_swiglu")),
@@ -153,7 +152,7 @@ for function in (up, down, down_backward, wgrad):
         CASES[f"{kernel}, {chosen}"] = kernel, (*parameters[:-1], chosen)
 REPRESENTATIVE = (
     "down, fp16, odd sizes", "wide down, fp16, bias", "tall down, transposed weight, rank 104", "up, fp16, odd sizes",
-    "up, interleaved, bias, transposed", "up, rank 16", "fp8 up, odd sizes", "fp8 up, rank 104", "fp8 down, rank 104", "fp8 down_backward, odd sizes", "down_backward, fp16, odd sizes", "down_backward, interleaved",
+    "up, interleaved, bias, transposed", "up, rank 16", "fp8 up, odd sizes", "fp8 up, rank 104", "fp8 down, rank 104", "fp8 down_backward, odd sizes", "fp8 down_backward, frozen experts", "down_backward, fp16, odd sizes", "down_backward, interleaved",
     "down_backward, transposed, rank 104", "up, relu2, bias, rank 64", "down_backward, relu2, odd sizes", "wgrad, stored across, many rows of tiles", "gemm_wgrad, 128x4",
 )  # fmt: skip
 

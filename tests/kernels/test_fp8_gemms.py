@@ -37,12 +37,10 @@ def test_up_and_down(monkeypatch, H, I, rank):
     assert rows.scheduler_state[0] == 0
 
 
-@pytest.mark.parametrize("gather_warps", [1, 2])
 @pytest.mark.parametrize(("H", "I", "rank"), [(336, 144, 0), (336, 384, 72), (512, 144, 16)])
-def test_backward(monkeypatch, H, I, rank, gather_warps):
+def test_backward(monkeypatch, H, I, rank):
     """The same sizes, and a last tile with one group; dout in sizes of gradients, below what values are taken to be."""
     use_simulator(monkeypatch)
-    monkeypatch.setattr(hopper, "FP8_GATHER_WARPS", gather_warps)
     monkeypatch.setattr(hopper.triton, "routing_gradient", sum_of_parts)
     counts, T = (130, 0, 64), 60
     rows = rows_of(counts, T)
