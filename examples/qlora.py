@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--experts-quantization", choices=tuple(FORMATS), help="default: the checkpoint's own format, else nf4"
     )
-    parser.add_argument("--experts-compute", choices=("fp8",), help="products of FP8 experts in FP8, on Hopper GPUs")
+    parser.add_argument("--experts-compute", choices=("fp8",), help="products of FP8 experts in FP8")
     parser.add_argument(
         "--experts-memory",
         help="such as 8GiB: how much of the experts stays on the GPU, while the rest is copied from host memory for each "

@@ -149,7 +149,7 @@ class Backend(Protocol):
         """y_RH. down_EHI: as gate_up. extra: (v, B2)."""
 
     def scale_rows(self, x_TH, smallest: float = SMALLEST) -> ScaledRows:
-        """x in FP8, for `scaled_up`; or dout. The Triton backend has none of these five."""
+        """x in FP8, for `scaled_up`; or dout."""
 
     def transposed(self, codes, scales) -> ScaledWeight:
         """A packed FP8 weight as the products of backward take it, in memory of its own."""

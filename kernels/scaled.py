@@ -85,6 +85,11 @@ def transposed(codes_ENK: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
     return ScaledWeight(by_part.flatten(1, 2).transpose(1, 2).contiguous(), transposed_scales(scales))
 
 
+def block_scales(weight) -> torch.Tensor:
+    """Those of a ScaledWeight or of a packed weight, as fp32 [E, blocks of rows, groups]."""
+    return scales_in_fp32(weight.scales).flatten(1, 3)
+
+
 def transposed_scales(scales: torch.Tensor) -> torch.Tensor:
     """[E, P, B, 1, G] -> [E, 1, G, 1, P B]."""
     return scales.flatten(1, 3).transpose(1, 2)[:, None, :, None].contiguous()

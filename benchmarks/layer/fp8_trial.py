@@ -49,15 +49,17 @@ def activated(h):
     return F.silu(gate) * up
 
 
-def check(x: ScaledRows, gate_up: PackedOperand, down: PackedOperand, rows, adapters=(None, None)) -> dict[str, float]:
+def check(
+    x: ScaledRows, gate_up: PackedOperand, down: PackedOperand, rows, adapters=(None, None), kernels=hopper
+) -> dict[str, float]:
     """The errors of up and down beside the same arithmetic in PyTorch; raises where they are more than roundings are.
 
     h and y are rounded to bf16, and the tensor cores add the values of a group with fewer bits than fp32: half as much
     again. a: what e4m3 loses, and h's rounding, which e4m3 hides.
     """
-    h, whole_a, a = hopper.scaled_up(x, gate_up, rows, SWIGLU, BF16, True, True, True, adapters[0])
-    y = hopper.scaled_down(a, down, rows, BF16, adapters[1])
-    alone, *nothing = hopper.scaled_up(x, gate_up, rows, SWIGLU, BF16, True, False, False, adapters[0])
+    h, whole_a, a = kernels.scaled_up(x, gate_up, rows, SWIGLU, BF16, True, True, True, adapters[0])
+    y = kernels.scaled_down(a, down, rows, BF16, adapters[1])
+    alone, *nothing = kernels.scaled_up(x, gate_up, rows, SWIGLU, BF16, True, False, False, adapters[0])
     num_rows = int(rows.offsets[-1])
     h_exact, *_ = eager.scaled_up(x, gate_up, rows, SWIGLU, torch.float32, True, False, False, adapters[0])
     y_exact = eager.scaled_down(a, down, rows, torch.float32, adapters[1])[:num_rows]
@@ -75,18 +77,18 @@ def check(x: ScaledRows, gate_up: PackedOperand, down: PackedOperand, rows, adap
 
 
 def check_backward(
-    dout: ScaledRows, gate_up: ScaledWeight, down: ScaledWeight, h, routed, rows, adapters=(None, None)
+    dout: ScaledRows, gate_up: ScaledWeight, down: ScaledWeight, h, routed, rows, adapters=(None, None), kernels=hopper
 ):
     """`check` of the products of backward, of transposed weights; adapters: of down, of gate_up.
 
     da' is rounded to bf16 beside what is stored, which makes twice its rounding at most. dh in FP8 is dh in bf16 scaled,
     up to a division that rounds otherwise: of bf16's few values many lie on the edge between two codes.
     """
-    dh, a, dw, dh8 = hopper.scaled_down_backward(
+    dh, a, dw, dh8 = kernels.scaled_down_backward(
         dout, down, h, routed, rows, SWIGLU, True, True, True, True, adapters[0]
     )
-    dx = hopper.scaled_down(dh8, gate_up, rows, BF16, adapters[1])
-    *nothing, alone_dw, alone = hopper.scaled_down_backward(
+    dx = kernels.scaled_down(dh8, gate_up, rows, BF16, adapters[1])
+    *nothing, alone_dw, alone = kernels.scaled_down_backward(
         dout, down, h, routed, rows, SWIGLU, False, False, True, True, adapters[0]
     )
     num_rows, kept = int(rows.offsets[-1]), rows.pair[: int(rows.offsets[-1])].long()
@@ -132,7 +134,7 @@ def problem(shape, seed=0):
     return x, gate_up, weight, hopper.dispatch(scores.topk(K).indices, None, T, E, False)
 
 
-def check_gradients(shape, gate_up, down, rows, adapters=(None, None)):
+def check_gradients(shape, gate_up, down, rows, adapters=(None, None), kernels=hopper):
     """`check_backward`, repeated, and what comes before it."""
     dout, h, routed = gradients_of(shape)
     weights = [transposed(*packed[:2]) for packed in (gate_up, down)]
@@ -142,9 +144,9 @@ def check_gradients(shape, gate_up, down, rows, adapters=(None, None)):
     difference = relative_error(scaled_dout.values(), eager.scale_rows(dout, SMALLEST_GRADIENT).values())
     if difference > 2e-3:
         raise SystemExit(f"scale_rows of a gradient is off by {difference:.3g}")
-    errors = check_backward(scaled_dout, *weights, h, routed, rows, adapters)
+    errors = check_backward(scaled_dout, *weights, h, routed, rows, adapters, kernels)
     for _ in range(3):
-        again = check_backward(scaled_dout, *weights, h, routed, rows, adapters)
+        again = check_backward(scaled_dout, *weights, h, routed, rows, adapters, kernels)
         assert again == errors, "another result the second time"
     return errors
 

@@ -9,10 +9,10 @@ import functools
 
 import torch
 
-from .. import eager, triton
+from .. import triton
 from ..interface import PackedOperand
-from ..quantized import FP8_BLOCK, scales_in_fp32
-from ..scaled import SMALLEST, ScaledRows
+from ..quantized import FP8_BLOCK
+from ..scaled import ScaledRows, block_scales
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -25,11 +25,11 @@ from ..triton import reads_packed as reads_packed
 from ..triton import reorder as reorder
 from ..triton import round_rows as round_rows
 from ..triton import round_rows_backward as round_rows_backward
+from ..triton import scale_rows as scale_rows
 from ..triton import tile_table_length as tile_table_length
+from ..triton import transposed as transposed
 from ..triton.config import TILE, num_sms, tile_rows
 from ..triton.launch import SIZES
-from ..triton.scale_rows import scale_rows as _scale_rows
-from ..triton.scale_rows import transposed as _transposed
 from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, supports_sizes, tile
 from .variants import training_step_kernels
 
@@ -187,16 +187,6 @@ def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
     )
 
 
-def scale_rows(x_TH, smallest=SMALLEST):
-    with torch.cuda.device_of(x_TH):
-        return _scale_rows(x_TH, smallest)
-
-
-def transposed(codes, scales):
-    with torch.cuda.device_of(codes):
-        return _transposed(codes, scales)
-
-
 def _scaled_fits(source, packed, rows, sizes, dtype) -> bool:
     """Whether the FP8 kernels take these operands; H and I of an FP8 weight are multiples of 16."""
     if not rows.token.shape[0] or not supports_sizes(*sizes) or dtype != torch.bfloat16:
@@ -209,16 +199,11 @@ def _pairs(codes):
     return codes.view(torch.bfloat16)
 
 
-def _block_scales(packed):
-    """An FP8 weight's as [E, blocks of rows, groups of K]."""
-    return scales_in_fp32(packed.scales).flatten(1, 3)
-
-
 def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
     _, width, hidden = gate_up.codes.shape
     inner = activation.inner(width)
     if not _scaled_fits(x, gate_up, rows, (hidden, inner), dtype):
-        return eager.scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra)
+        return triton.scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra)
     num_pairs, groups = rows.token.numel(), -(-inner // FP8_BLOCK)
     h_R2I = x.scales.new_empty(num_pairs, width, dtype=dtype) if want_h else None
     a_RI = x.scales.new_empty(num_pairs, inner, dtype=dtype) if want_a else None
@@ -228,7 +213,7 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
         outputs = _pairs(scaled_a.codes), scaled_a.scales
     kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(extra))
     _run_on_its_device(
-        kernel, _pairs(x.codes), _pairs(gate_up.codes), x.scales, _block_scales(gate_up), *_operands(extra), h_R2I, a_RI,
+        kernel, _pairs(x.codes), _pairs(gate_up.codes), x.scales, block_scales(gate_up), *_operands(extra), h_R2I, a_RI,
         *outputs, rows.token, *_schedule(rows, x.codes),
     )  # fmt: skip
     return h_R2I, a_RI, scaled_a
@@ -237,11 +222,11 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
 def scaled_down(a, down, rows, dtype, extra=None):
     _, hidden, inner = down.codes.shape
     if not _scaled_fits(a, down, rows, (hidden, inner), dtype):
-        return eager.scaled_down(a, down, rows, dtype, extra)
+        return triton.scaled_down(a, down, rows, dtype, extra)
     y_RH = a.scales.new_empty(len(a.codes), hidden, dtype=dtype)
     kernel = _compiled().gemm_fp8_down(hidden, inner, _rank(extra))
     _run_on_its_device(
-        kernel, _pairs(a.codes), _pairs(down.codes), a.scales, _block_scales(down), *_operands(extra), y_RH, rows.token,
+        kernel, _pairs(a.codes), _pairs(down.codes), a.scales, block_scales(down), *_operands(extra), y_RH, rows.token,
         *_schedule(rows, a.codes),
     )  # fmt: skip
     return y_RH
@@ -254,7 +239,7 @@ def scaled_down_backward(
     num_pairs, groups = rows.token.numel(), -(-inner // FP8_BLOCK)
     fits = _scaled_fits(dout, down, rows, (hidden, inner), h_R2I.dtype) and groups * num_pairs < MAX_ELEMENTS
     if not fits or h_R2I.data_ptr() % 16:
-        return eager.scaled_down_backward(
+        return triton.scaled_down_backward(
             dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra
         )
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
@@ -269,7 +254,7 @@ def scaled_down_backward(
         hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(extra)
     )
     _run_on_its_device(
-        kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, _block_scales(down), *_operands(extra), h_R2I,
+        kernel, _pairs(dout.codes), _pairs(down.codes), dout.scales, block_scales(down), *_operands(extra), h_R2I,
         weight_P, dh_R2I, a_RI, *outputs, parts, rows.pair, rows.token, *_schedule(rows, dout.codes),
     )  # fmt: skip
     return dh_R2I, a_RI, triton.routing_gradient(parts, h_R2I, None, rows) if want_dw else None, scaled_dh

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..quantized import FP8_BLOCK
 from .launch import cdiv
 
 # Mean rows per expert. Up to FEW a row tile has 64 rows; at 128 rows, 128-row tiles are already faster although every
@@ -29,7 +30,7 @@ PACKED, FEW_PACKED = {"nf4": 32, "mxfp4": 32, "fp8": 16, "nvfp4": 32}, 1
 class Blocks(NamedTuple):
     """Columns and depth of a tile, warps, pipeline stages, and row tiles that pass over the columns together.
 
-    `columns` of lora_shrink: the most of a rank that a tile takes.
+    `columns` of lora_shrink: the most of a rank that a tile takes. `rows`: the most rows of a tile of a grouped GEMM.
     `piece`: columns that the epilogue of down_backward holds in registers at a time. `descriptors`: operands that are
     not gathered come as tensor descriptors where the copy engine takes them.
     """
@@ -41,6 +42,7 @@ class Blocks(NamedTuple):
     group: int = 8
     piece: int = 32
     descriptors: bool = False
+    rows: int = TILE
 
 
 class GradientBlocks(NamedTuple):
@@ -101,6 +103,13 @@ def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, p
         "packed_fp8": {"some": packed_mxfp4},
         "packed_nvfp4": {"some": packed_mxfp4},
     }
+
+
+def _of_fp8(stages):
+    """Not measured. A tile has a group of columns, which up and down_backward quantize, and 64 rows, because the sums of
+    one group are held beside those of all."""
+    blocks = Blocks(FP8_BLOCK, FP8_BLOCK, 8, stages, rows=SMALLEST_TILE)
+    return {"up": {"many": blocks._replace(warps=16)}, "down": {"many": blocks}, "down_backward": {"many": blocks}}
 
 
 # (GPU, bytes of an element) -> kernel -> bucket of rows per expert -> blocks; a bucket left out is as the next larger.
@@ -181,6 +190,10 @@ TABLE = {
         PackedBlocks(64, 2),
         PackedBlocks(32, 2),
     ),
+    ("hopper", 1): _of_fp8(stages=5),
+    ("ampere", 1): _of_fp8(stages=4),
+    ("small", 1): _of_fp8(stages=3),
+    ("interpreter", 1): _of_fp8(stages=1),
 }
 
 
@@ -199,6 +212,17 @@ def gpu_kind(device: torch.device) -> str:
     if major in (9, 10):
         return "hopper"
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) else "small"
+
+
+@functools.cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the GPU has FP8 products and conversions."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def as_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes as the kernels take them: of that type, or as bytes for a GPU that does not know it."""
+    return codes.view(torch.float8_e4m3fn) if multiplies_fp8(codes.device) else codes
 
 
 def is_interpreted(device: torch.device) -> bool:
@@ -232,7 +256,7 @@ def max_row_tiles(num_pairs: int, num_experts: int) -> int:
 @functools.cache
 def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str, aligned: bool = True):
     kind = gpu_kind(device)
-    if kind == "interpreter":
+    if kind == "interpreter" and size > 1:
         size = 0
     elif size == 4:
         kind = "any"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..quantized import FP8_BLOCK
 from .config import blocks_for, max_row_tiles, num_sms, tile_rows
 from .descriptors import is_aligned
 from .launch import cdiv
 
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
+GROUP = tl.constexpr(FP8_BLOCK)
 
 
 @triton.jit
@@ -25,6 +27,35 @@ def swizzle(program, num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.co
     size = tl.minimum(num_row_tiles - first, GROUP)
     place = program % in_group
     return first + place % size, place // size
+
+
+@triton.jit
+def row_tile(tiles, tile, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """(expert, or -1, first row, end) of an entry of the tile table, or of a part of ROWS rows of one."""
+    entry = tiles + tile // PARTS * 3
+    first = tl.load(entry + 1) + tile % PARTS * ROWS
+    end = tl.load(entry + 2)
+    return tl.where(first < end, tl.load(entry), -1), first, end
+
+
+@triton.jit
+def scales_of(scales, row, LENGTH: tl.constexpr):
+    """Pointers to the first scale of rows of LENGTH values in FP8, or None."""
+    if scales is None:
+        return None
+    else:
+        return scales + row.to(tl.int64) * tl.cdiv(LENGTH, GROUP)
+
+
+@triton.jit
+def _multipliable(tile):
+    """Values as the tensor cores take them; bytes, which e4m3 values are where the GPU does not multiply these, in fp16:
+    their exponent and mantissa stand where those of small values do."""
+    if tile.dtype == tl.uint8:
+        bits = (tile & 0x7F).to(tl.uint16) << 7 | (tile & 0x80).to(tl.uint16) << 8
+        return tl.where((tile & 0x7F) == 0x7F, float("nan"), bits.to(tl.float16, bitcast=True) * 256.0)
+    else:
+        return tile
 
 
 @triton.jit
@@ -52,10 +83,11 @@ def add_extra(
 
 @triton.jit
 def pointer_product(
-    a_pointers, b_pointers, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    a_pointers, b_pointers, a_scales, b_scales, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row."""
+    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row. With scales, which are
+    pointers too, DEPTH values are a group in FP8 (../scaled.py), and each group's sum is added times both its scales."""
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     depth = tl.arange(0, DEPTH)
     for start in range(0, LENGTH, DEPTH):
@@ -66,7 +98,11 @@ def pointer_product(
             inside = start + depth < LENGTH
             a = tl.load(a_pointers, mask=inside[None, :], other=0.0)
             b = tl.load(b_pointers, mask=inside[:, None] & is_column[None, :], other=0.0)
-        product = tl.dot(a, b, product, input_precision=PRECISION)
+        if a_scales is None:
+            product = tl.dot(a, b, product, input_precision=PRECISION)
+        else:
+            scale = tl.load(a_scales + start // DEPTH)[:, None] * tl.load(b_scales + start // DEPTH)[None, :]
+            product += tl.dot(_multipliable(a), _multipliable(b)) * scale
         a_pointers += DEPTH * A_STEP
         b_pointers += DEPTH * B_STEP
     return product
@@ -118,6 +154,11 @@ def precision(like):
     return "tf32x3" if like.dtype.itemsize == 4 else "tf32"
 
 
+def language_dtype(dtype):
+    """Triton's of PyTorch's."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
 class GemmPlan:
     """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take.
 
@@ -128,11 +169,12 @@ class GemmPlan:
         num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
         aligned = all(is_aligned(read, [s for s in read.stride() if s != 1]) for read in (tensor, weight))
         self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
-        self.row_tiles = max_row_tiles(num_pairs, num_experts)
+        self.rows = min(tile_rows(num_pairs, num_experts), blocks.rows)
+        parts = tile_rows(num_pairs, num_experts) // self.rows
+        self.row_tiles = max_row_tiles(num_pairs, num_experts) * parts
         self.column_tiles = cdiv(num_columns, blocks.columns)
         self.programs = self.row_tiles * self.column_tiles
-        self.rows = tile_rows(num_pairs, num_experts)
-        self.tile = (self.rows, blocks.columns, blocks.depth, blocks.group)
+        self.tile = (self.rows, blocks.columns, blocks.depth, blocks.group, parts)
         self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
         self.num_sms = num_sms(tensor.device)
 

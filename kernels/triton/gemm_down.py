@@ -6,8 +6,11 @@ import triton
 import triton.language as tl
 
 from ..interface import PackedOperand
+from ..scaled import block_scales
+from .config import as_e4m3
 from .descriptors import row_descriptor, weight_descriptor
 from .gemm_common import (
+    GROUP,
     T_DEPENDENT,
     GemmPlan,
     add_extra,
@@ -17,6 +20,8 @@ from .gemm_common import (
     pointer_product,
     precision,
     real_row_tiles,
+    row_tile,
+    scales_of,
     swizzle,
 )
 from .gemm_packed import packed_down
@@ -25,15 +30,12 @@ from .launch import launch_kernel
 
 @triton.jit
 def _down_tile(
-    tile, column_tile, source, weight, bias, rank, factor, out, tiles,
+    expert, first, end, column_tile, source, weight, bias, rank, factor, out, source_scales, weight_scales,
     N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(tiles + tile * 3)
-    first = tl.load(tiles + tile * 3 + 1)
-    end = tl.load(tiles + tile * 3 + 2)
     row = first + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     if DESCRIBED:
@@ -43,10 +45,13 @@ def _down_tile(
         )  # fmt: skip
     else:
         depth = tl.arange(0, DEPTH)
+        source_row = tl.minimum(row, end - 1)
         product = pointer_product(
-            source + tl.minimum(row, end - 1).to(tl.int64)[:, None] * K + depth[None, :],
+            source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
             weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
+            scales_of(source_scales, source_row, K),
+            scales_of(weight_scales, expert * tl.cdiv(N, GROUP) + tl.minimum(column, N - 1) // GROUP, K),
             column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
         )  # fmt: skip
     product = add_extra(
@@ -65,39 +70,44 @@ def _down_tile(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_kernel(
-    source, weight, bias, rank, factor, out, tiles, num_row_tiles,
+    source, weight, bias, rank, factor, out, source_scales, weight_scales, tiles, num_row_tiles,
     N: tl.constexpr, K: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, DESCRIBED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RASTER: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]."""
+    """out[r] = source[r] @ weight[e]^T (+ rank[r] @ factor[e]^T) (+ bias[e]), weight [E, N, K], factor [E, N, J]. With
+    scales source and weight are in FP8."""
     if DESCRIBED:
         num_row_tiles = real_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(N, COLUMNS)
         # flattened, the next tile's loads are under way while this one is stored; an adapter's part is not in that loop
         FLATTEN: tl.constexpr = rank is None
         for program in tl.range(tl.program_id(0), num_programs, tl.num_programs(0), flatten=FLATTEN):
-            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
+            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
+            expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
             _down_tile(
-                tile, column_tile, source, weight, bias, rank, factor, out, tiles,
+                expert, first, end, column_tile, source, weight, bias, rank, factor, out, source_scales, weight_scales,
                 N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
                 DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
             )  # fmt: skip
     else:
-        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), GROUP)
-        if tl.load(tiles + tile * 3) < 0:
+        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(N, COLUMNS), RASTER)
+        expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+        if expert < 0:
             return
         _down_tile(
-            tile, column_tile, source, weight, bias, rank, factor, out, tiles,
+            expert, first, end, column_tile, source, weight, bias, rank, factor, out, source_scales, weight_scales,
             N, K, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N,
             DESCRIBED, J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J, ROWS, COLUMNS, DEPTH, PRECISION,
         )  # fmt: skip
 
 
-def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra):
+def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra, dtype=None, scales=(None, None)):
+    """dtype: of the product, if that is not the operands'."""
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
-    out_RN = source_RK.new_empty(num_rows, columns)
+    out_RN = source_RK.new_empty(num_rows, columns, dtype=dtype)
     if num_rows:
         plan = GemmPlan(kernel, source_RK, weight_ENK, rows, columns)
         operands = None, None
@@ -108,10 +118,11 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra):
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_down_kernel, plan.grid(persistent=described),
-            (*(operands if described else (source_RK, weight_ENK)), bias_EN, *extra_tensors, out_RN, rows.tiles),
+            (*(operands if described else (source_RK, weight_ENK)), bias_EN, *extra_tensors, out_RN, *scales,
+             rows.tiles),
             (plan.row_tiles,),
             (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *extra_constants, *plan.tile,
-             precision(source_RK)),
+             precision(out_RN)),
             **plan.options,
         )  # fmt: skip
     return out_RN
@@ -125,3 +136,8 @@ def down(a_RI, down_EHI, bias_EH, rows, extra=None):
 
 def up_backward_input(dh_R2I, gate_up_E2IH, rows, extra=None):
     return _product("up_backward_input", dh_R2I, gate_up_E2IH.transpose(1, 2), None, rows, extra)
+
+
+def scaled_down(a, down, rows, dtype, extra=None):
+    codes = as_e4m3(a.codes), as_e4m3(down.codes)
+    return _product("down", *codes, None, rows, extra, dtype, (a.scales, block_scales(down)))

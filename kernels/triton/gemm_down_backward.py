@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 
+from ..quantized import FP8_BLOCK
+from ..scaled import SMALLEST_GRADIENT, ScaledRows, block_scales
 from .activations import activate, activate_ungated
-from .config import max_row_tiles, tile_rows
+from .config import as_e4m3, max_row_tiles, tile_rows
 from .descriptors import weight_descriptor
 from .gemm_common import (
+    GROUP,
     T_DEPENDENT,
     GemmPlan,
     add_extra,
@@ -20,14 +24,30 @@ from .gemm_common import (
     halves,
     pointer_product,
     precision,
+    row_tile,
+    scales_of,
     swizzle,
 )
-from .launch import SIZES, KernelLauncher, launch_kernel
+from .launch import SIZES, KernelLauncher, cdiv, launch_kernel
+from .scale_rows import quantized
+
+SMALLEST = tl.constexpr(SMALLEST_GRADIENT)
+
+
+@triton.jit
+def _store_scaled(values, codes, scales, row, is_row, first_column, SIDE: tl.constexpr, I: tl.constexpr):
+    """A group of dh in FP8 as scaled.scale_halves has it: of gates (SIDE 0), or of ups."""
+    GROUPS: tl.constexpr = tl.cdiv(I, GROUP)
+    code, scale = quantized(values.to(tl.float32), SMALLEST, codes.dtype.element_ty)
+    group = SIDE * GROUPS + first_column // GROUP
+    place = row * (2 * GROUPS * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(codes + place, code, mask=is_row)
+    tl.store(scales + row * (2 * GROUPS) + group, scale[:, None], mask=is_row)
 
 
 @triton.jit
 def _backward_piece(
-    da, h, dh, a, routed, row, is_row, first_column,
+    da, h, dh, a, codes, scales, routed, row, is_row, first_column,
     I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -50,41 +70,61 @@ def _backward_piece(
         up = tl.load(h + h_start + column[None, :] + I, mask=is_stored, other=0.0)
     if GATED:
         activated, dgate, dup = activate(gate.to(tl.float32), up.to(tl.float32), routed * da, NAME, ALPHA, LIMIT)
+        dgate = dgate.to(h.dtype.element_ty)
+        dup = dup.to(h.dtype.element_ty)
     if a is not None:
         tl.store(a + row * I + column[None, :], (routed * activated).to(a.dtype.element_ty), mask=is_stored)
     if dh is not None and not GATED:
         tl.store(dh + h_start + column[None, :], dh_tile.to(dh.dtype.element_ty), mask=is_stored)
     elif dh is not None:
-        dgate = dgate.to(dh.dtype.element_ty)
-        dup = dup.to(dh.dtype.element_ty)
         if INTERLEAVED:
             joined = tl.reshape(tl.join(dgate, dup), (ROWS, 2 * COLUMNS))
             tl.store(dh + h_start + wide[None, :], joined, mask=is_wide)
         else:
             tl.store(dh + h_start + column[None, :], dgate, mask=is_stored)
             tl.store(dh + h_start + column[None, :] + I, dup, mask=is_stored)
+    if codes is not None:
+        _store_scaled(dgate, codes, scales, row, is_row, first_column, 0, I)
+        _store_scaled(dup, codes, scales, row, is_row, first_column, 1, I)
     return tl.sum(da * activated, axis=1)
 
 
 @triton.jit
 def _backward_pieces(
-    da, h, dh, a, routed, row, is_row, first_column,
+    da, h, dh, a, codes, scales, routed, row, is_row, first_column,
     I: tl.constexpr, INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """`_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers together."""
     if COLUMNS <= PIECE:
         dw = _backward_piece(
-            da, h, dh, a, routed, row, is_row, first_column, I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS
+            da,
+            h,
+            dh,
+            a,
+            codes,
+            scales,
+            routed,
+            row,
+            is_row,
+            first_column,
+            I,
+            INTERLEAVED,
+            NAME,
+            ALPHA,
+            LIMIT,
+            ROWS,
+            COLUMNS,
         )
     else:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = halves(da, ROWS, COLUMNS)
         dw = _backward_pieces(
-            left, h, dh, a, routed, row, is_row, first_column, I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE
-        )
+            left, h, dh, a, codes, scales, routed, row, is_row, first_column,
+            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE,
+        )  # fmt: skip
         dw += _backward_pieces(
-            right, h, dh, a, routed, row, is_row, first_column + HALF,
+            right, h, dh, a, codes, scales, routed, row, is_row, first_column + HALF,
             I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, HALF, PIECE,
         )  # fmt: skip
     return dw
@@ -92,22 +132,23 @@ def _backward_pieces(
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_down_backward_kernel(
-    dout, weight, rank, factor, h, routing_weight, dh, a, dw_parts, token, pair, tiles, num_row_tiles, num_rows,
+    dout, weight, rank, factor, h, routing_weight, dh, a, dw_parts, token, pair, dout_scales, weight_scales, codes,
+    scales, tiles, num_row_tiles, num_rows,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_I: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
     INTERLEAVED: tl.constexpr, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RASTER: tl.constexpr, PARTS: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
-    expert = tl.load(tiles + tile * 3)
+    """With dout_scales dout, weight and `codes`, in which dh goes, are in FP8; a piece is a group then."""
+    tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
+    expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
     if expert < 0:
         return
-    row = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
-    end = tl.load(tiles + tile * 3 + 2)
+    row = first + tl.arange(0, ROWS)
     is_row = row < end
     first_column = column_tile * COLUMNS
-    if dh is not None or dw_parts is not None:
+    if dh is not None or dw_parts is not None or codes is not None:
         source = tl.load(token + tl.minimum(row, end - 1)).to(tl.int64)  # past the end: as in up
         column = first_column + tl.arange(0, COLUMNS)
         depth = tl.arange(0, DEPTH)
@@ -122,6 +163,8 @@ def gemm_down_backward_kernel(
                 dout_pointers,
                 weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_I
                 + depth[:, None] * STRIDE_H,
+                scales_of(dout_scales, source, H),
+                scales_of(weight_scales, expert * tl.cdiv(I, GROUP) + tl.minimum(column, I - 1) // GROUP, H),
                 column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
             )  # fmt: skip
         da = add_extra(
@@ -133,7 +176,7 @@ def gemm_down_backward_kernel(
 
     routed = tl.load(routing_weight + tl.load(pair + row, mask=is_row, other=0), mask=is_row, other=0.0)[:, None]
     dw = _backward_pieces(
-        da, h, dh, a, routed, row.to(tl.int64)[:, None], is_row[:, None], first_column,
+        da, h, dh, a, codes, scales, routed, row.to(tl.int64)[:, None], is_row[:, None], first_column,
         I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS, PIECE,
     )  # fmt: skip
     if dw_parts is not None:
@@ -187,7 +230,7 @@ def down_backward(
         launch_kernel(
             gemm_down_backward_kernel, plan.grid(persistent=False),
             (dout_TH, weight if described else down_EHI, *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts,
-             rows.token, rows.pair, rows.tiles),
+             rows.token, rows.pair, None, None, None, None, rows.tiles),
             (plan.row_tiles, num_rows),
             (hidden, inner, *down_EHI.stride(), *extra_constants, order, *activation, described, *plan.tile,
              plan.blocks.piece if order is False else plan.blocks.piece // 2, precision(dout_TH)),
@@ -196,6 +239,33 @@ def down_backward(
     if not want_dw:
         return dh_R2I, a_RI, None
     return dh_R2I, a_RI, weight_P.new_zeros(0) if parts is None else routing_gradient(parts, dout_TH, bias_EH, rows)
+
+
+def scaled_down_backward(
+    dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
+):
+    num_rows, (_, inner, hidden), groups = rows.token.numel(), down.codes.shape, cdiv(down.codes.shape[1], FP8_BLOCK)
+    dh_R2I = torch.empty_like(h_R2I) if want_dh else None
+    a_RI = h_R2I.new_empty(num_rows, inner) if want_a else None
+    parts = weight_P.new_empty(groups, num_rows) if want_dw else None
+    dh, codes, scales = None, None, None
+    if want_scaled:
+        dh_codes = dout.codes.new_empty(num_rows, 2 * groups * FP8_BLOCK)
+        dh = ScaledRows(dh_codes, dout.scales.new_empty(num_rows, 2 * groups))
+        codes, scales = as_e4m3(dh.codes), dh.scales
+    if num_rows:
+        plan = GemmPlan("down_backward", dout.codes, down.codes, rows, inner)
+        extra_tensors, extra_constants = extra_operands(extra)
+        launch_kernel(
+            gemm_down_backward_kernel, plan.grid(persistent=False),
+            (as_e4m3(dout.codes), as_e4m3(down.codes), *extra_tensors, h_R2I, weight_P, dh_R2I, a_RI, parts, rows.token,
+             rows.pair, dout.scales, block_scales(down), codes, scales, rows.tiles),
+            (plan.row_tiles, num_rows),
+            (hidden, inner, *down.codes.transpose(1, 2).stride(), *extra_constants, False, *activation, False,
+             *plan.tile, plan.blocks.columns, precision(h_R2I)),
+            **plan.options,
+        )  # fmt: skip
+    return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if num_rows and want_dw else parts, dh
 
 
 @functools.lru_cache(maxsize=SIZES)

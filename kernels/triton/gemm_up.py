@@ -1,6 +1,7 @@
 """up: h[r] = x[token[r]] @ gate_up[e]^T (+ bias[e]) and a[r] = act(h[r]), in one pass; h in the order of gate_up.
 
 A tile has COLUMNS gates and as many ups; where the activation has no gate (INTERLEAVED is None) COLUMNS columns of h.
+With FP8 products (../scaled.py) a is computed from h as it is stored, and COLUMNS of it are a group.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ import triton
 import triton.language as tl
 
 from ..interface import PackedOperand
+from ..quantized import FP8_BLOCK
+from ..scaled import SMALLEST, ScaledRows, block_scales
 from .activations import activate, activate_ungated
+from .config import Operands, as_e4m3
 from .descriptors import gate_up_descriptor, weight_descriptor
 from .gemm_common import (
+    GROUP,
     T_DEPENDENT,
     GemmPlan,
     add_extra,
@@ -19,27 +24,31 @@ from .gemm_common import (
     described_product,
     extra_operands,
     halves,
+    language_dtype,
     pointer_product,
     precision,
     real_row_tiles,
+    row_tile,
+    scales_of,
     swizzle,
 )
 from .gemm_packed import packed_up
-from .launch import launch_kernel
+from .launch import cdiv, launch_kernel
+from .scale_rows import quantized
+
+SMALLEST_VALUE = tl.constexpr(SMALLEST)
 
 
 @triton.jit
 def _up_tile(
-    tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
+    expert, first, end, column_tile, x, weight, bias, rank, factor, h, a, token, x_scales, weight_scales, codes, scales,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(tiles + tile * 3)
-    row = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
-    end = tl.load(tiles + tile * 3 + 2)
+    row = first + tl.arange(0, ROWS)
     # past the end the last row again: were it always token 0's, all programs would wait for that one row
     source = tl.load(token + tl.minimum(row, end - 1)).to(tl.int64)
     depth = tl.arange(0, DEPTH)
@@ -51,15 +60,14 @@ def _up_tile(
     IN_ORDER: tl.constexpr = INTERLEAVED or not GATED
     place = tl.arange(0, SIDES * COLUMNS)
     PAIRED: tl.constexpr = INTERLEAVED or (STRIDE_N != 1 and not DESCRIBED)
+    side = place % 2 if PAIRED else place // COLUMNS
     if IN_ORDER:
         weight_row = SIDES * column_tile * COLUMNS + place
         is_weight_row = weight_row < SIDES * I
-    elif PAIRED:
-        weight_row = column_tile * COLUMNS + place // 2 + place % 2 * I
-        is_weight_row = column_tile * COLUMNS + place // 2 < I
     else:
-        weight_row = column_tile * COLUMNS + place % COLUMNS + place // COLUMNS * I
-        is_weight_row = column_tile * COLUMNS + place % COLUMNS < I
+        place_in_side = column_tile * COLUMNS + (place // 2 if PAIRED else place % COLUMNS)
+        weight_row = place_in_side + side * I
+        is_weight_row = place_in_side < I
     if DESCRIBED:
         first_column = (SIDES if IN_ORDER else 1) * column_tile * COLUMNS
         h_tile = described_product(
@@ -71,6 +79,8 @@ def _up_tile(
             x_pointers,
             weight + expert.to(tl.int64) * STRIDE_E + weight_row[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
+            scales_of(x_scales, source, H),
+            scales_of(weight_scales, (SIDES * expert + side) * tl.cdiv(I, GROUP) + column_tile, H),
             is_weight_row, 1, STRIDE_K, ROWS, SIDES * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
     h_tile = add_extra(
@@ -85,6 +95,8 @@ def _up_tile(
     is_row = (row < end)[:, None]
     is_stored = is_row & (column < I)[None, :]
     long_row = row.to(tl.int64)[:, None]
+    if DTYPE is not None:
+        h_tile = h_tile.to(DTYPE).to(tl.float32)
     if GATED:
         if PAIRED:
             gate, up = tl.split(tl.reshape(h_tile, (ROWS, COLUMNS, 2)))
@@ -98,43 +110,54 @@ def _up_tile(
             h_pointers = h + long_row * (2 * I) + column[None, :]
             tl.store(h_pointers, gate.to(h.dtype.element_ty), mask=is_stored)
             tl.store(h_pointers + I, up.to(h.dtype.element_ty), mask=is_stored)
-    if a is not None:
+    if a is not None or codes is not None:
         if GATED:
             activated, _, _ = activate(gate, up, 1.0, NAME, ALPHA, LIMIT)
         else:
             activated, _ = activate_ungated(h_tile, 1.0, NAME)
+    if a is not None:
         tl.store(a + long_row * I + column[None, :], activated.to(a.dtype.element_ty), mask=is_stored)
+    if codes is not None:
+        code, scale = quantized(activated, SMALLEST_VALUE, codes.dtype.element_ty)
+        tl.store(codes + long_row * I + column[None, :], code, mask=is_stored)
+        tl.store(scales_of(scales, row, I) + column_tile, scale, mask=row < end)
 
 
 @triton.jit(do_not_specialize=T_DEPENDENT)
 def gemm_up_kernel(
-    x, weight, bias, rank, factor, h, a, token, tiles, num_row_tiles,
+    x, weight, bias, rank, factor, h, a, token, x_scales, weight_scales, codes, scales, tiles, num_row_tiles,
     H: tl.constexpr, I: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_N: tl.constexpr, INTERLEAVED: tl.constexpr,
     J: tl.constexpr, FACTOR_STRIDE_E: tl.constexpr, FACTOR_STRIDE_N: tl.constexpr, FACTOR_STRIDE_J: tl.constexpr,
-    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RASTER: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """With x_scales x, weight and `codes`, in which a goes, are in FP8, h is of DTYPE."""
     if DESCRIBED:
         num_row_tiles = real_row_tiles(tiles, num_row_tiles)
         num_programs = num_row_tiles * tl.cdiv(I, COLUMNS)
         for program in range(tl.program_id(0), num_programs, tl.num_programs(0)):
-            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
+            tile, column_tile = swizzle(program, num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
+            expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
             _up_tile(
-                tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
+                expert, first, end, column_tile, x, weight, bias, rank, factor, h, a, token,
+                x_scales, weight_scales, codes, scales,
                 H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
                 J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
-                NAME, ALPHA, LIMIT, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+                NAME, ALPHA, LIMIT, DTYPE, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
             )  # fmt: skip
     else:
-        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), GROUP)
-        if tl.load(tiles + tile * 3) < 0:
+        tile, column_tile = swizzle(tl.program_id(0), num_row_tiles, tl.cdiv(I, COLUMNS), RASTER)
+        expert, first, end = row_tile(tiles, tile, ROWS, PARTS)
+        if expert < 0:
             return
         _up_tile(
-            tile, column_tile, x, weight, bias, rank, factor, h, a, token, tiles,
+            expert, first, end, column_tile, x, weight, bias, rank, factor, h, a, token,
+            x_scales, weight_scales, codes, scales,
             H, I, STRIDE_E, STRIDE_N, STRIDE_K, BIAS_STRIDE_E, BIAS_STRIDE_N, INTERLEAVED,
             J, FACTOR_STRIDE_E, FACTOR_STRIDE_N, FACTOR_STRIDE_J,
-            NAME, ALPHA, LIMIT, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
+            NAME, ALPHA, LIMIT, DTYPE, DESCRIBED, ROWS, COLUMNS, DEPTH, PRECISION,
         )  # fmt: skip
 
 
@@ -157,10 +180,34 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
         launch_kernel(
             gemm_up_kernel, plan.grid(persistent=described),
             (x_TH, weight if described else gate_up_E2IH, bias_E2I, *extra_tensors, h_R2I, a_RI, rows.token,
-             rows.tiles),
+             None, None, None, None, rows.tiles),
             (plan.row_tiles,),
             (hidden, inner, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved if is_gated else None,
-             *extra_constants, *activation, described, *plan.tile, precision(x_TH)),
+             *extra_constants, *activation, None, described, *plan.tile, precision(x_TH)),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI
+
+
+def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra=None):
+    num_rows, (_, width, hidden) = rows.token.numel(), gate_up.codes.shape
+    inner = activation.inner(width)
+    h_R2I = x.scales.new_empty(num_rows, width, dtype=dtype) if want_h else None
+    a_RI = x.scales.new_empty(num_rows, inner, dtype=dtype) if want_a else None
+    a, codes, scales = None, None, None
+    if want_scaled:
+        a = ScaledRows(x.codes.new_empty(num_rows, inner), x.scales.new_empty(num_rows, cdiv(inner, FP8_BLOCK)))
+        codes, scales = as_e4m3(a.codes), a.scales
+    if num_rows:
+        plan = GemmPlan("up", x.codes, gate_up.codes, rows, inner)
+        extra_tensors, extra_constants = extra_operands(extra)
+        launch_kernel(
+            gemm_up_kernel, plan.grid(persistent=False),
+            (as_e4m3(x.codes), as_e4m3(gate_up.codes), None, *extra_tensors, h_R2I, a_RI, rows.token, x.scales,
+             block_scales(gate_up), codes, scales, rows.tiles),
+            (plan.row_tiles,),
+            (hidden, inner, *gate_up.codes.stride(), *bias_strides(None), False, *extra_constants, *activation,
+             language_dtype(dtype), False, *plan.tile, precision(Operands(x.scales.device, dtype))),
+            **plan.options,
+        )  # fmt: skip
+    return h_R2I, a_RI, a

@@ -81,7 +81,7 @@ def _projection(name, weight, bias, adapter, transposed) -> Projection:
     return Projection(weight.codes, weight.scales, weight.state, bias, a, b, weight.format, scale)
 
 
-def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation, backend) -> None:
+def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation) -> None:
     """Raise a ValueError where FP8 products do not support the layer."""
     formats = [weight.format if isinstance(weight, PackedWeight) else str(weight.dtype) for weight in (gate_up, down)]
     if formats != ["fp8", "fp8"]:
@@ -103,11 +103,6 @@ def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation, backe
         )
     if gate_up_bias is not None or down_bias is not None:
         raise ValueError("compute='fp8' takes experts without biases; leave compute out")
-    if backend == "triton":
-        raise ValueError(
-            "compute='fp8' needs a Hopper GPU and its packages (pip install 'sonicmoe-hf[hopper]'), or backend='eager'; "
-            "the Triton backend has no FP8 products: leave compute out"
-        )
 
 
 def moe_experts(
@@ -149,7 +144,7 @@ def moe_experts(
         save: "preactivation" keeps h (4*I bytes a row in bf16) and x for backward; "input" keeps x alone.
         compute: None, or "fp8" for frozen experts packed as fp8: products multiply in FP8, of x, a, dout and dh
             quantized by 128 columns of a row (kernels/scaled.py), adapters' in x's dtype. Gradients are those of
-            functions that round nothing. For Hopper GPUs in bf16, and the eager backend.
+            functions that round nothing.
         backend: overrides the automatic choice (see `sonicmoe-hf doctor`).
     Returns:
         [T, H] in x's dtype. Under torch.autocast the computation runs in autocast's dtype, else with packed weights in
@@ -186,7 +181,7 @@ def moe_experts(
 
     backend = backends.choose(x.device, x.dtype, backend).name
     if compute == "fp8":
-        _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, act.name, backend)
+        _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, act.name)
     rows = routing.rows_for(backend, x.shape[0], num_experts)
     if rows is None:
         rows = dispatch(

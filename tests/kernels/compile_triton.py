@@ -24,13 +24,14 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.kernels import triton as kernels
-from sonicmoe_hf.kernels.interface import Activation, PackedOperand, Weighting
+from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, stored_dtypes, stored_shapes
+from sonicmoe_hf.kernels.scaled import ScaledRows, transposed
 from sonicmoe_hf.kernels.triton import config
 from sonicmoe_hf.layer.config import ROUNDINGS
 from sonicmoe_hf.layer.lora_operands import pack
 
-GPU_KINDS = {80: "ampere", 86: "small", 90: "hopper", 100: "hopper", 120: "small"}
+GPU_KINDS = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "hopper", 120: "small"}
 NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -39,6 +40,7 @@ NAMES = {
     torch.int64: "i64",
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 HIDDEN, INNER = 2048, 768
 
@@ -81,9 +83,15 @@ PACKED = {  # hidden, inner, rank of adapters, order, activation; gpt-oss's size
     "packed, cut steps": (2880, 2880, 0, "concatenated"),
     "packed, ungated": (HIDDEN, INNER, 64, "whole", "relu2"),
 }
+SCALED = {  # few rows, rank of adapters
+    "FP8 products": (False, 0),
+    "FP8 products, rank 64": (False, 64),
+    "FP8 products, few rows, rank 16": (True, 16),
+}
 REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, somewhere
-    80: ("fp32", "bf16"),
+    80: ("fp32", "bf16", "FP8 products, rank 64"),
     86: ("bf16, transposed, interleaved, bias", "bf16, ungated"),
+    89: ("bf16, few rows", "FP8 products"),
     90: (
         "bf16",
         "bf16, through pointers",
@@ -148,6 +156,38 @@ def products(variant: Variant):
     )
     yield "gate_up_gradient", lambda: kernels.gate_up_gradient(h, x, rows, gate_up)
     yield "down_gradient", lambda: kernels.down_gradient(x, a, rows, down)
+
+
+def scaled_products(few_rows, rank):
+    """(name, call) of the functions of layers with FP8 products; those of backward without what an adapter wants, or
+    with."""
+    num_experts, num_pairs, act, extra = 2, 64 if few_rows else 600, Activation(), {}
+    rows, routed = unwritten_rows(num_pairs, num_pairs, num_experts), torch.empty(num_pairs)
+    x, h = (torch.empty(num_pairs, size, dtype=torch.bfloat16) for size in (HIDDEN, 2 * INNER))
+    sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
+    gate_up, down = (
+        PackedOperand(*packed_weight("fp8", num_experts, *size, order), "fp8")
+        for size, order in zip(sizes, ("concatenated", "whole"))
+    )
+    if rank:
+        u = torch.empty(num_pairs, rank, dtype=torch.bfloat16)
+        for name, width in (("up", 2 * INNER), ("down", HIDDEN), ("down_backward", INNER), ("dx", HIDDEN)):
+            extra[name] = LoraTerm(u, torch.empty(num_experts, width, rank, dtype=torch.bfloat16))
+    x8, a8, dh8 = (
+        ScaledRows(torch.empty(num_pairs, size, dtype=torch.uint8), torch.empty(num_pairs, -(-size // 128)))
+        for size in (HIDDEN, INNER, 2 * INNER)
+    )
+    down_t, gate_up_t = (transposed(*packed[:2]) for packed in (down, gate_up))
+    options, wanted = (rows, act, torch.bfloat16), (bool(rank), bool(rank), True, True)
+    yield "scale_rows", lambda: kernels.scale_rows(x)
+    yield "transposed", lambda: kernels.transposed(*gate_up[:2])
+    yield "up", lambda: kernels.scaled_up(x8, gate_up, *options, True, bool(rank), True, extra.get("up"))
+    yield "down", lambda: kernels.scaled_down(a8, down, rows, torch.bfloat16, extra.get("down"))
+    yield "up_backward_input", lambda: kernels.scaled_down(dh8, gate_up_t, rows, torch.bfloat16, extra.get("dx"))
+    yield (
+        "down_backward",
+        lambda: kernels.scaled_down_backward(x8, down_t, h, routed, rows, act, *wanted, extra.get("down_backward")),
+    )
 
 
 def others():
@@ -284,6 +324,7 @@ def compile_calls(target, label, calls):
 
 def main(target: int, labels, with_others: bool):
     config.gpu_kind = lambda device: GPU_KINDS[target]
+    config.multiplies_fp8 = lambda device: target >= 89
     for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]:
         for kept in vars(module).values():
             getattr(kept, "cache_clear", lambda: None)()
@@ -293,12 +334,13 @@ def main(target: int, labels, with_others: bool):
             for name in FORMATS:
                 compile_calls(target, f"{name}, {label}", packed_products(name, *sizes))
     for label in labels:
-        compile_calls(target, label, products(VARIANTS[label]))
+        calls = scaled_products(*SCALED[label]) if label in SCALED else products(VARIANTS[label])
+        compile_calls(target, label, calls)
 
 
 if __name__ == "__main__":
     for target in map(int, sys.argv[1:]):
-        main(target, VARIANTS, True)
+        main(target, VARIANTS | SCALED, True)
     if not sys.argv[1:]:
         for target, labels in REPRESENTATIVE.items():
             main(target, labels, target == 90)

@@ -45,28 +45,35 @@ def binary_op_of(interpreter):
 
 
 def cast_of(interpreter):
-    """InterpreterBuilder.cast_impl, which rounds fp32 to the nearest bf16 as a GPU does; the interpreter's own truncates."""
-    from triton.language import bfloat16, float32
+    """InterpreterBuilder.cast_impl, which rounds fp32 to the nearest bf16 or e4m3 value as a GPU does; the interpreter's own
+    truncates to bf16, and of e4m3 it gets ties, subnormal numbers and NaN wrong, both ways."""
+    from triton.language import bfloat16, float8e4nv, float32
 
     original = interpreter.InterpreterBuilder.cast_impl
+    stored = {bfloat16: (torch.bfloat16, torch.uint16), float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 
-    def cast_impl(self, src, dst_type):
-        if (src.dtype.scalar, dst_type.scalar) != (float32, bfloat16):
+    def cast_impl(self, src, dst_type, *rounding):
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if source == float8e4nv and wanted == float32:
+            values = torch.from_numpy(numpy.array(src.data)).view(torch.float8_e4m3fn)
+            return interpreter.TensorHandle(values.float().numpy(), float32)
+        if source != float32 or wanted not in stored:
             return original(self, src, dst_type)
-        rounded = torch.from_numpy(numpy.array(src.data)).bfloat16().view(torch.int16).numpy().view(numpy.uint16)
-        return interpreter.TensorHandle(rounded, bfloat16)
+        dtype, bits = stored[wanted]
+        return interpreter.TensorHandle(torch.from_numpy(numpy.array(src.data)).to(dtype).view(bits).numpy(), wanted)
 
     return cast_impl
 
 
 def dot_of(interpreter):
-    """InterpreterBuilder.create_dot, which multiplies bf16 as numbers; the interpreter's own takes their bits for integers."""
-    from triton.language import bfloat16, float32
+    """InterpreterBuilder.create_dot, which multiplies bf16 and e4m3 as numbers; the interpreter's own takes bf16's bits for
+    integers."""
+    from triton.language import bfloat16, float8e4nv, float32
 
     original = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, *rest):
-        if a.dtype.scalar == bfloat16:
+        if a.dtype.scalar in (bfloat16, float8e4nv):
             a, b = self.cast_impl(a, float32), self.cast_impl(b, float32)
         return original(self, a, b, *rest)
 
@@ -83,7 +90,9 @@ def _interpreted(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(interpreter, "_patch_builtin", replace_builtins)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op_of(interpreter))
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_of(interpreter))
+        cast = cast_of(interpreter)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", cast)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of(interpreter))
         # a GPU is filled by a thousand programs; here one comes after another
         monkeypatch.setattr(bias_gradient, "PROGRAMS_WANTED", 16)

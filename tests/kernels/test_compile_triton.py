@@ -7,7 +7,7 @@ from kernel_helpers import script_output
 
 SCRIPT = Path(__file__).with_name("compile_triton.py")
 # bytes a block can have (CUDA programming guide, "Technical Specifications per Compute Capability")
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MATRIX_KERNELS = {"up", "down", "up_backward_input", "down_backward", "gate_up_gradient", "down_gradient"}
 RANK_KERNELS = {"lora_shrink", "lora_b_backward", "lora_a_gradient"}
 

@@ -1,66 +1,90 @@
-"""The FP8 GEMMs run on a CPU, thread by thread, in hopper_simulator, beside the same arithmetic in PyTorch."""
+"""The FP8 GEMMs beside the same arithmetic in PyTorch: Hopper's run on a CPU, thread by thread, in hopper_simulator,
+Triton's interpreted (or run, where there is a GPU), with e4m3 values as such and as bytes, as before sm_89."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from hopper_simulator.layers import rows_of, use_simulator
+from hopper_simulator.layers import pairs_of, rows_of, use_simulator
+from kernel_helpers import relative_error
 from moe_problems import poisoned
 
 from benchmarks.layer import fp8_trial
-from sonicmoe_hf.kernels import hopper
+from sonicmoe_hf import PackedWeight
+from sonicmoe_hf.kernels import eager, hopper, triton
 from sonicmoe_hf.kernels.interface import LoraTerm
 from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, scale_rows, transposed
+from sonicmoe_hf.kernels.triton import config
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
-pytestmark = [pytest.mark.pinned, pytest.mark.slow]
+COUNTS, T = (130, 0, 64), 60  # rows of the experts: a whole tile and a little, none, half a tile; tokens
+TRITON = ["e4m3", "bytes"]
+
+
+@pytest.fixture(params=[pytest.param("hopper", marks=[pytest.mark.pinned, pytest.mark.slow]), *TRITON])
+def kernels(request, monkeypatch):
+    if request.param == "hopper":
+        use_simulator(monkeypatch)
+        monkeypatch.setattr(hopper.triton, "routing_gradient", sum_of_parts)
+        return hopper
+    monkeypatch.setattr(config, "multiplies_fp8", lambda device: request.param == "e4m3")
+    return triton
+
+
+def on(kernels, device):
+    """Where a backend's problems are, and their rows."""
+    if kernels is hopper:
+        return torch.device("cpu"), rows_of(COUNTS, T)
+    expert, token = (ids.to(device) for ids in pairs_of(COUNTS, T))
+    return device, triton.dispatch(expert, token, T, len(COUNTS), True)
+
+
+def packed_weights(H, I, device):
+    """gate_up and down."""
+    E = len(COUNTS)
+    gate_up = torch.randn(E, 2 * I, H, device=device) * H**-0.5
+    gate_up *= torch.logspace(-1, 1, 2 * I, device=device)[:, None]
+    down = torch.randn(E, H, I, device=device) * torch.logspace(-1, 1, I, device=device)
+    return fp8_trial.weight_in_blocks(gate_up, "concatenated"), fp8_trial.weight_in_blocks(down, "whole")
+
+
+def adapters_of(widths, rank, num_rows, size, device):
+    """LoraTerms whose rows are of that size, or None."""
+    if not rank:
+        return None, None
+    return [
+        LoraTerm(
+            (size * torch.randn(num_rows, rank, device=device)).bfloat16(),
+            (10 * torch.randn(len(COUNTS), width, rank, device=device)).bfloat16(),
+        )
+        for width in widths
+    ]
 
 
 @pytest.mark.parametrize(("H", "I", "rank"), [(336, 144, 0), (336, 256, 72), (512, 144, 16)])
-def test_up_and_down(monkeypatch, H, I, rank):
-    """Sizes that no tile or group divides, and others; a whole tile and a little, an expert without rows, half a tile."""
-    use_simulator(monkeypatch)
-    counts, T = (130, 0, 64), 60
-    rows = rows_of(counts, T)
-    E, P = len(counts), rows.token.numel()
-    x = torch.randn(T, H) * torch.logspace(-2, 2, H)
-    gate_up = torch.randn(E, 2 * I, H) * H**-0.5 * torch.logspace(-1, 1, 2 * I)[:, None]
-    down = torch.randn(E, H, I) * torch.logspace(-1, 1, I)
-    adapters = None, None
-    if rank:
-        adapters = [
-            LoraTerm(torch.randn(P, rank).bfloat16(), 10 * torch.randn(E, width, rank).bfloat16())
-            for width in (2 * I, H)
-        ]
-    packed = fp8_trial.weight_in_blocks(gate_up, "concatenated"), fp8_trial.weight_in_blocks(down, "whole")
+def test_up_and_down(kernels, device, H, I, rank):
+    """Sizes that no tile or group divides, and others."""
+    device, rows = on(kernels, device)
+    x = torch.randn(T, H, device=device) * torch.logspace(-2, 2, H, device=device)
+    adapters = adapters_of((2 * I, H), rank, rows.token.numel(), 1, device)
+    packed = packed_weights(H, I, device)
     with poisoned():
-        fp8_trial.check(scale_rows(x), *packed, rows, adapters)
-    assert rows.scheduler_state[0] == 0
+        fp8_trial.check(scale_rows(x), *packed, rows, adapters, kernels)
+    assert kernels is triton or rows.scheduler_state[0] == 0
 
 
 @pytest.mark.parametrize(("H", "I", "rank"), [(336, 144, 0), (336, 384, 72), (512, 144, 16)])
-def test_backward(monkeypatch, H, I, rank):
+def test_backward(kernels, device, H, I, rank):
     """The same sizes, and a last tile with one group; dout in sizes of gradients, below what values are taken to be."""
-    use_simulator(monkeypatch)
-    monkeypatch.setattr(hopper.triton, "routing_gradient", sum_of_parts)
-    counts, T = (130, 0, 64), 60
-    rows = rows_of(counts, T)
-    E, P = len(counts), rows.token.numel()
-    dout = torch.randn(T, H) * torch.logspace(-14, -9, H)
-    gate_up = torch.randn(E, 2 * I, H) * H**-0.5 * torch.logspace(-1, 1, 2 * I)[:, None]
-    down = torch.randn(E, H, I) * torch.logspace(-1, 1, I)
-    h, routed, adapters = torch.randn(P, 2 * I).bfloat16(), torch.rand(P), (None, None)
-    if rank:
-        adapters = [
-            LoraTerm(1e-11 * torch.randn(P, rank).bfloat16(), 10 * torch.randn(E, width, rank).bfloat16())
-            for width in (I, H)
-        ]
-    weights = [
-        transposed(*fp8_trial.weight_in_blocks(weight, order)[:2])
-        for weight, order in ((gate_up, "concatenated"), (down, "whole"))
-    ]
+    device, rows = on(kernels, device)
+    P = rows.token.numel()
+    dout = torch.randn(T, H, device=device) * torch.logspace(-14, -9, H, device=device)
+    h, routed = torch.randn(P, 2 * I, device=device).bfloat16(), torch.rand(P, device=device)
+    adapters = adapters_of((I, H), rank, P, 1e-11, device)
+    weights = [transposed(*packed[:2]) for packed in packed_weights(H, I, device)]
     with poisoned():
-        fp8_trial.check_backward(scale_rows(dout, SMALLEST_GRADIENT), *weights, h, routed, rows, adapters)
-    assert rows.scheduler_state[0] == 0
+        fp8_trial.check_backward(scale_rows(dout, SMALLEST_GRADIENT), *weights, h, routed, rows, adapters, kernels)
+    assert kernels is triton or rows.scheduler_state[0] == 0
 
 
 def sum_of_parts(parts, like, bias, rows):
@@ -69,3 +93,47 @@ def sum_of_parts(parts, like, bias, rows):
     dw_P = torch.zeros(parts.shape[1])
     dw_P[rows.pair[:num_rows].long()] = parts[:, :num_rows].sum(0)
     return dw_P
+
+
+@pytest.mark.parametrize("kernels", TRITON, indirect=True)
+def test_rows_are_scaled_as_in_pytorch(kernels, device):
+    """Every code, zeros, subnormal codes, ties, NaN and infinity."""
+    x = torch.randn(64, 336, device=device) * torch.logspace(-3, 3, 336, device=device)
+    x[:8, :256] = torch.arange(-512, 512, 0.5, device=device).view(8, 256)
+    x[8] = 0
+    x[9, :128] = 448 * 2.0 ** -torch.arange(128, device=device)
+    x[10, 5], x[11, 200], x[12, 300] = float("nan"), float("inf"), 1e-30
+    found, expected = kernels.scale_rows(x), eager.scale_rows(x)
+    finite = expected.scales.isfinite()
+    assert relative_error(found.scales[finite], expected.scales[finite]) < 1e-6
+    values, exact = found.values(), expected.values()
+    assert torch.equal(values[10:12].isnan().any(1), exact[10:12].isnan().any(1))
+    others = [row for row in range(64) if row not in (10, 11)]
+    # a division that rounds otherwise moves a code on an edge
+    assert (found.codes[others] != expected.codes[others]).float().mean() < 1e-3
+    assert relative_error(values[others], exact[others]) < 2e-3
+
+
+@pytest.mark.parametrize("kernels", TRITON, indirect=True)
+@pytest.mark.parametrize(("save", "rank"), [("preactivation", 0), ("input", 8)])
+def test_a_layer_in_fp32_gives_what_the_eager_backend_gives(kernels, device, save, rank):
+    """out, and the gradients of x, of the routing weights and of adapters. Sums differ in their order, by which a code on an
+    edge may go to the other side: that moves dx by 1/16 of one of 144 values. Few rows an expert, and one without."""
+    T, H, I, E, K = 30, 336, 144, 4, 2
+    gate_up, down = torch.randn(E, 2 * I, H, device=device) * H**-0.5, torch.randn(E, H, I, device=device) * I**-0.5
+    packed = [PackedWeight.quantize(gate_up, "fp8", order="concatenated"), PackedWeight.quantize(down, "fp8")]
+    x = (torch.randn(T, H, device=device) * torch.logspace(-1, 1, H, device=device)).requires_grad_()
+    routing = torch.rand(T, E - 1, device=device).topk(K).indices, torch.rand(T, K, device=device, requires_grad=True)
+    leaves, adapters = [x, routing[1]], {}
+    for name, size_in, size_out in (("gate_up_adapter", H, 2 * I), ("down_adapter", I, H)) if rank else ():
+        a = (torch.randn(E, rank, size_in, device=device) * size_in**-0.5).requires_grad_()
+        b = (torch.randn(E, size_out, rank, device=device) * 0.3).requires_grad_()
+        adapters[name] = LowRank(a, b, 0.5)
+        leaves += [a, b]
+
+    def step(backend):
+        out = moe_experts(x, *packed, routing, save=save, compute="fp8", backend=backend, **adapters)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    errors = [relative_error(*pair) for pair in zip(step("triton"), step("eager"))]
+    assert max(errors) < 2e-3, errors

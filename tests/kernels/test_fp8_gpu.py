@@ -1,4 +1,4 @@
-"""FP8 products on a Hopper GPU: kernels beside the same arithmetic in PyTorch, and layers beside the eager backend's."""
+"""FP8 products on a GPU: kernels beside the same arithmetic in PyTorch, and layers beside the eager backend's."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from kernel_helpers import relative_error
 
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels import hopper
+from sonicmoe_hf.kernels import eager, hopper, triton
 from sonicmoe_hf.kernels.interface import LoraTerm
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
@@ -15,15 +15,16 @@ pytestmark = pytest.mark.gpu
 SIZES = ((67, 336, 144, 7, 2), (300, 1024, 768, 4, 3), (3000, 784, 1040, 33, 3))  # T, H, I, E, K
 
 
-@pytest.fixture(autouse=True)
-def on_hopper():
-    if backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
-        pytest.skip("the FP8 kernels are for Hopper GPUs")
+@pytest.fixture(params=["hopper", "triton"])
+def kernels(request):
+    if request.param == "hopper" and backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
+        pytest.skip("these kernels are for Hopper GPUs")
+    return {"hopper": hopper, "triton": triton}[request.param]
 
 
 @pytest.mark.parametrize("rank", [0, 16, 104])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_kernels_are_as_near_as_roundings_are(sizes, rank):
+def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
     """fp8_trial.check compares, and says why its bounds are what they are; every third expert may have no rows."""
     x, gate_up, down, rows = fp8_trial.problem(fp8_trial.shape_of(",".join(map(str, sizes))))
     P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
@@ -33,13 +34,13 @@ def test_kernels_are_as_near_as_roundings_are(sizes, rank):
             for n in (gate_up.shape[1], down.shape[1])
         ]
     scaled = fp8_trial.quantized(x, gate_up, down)
-    errors = fp8_trial.check(*scaled, rows, adapters)
-    assert errors == fp8_trial.check(*scaled, rows, adapters), "another result the second time"
+    errors = fp8_trial.check(*scaled, rows, adapters, kernels)
+    assert errors == fp8_trial.check(*scaled, rows, adapters, kernels), "another result the second time"
 
 
 @pytest.mark.parametrize("rank", [0, 16, 104])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_kernels_of_backward_are_as_near_as_roundings_are(sizes, rank):
+def test_kernels_of_backward_are_as_near_as_roundings_are(kernels, sizes, rank):
     """fp8_trial.check_gradients; with adapters, of one size with da' and dx."""
     shape = fp8_trial.shape_of(",".join(map(str, sizes)))
     x, gate_up, down, rows = fp8_trial.problem(shape)
@@ -52,13 +53,14 @@ def test_kernels_of_backward_are_as_near_as_roundings_are(sizes, rank):
             )
             for n in (shape.I, shape.H)
         ]
-    fp8_trial.check_gradients(shape, *fp8_trial.quantized(x, gate_up, down)[1:], rows, adapters)
+    fp8_trial.check_gradients(shape, *fp8_trial.quantized(x, gate_up, down)[1:], rows, adapters, kernels)
 
 
 def test_rows_are_scaled_as_in_pytorch():
+    """Hopper's and Triton's kernels are the same here."""
     x = torch.randn(1000, 2064, device="cuda").bfloat16() * torch.logspace(-3, 3, 2064, device="cuda").bfloat16()
     x[5] = 0
-    found, expected = hopper.scale_rows(x), hopper.eager.scale_rows(x)
+    found, expected = triton.scale_rows(x), eager.scale_rows(x)
     assert relative_error(found.scales, expected.scales) < 1e-6
     # a division that rounds otherwise moves a code on an edge
     assert (found.codes != expected.codes).float().mean() < 1e-3
@@ -68,7 +70,7 @@ def test_rows_are_scaled_as_in_pytorch():
 @pytest.mark.parametrize("rank", [0, 8, 72])
 @pytest.mark.parametrize("save", ["preactivation", "input"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_layer_gives_what_the_eager_backend_gives(sizes, save, rank):
+def test_a_layer_gives_what_the_eager_backend_gives(kernels, sizes, save, rank):
     """out, and the gradients of x, of the routing weights and of adapters.
 
     h and y are rounded to bf16 (0.17%), and where h's last bit differs, a's code may: 1.5% is a quarter of e4m3's error.
@@ -95,7 +97,8 @@ def test_a_layer_gives_what_the_eager_backend_gives(sizes, save, rank):
         out = moe_experts(x, *weights, (expert, routed), save=save, compute=compute, backend=backend, **adapters)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
-    found, expected, bf16 = step("hopper"), step("eager"), step("hopper", None)
+    name = kernels.__name__.rpartition(".")[2]
+    found, expected, bf16 = step(name), step("eager"), step(name, None)
     errors = [relative_error(*pair) for pair in zip(found, expected)]
     assert errors[0] < 0.015 and max(errors) < 0.025, errors
     assert 0.01 < relative_error(found[0], bf16[0]) < 0.1, "FP8 has an error of its own"

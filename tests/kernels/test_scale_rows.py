@@ -5,8 +5,8 @@ import torch
 from helpers.marks import rest_slow
 
 from sonicmoe_hf.kernels import scaled
+from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.quantized import FP8_BLOCK
-from sonicmoe_hf.kernels.triton import scale_rows as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

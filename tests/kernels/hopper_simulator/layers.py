@@ -21,11 +21,16 @@ def use_simulator(monkeypatch, blocks=2):
     monkeypatch.setattr(hopper, "num_sms", lambda device: blocks)
 
 
-def rows_of(counts, num_tokens, spare=3):
-    """Rows of experts with so many each, whose tokens are random, and so many dropped pairs; with the table of row tiles."""
+def pairs_of(counts, num_tokens, spare=3):
+    """(experts, tokens) of pairs: so many of each expert, whose tokens are random, and so many dropped ones."""
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     expert = torch.cat((expert, torch.full((spare,), len(counts))))[torch.randperm(sum(counts) + spare)]
-    token = torch.randint(num_tokens, expert.shape)
+    return expert, torch.randint(num_tokens, expert.shape)
+
+
+def rows_of(counts, num_tokens, spare=3):
+    """The rows of `pairs_of`, with the table of row tiles."""
+    expert, token = pairs_of(counts, num_tokens, spare)
     rows = eager.dispatch(expert, token, num_tokens, len(counts), True)
     tiles = []
     for e, (first, end) in enumerate(zip(rows.offsets.tolist(), rows.offsets[1:].tolist())):
