@@ -34,6 +34,7 @@ def top_k_mask(scores, top_k, valid):
     return mask if valid is None else mask & valid[:, None]
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @settings(max_examples=120, deadline=None)
 @given(problem=problems())
@@ -80,6 +81,7 @@ def routed_at_will(mask):
     return scores, torch.where(mask, torch.arange(E), E)
 
 
+@pytest.mark.pinned
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.sampled_from([1, 2, 3, 7, 8, 16]))
 def test_balanced_is_the_greedy_choice_that_keeps_the_total(f, tile):
@@ -226,6 +228,7 @@ def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k():
     assert not fell_back and (routing.rows.offsets.diff() % 4 == 0).all()
 
 
+@pytest.mark.pinned
 @settings(max_examples=100, deadline=None)
 @given(problem=problems(), rounding=st.sampled_from(ROUNDINGS))
 def test_the_policys_bound_holds_whatever_the_routing(problem, rounding):

@@ -208,6 +208,7 @@ def test_either_layout_of_the_base_tells_where_an_adapter_belongs(family, tmp_pa
     assert same_bits(tensors_in(tmp_path / f"hub by {native.name}"), tensors_in(tmp_path / "adapter"))
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "missing, match",
     [
@@ -242,6 +243,7 @@ def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
     assert "notes.txt" in carried and not carried & {"adapter_model.bin", "optimizer.pt"}
 
 
+@pytest.mark.pinned
 def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
     weights = load_file(adapter / "adapter_model.safetensors")
     assert_refused(adapter, "trained on cannot be read; say trained_on=", trained_on="nobody/nothing")

@@ -245,6 +245,7 @@ def test_a_rank_of_experts_that_contradicts_the_rest_is_refused(options, words):
         sonicmoe_hf.lora_config(build("qwen3_moe"), **options)
 
 
+@pytest.mark.pinned
 def test_qwen3_30b_a3bs_experts_have_629_million_adapter_parameters_at_16_and_an_eighth_of_them_at_2():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of("Qwen/Qwen3-30B-A3B"))

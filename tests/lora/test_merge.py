@@ -144,6 +144,7 @@ def _merge_until_killed(base, adapter, dst, share):
     merge_adapter(base, adapter, dst, max_shard_size=SHARDS, on_progress=kill)
 
 
+@pytest.mark.pinned
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_a_kill_leaves_nothing_half_written(folders):
     base, adapter, dst = folders
@@ -158,6 +159,7 @@ def test_a_kill_leaves_nothing_half_written(folders):
     assert sorted(path.name for path in dst.parent.iterdir()) == ["adapter", "base", "merged"]
 
 
+@pytest.mark.pinned
 @reads_peaks
 def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
     model = build("qwen3_moe", num_experts=128, hidden_size=256, moe_intermediate_size=256).bfloat16()
@@ -177,6 +179,7 @@ def assert_refused(folders, match):
     assert not folders[2].exists()
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "changes, match",
     [
@@ -203,6 +206,7 @@ Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj."
 DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize(
     "changes, match",
     [

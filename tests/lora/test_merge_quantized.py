@@ -72,6 +72,7 @@ def test_it_comes_back_in_the_format_of_the_base_and_loads_in_transformers(famil
     assert not any("warning" in notice for notice in done.notices)
 
 
+@pytest.mark.pinned
 @every_kind
 def test_what_the_adapter_leaves_alone_is_copied_bit_for_bit(family, kind, tmp_path):
     options = {"parameters": [GATE_UP], "layers_to_transform": [1], "modules": ["o_proj"]}
@@ -85,6 +86,7 @@ def test_what_the_adapter_leaves_alone_is_copied_bit_for_bit(family, kind, tmp_p
     assert len({name.split(".experts.")[1].split(".")[0] for name in changed if ".experts." in name}) in (2, 8)
 
 
+@pytest.mark.pinned
 @every_kind
 def test_a_change_under_the_formats_steps_is_lost_and_said_to_be(family, kind, tmp_path):
     base, adapter, merged = base_and_adapter(tmp_path, family, kind, 1e-5)
@@ -98,6 +100,7 @@ def test_a_change_under_the_formats_steps_is_lost_and_said_to_be(family, kind, t
     assert kept == 1 if kind == "mxfp4" else kept > 0.9, "a scale moves only where that brings the change nearer"
 
 
+@pytest.mark.pinned
 def test_new_scales_are_powers_of_two_where_the_base_says_so_and_the_change_is_the_adapters_alone(tmp_path):
     base, adapter, merged = base_and_adapter(tmp_path, "deepseek_v3", "fp8", 1.0)
     edit_config(base, quantization_config={**config_in(base)["quantization_config"], "scale_fmt": "ue8m0"})
@@ -127,6 +130,7 @@ def test_a_module_that_the_adapter_holds_whole_takes_the_place_of_the_bases(tmp_
         assert error < (0.004 if "lm_head" in name else 0.04), "of bf16 and of FP8"
 
 
+@pytest.mark.pinned
 def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
     make(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
     stored, _ = as_nvfp4(tensors_in(tmp_path / "base"))
@@ -219,6 +223,7 @@ def test_a_bf16_base_is_merged_and_packed_in_one_go(family, format, tmp_path):
     assert done.roundings and all(layer.survived > 0.8 for layer in done.roundings)
 
 
+@pytest.mark.pinned
 @pytest.mark.parametrize("family, format", [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
 def test_a_base_packed_for_training_is_merged_and_packed_for_engines(family, format, tmp_path):
     largest = {"mxfp4": 0.13, "fp8": 0.04}[format]
@@ -237,6 +242,7 @@ def test_a_base_packed_for_training_is_merged_and_packed_for_engines(family, for
     assert sum(relative_error(before[name], expected[name]) > largest for name in expected) >= 2
 
 
+@pytest.mark.pinned
 def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
     make(tmp_path / "base", "qwen3_moe", hidden_size=128, moe_intermediate_size=128)
     adapt(load_whole(tmp_path / "base", torch.bfloat16), tmp_path / "adapter", 0.1)
@@ -256,6 +262,7 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.pinned
 def test_the_command_prints_what_rounding_did_to_each_layer(tmp_path, capsys):
     folders = base_and_adapter(tmp_path, "gpt_oss", "mxfp4", 1e-5)
     assert main(["merge", *map(str, folders), "--quantize", "keep"]) == 0

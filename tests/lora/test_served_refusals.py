@@ -12,6 +12,8 @@ from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.rules import is_target_parameter
 
+pytestmark = pytest.mark.pinned
+
 
 @pytest.fixture
 def adapter(tmp_path):

@@ -14,6 +14,7 @@ from sonicmoe_hf import convert_adapter, convert_checkpoint, lora_config
 from sonicmoe_hf.demo.model import QWEN3_30B_A3B
 from sonicmoe_hf.planning.memory import stored_bytes
 
+pytestmark = pytest.mark.pinned
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 HEADER = "| GB | bf16 | `--quantize mxfp4` | `--quantize fp8` |"
 FORMATS = ("bf16", "mxfp4", "fp8")

@@ -5,6 +5,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +14,7 @@ from sonicmoe_hf.demo.model import config_from
 from sonicmoe_hf.planning.memory import GIB, Training, memory
 from sonicmoe_hf.planning.sizes import sizes_of_model
 
+pytestmark = pytest.mark.pinned
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODELS = {name: (model.model_type, model.sizes) for name, model in models.MODELS.items()}
 MODELS["gpt-oss-120b"] = ("gpt_oss", {**MODELS["gpt-oss-20b"][1], "num_local_experts": 128})
