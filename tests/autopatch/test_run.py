@@ -57,17 +57,15 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM
 import trl
 
-kind, model_name, data, output, options = sys.argv[1:]
-options = json.loads(options)
-options |= {"gradient_checkpointing": True} if kind == "SFT" else {}
-model = AutoModelForCausalLM.from_pretrained(model_name, dtype="float32")
-sonicmoe_hf.patch_model(model)
-trainer = getattr(trl, f"{kind}Trainer")(
-    model=model, args=getattr(trl, f"{kind}Config")(output, **options), train_dataset=load_dataset(data)["train"]
-)
-sonicmoe_hf.attach(trainer)
-trainer.train()
-trainer.save_state()
+options = json.loads(sys.argv[1])
+for kind, data, more in (("SFT", "texts", {"gradient_checkpointing": True}), ("DPO", "pairs", {})):
+    model = AutoModelForCausalLM.from_pretrained("model", dtype="float32")
+    sonicmoe_hf.patch_model(model)
+    settings = getattr(trl, f"{kind}Config")(f"{kind.lower()}-by-hand", **options, **more)
+    trainer = getattr(trl, f"{kind}Trainer")(model=model, args=settings, train_dataset=load_dataset(data)["train"])
+    sonicmoe_hf.attach(trainer)
+    trainer.train()
+    trainer.save_state()
 """
 
 
@@ -143,18 +141,21 @@ def test_two_gloo_ranks_have_the_losses_of_the_same_run_by_hand_and_one_of_them_
     assert run.stderr.count(PATCHED) == 1
 
 
+@pytest.fixture(scope="module")
+def trained_by_hand(folder):
+    """The folder, in which one process has trained by TRL's trainers what its commands train."""
+    launch(sys.executable, "by_hand.py", json.dumps(TRAINING), cwd=folder)
+    return folder
+
+
 @pytest.mark.parametrize(("command", "data"), [("sft", "texts"), ("dpo", "pairs")])
-def test_trls_command_has_the_losses_of_the_same_run_by_hand(command, data, folder):
+def test_trls_command_has_the_losses_of_the_same_run_by_hand(command, data, trained_by_hand):
+    folder = trained_by_hand
     options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
     options += ["--output_dir", f"{command}-run", "--dataset_name", folder / data, "--model_name_or_path", "model"]
     run = launch(*RUN, "--", "trl", command, *options, cwd=folder)
     assert run.stderr.count(PATCHED) == 1
-    checkpoint = folder / f"{command}-run" / "checkpoint-3"
-    output = folder / f"{command}-by-hand"
-    launch(
-        sys.executable, "by_hand.py", command.upper(), "model", folder / data, output, json.dumps(TRAINING), cwd=folder
-    )
-    logs, expected = losses(checkpoint), losses(output)
+    logs, expected = (losses(folder / name) for name in (f"{command}-run/checkpoint-3", f"{command}-by-hand"))
     assert len(logs) == len(expected) == 3
     for log, other in zip(logs, expected, strict=True):
         # fp32, whose sums the CPU orders by where a process happens to have its tensors: 4e-7 has been seen
