@@ -30,6 +30,11 @@ SIZES = {
     4: ("n_group",),
     1: ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_hidden_layers"),
 }  # fmt: skip
+NOT_MERGED = {
+    "DiffusionGemmaTextExperts": "no: encoder and decoder share weights",
+    "MuseSparkExperts": "untested: `lora_config` refuses it",
+    "Qwen3OmniMoeTalkerTextExperts": "untested: its inputs are the thinker's states",
+}
 LIMITS = {"limit", "swiglu_limit"}
 
 
@@ -150,7 +155,7 @@ def table() -> str:
             f"{architecture.folder}, `{architecture.experts}`"
             + ("" if layer.accelerated else f" (not accelerated: {reason})"),
             "yes" if layer.token_rounding else "no",
-            "yes" if architecture.folder in SMALL_FAMILIES else "untested",
+            NOT_MERGED.get(architecture.experts, "yes" if architecture.folder in SMALL_FAMILIES else "untested"),
             ", ".join(
                 name
                 for name, classes in engines.items()

@@ -44,7 +44,7 @@ SMALL_FAMILIES = (
     "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling", "inkling2", "jamba", "kimi_linear", "kolibri1", "laguna",
     "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl", "mistral4", "mistral_large4",
     "mixtral", "nemotron_h", "olmoe", "openai_privacy_filter", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_moe",
-    "qwen3_next", "qwen3_vl_moe", "qwen4_exp", "solar_open", "unlimited_ocr", "zaya",
+    "qwen3_next", "qwen3_omni_moe", "qwen3_vl_moe", "qwen4_exp", "solar_open", "unlimited_ocr", "zaya",
 )  # fmt: skip
 
 
@@ -95,17 +95,19 @@ CHANGES = {
     "kimi_linear": {"n_group": 1, "topk_group": 1, "num_expert_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     "mistral4": {"head_dim": 16},
+    "qwen3_omni_moe": {"audio_config": {"encoder_attention_heads": 4, "encoder_layers": 1}},
     "qwen4_exp": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2, "layer_types": ["linear_attention", "indexed_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
 
-TEXT_ALONE = ("dots3_note", "inkling", "inkling2", "qwen4_exp")  # built as their language models
+PARTS = {folder: f"{folder}_text" for folder in ("dots3_note", "inkling", "inkling2", "qwen4_exp")}
+PARTS["qwen3_omni_moe"] = "qwen3_omni_moe_thinker"  # built alone, of a model that has more
 
 
 def _model_type(folder: str) -> str:
-    return f"{folder}_text" if folder in TEXT_ALONE else folder
+    return PARTS.get(folder, folder)
 
 
 def families_here() -> list[str]:
