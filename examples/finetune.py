@@ -29,17 +29,17 @@ import torch
 from accelerate import PartialState
 from shared import (
     PER_LAYER_LOSS,
-    VOCAB_SIZE,
+    READERS,
     ThroughputCallback,
-    random_model,
-    small_config,
+    add_data_options,
+    add_model_options,
+    load,
+    parsed,
     standard_library,
-    train_tokenizer,
 )
 from torch.utils.data import random_split
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     FineGrainedFP8Config,
     Mxfp4Config,
@@ -57,7 +57,6 @@ from sonicmoe_hf.layer.config import ROUNDINGS, SAVE_POLICIES
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.lora.convert import import_peft
 
-READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 FEW_TOKENS = 2048  # of a GPU's step, which waits for Python up to there (docs/performance.md)
 SMALL_MODEL_TILE = 64  # its experts get 256 rows a step on average: four tiles
 DEAD_EXPERTS = "moe/dead_experts"  # as ExpertLoadCallback logs them
@@ -75,9 +74,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
 
     model = parser.add_argument_group("model")
-    model.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
-    model.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
-    model.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    add_model_options(model)
     model.add_argument(
         "--dequantize", action="store_true", help="load a quantized checkpoint (mxfp4, fp8) as plain bf16"
     )
@@ -112,10 +109,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
 
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
-    data.add_argument("--dataset-config", help="the hub dataset's configuration")
-    data.add_argument("--split", default="train")
-    data.add_argument("--text-column", default="text")
+    add_data_options(data)
     data.add_argument("--held-out-blocks", type=int, default=64, help="for evaluation; a tenth of the blocks at most")
     data.add_argument("--sequence-length", type=int, default=512)
 
@@ -156,11 +150,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--resume", action="store_true", help="from the last checkpoint in --output")
     training.add_argument("--report-to", default="none", help="tensorboard, wandb, ...")
     training.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     if options.experts_quantization and not options.lora_rank:
         parser.error("--experts-quantization freezes the experts: it needs --lora")
-    if options.random and options.model is None:
-        parser.error("--random takes the sizes of --model")
     if options.rounding == "top_k" and (useless := options_of_rounding(options)):
         names = ", ".join("--" + name.replace("_", "-") for name in useless)
         parser.error(f"{names}: only with token rounding; add --rounding, such as --rounding balanced")
@@ -212,31 +204,20 @@ def cut_into_blocks(texts, tokenizer, length: int):
     return rows
 
 
-def load_small_model(texts, arguments: argparse.Namespace):
-    """The demo's small model and its tokenizer, from scratch."""
-    tokenizer = train_tokenizer(texts if isinstance(texts, list) else texts["text"], VOCAB_SIZE)
-    config = small_config(tokenizer)
-    config.max_position_embeddings = max(config.max_position_embeddings, arguments.sequence_length)
-    dtype = getattr(torch, arguments.dtype or "float32")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=arguments.attn_implementation)
-    if arguments.experts_quantization is not None:
-        sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
-    sonicmoe_hf.patch_model(model, save=arguments.save)
-    return model, tokenizer
-
-
 def load_model(texts, arguments: argparse.Namespace):
-    """A model at its own sizes, patched, and its tokenizer."""
-    frozen = arguments.lora_rank and arguments.bf16
-    options = {"dtype": arguments.dtype or ("bfloat16" if frozen else "float32")}
+    """The model, patched, and its tokenizer."""
+    is_small = arguments.model is None
+    half = arguments.lora_rank and arguments.bf16 and not is_small
+    options = {"dtype": arguments.dtype or ("bfloat16" if half else "float32")}
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
-    if arguments.random:
-        model = random_model(arguments.model, arguments.layers, **options)
+    if is_small or arguments.random:
+        options["dtype"] = getattr(torch, options["dtype"])
+        model, tokenizer = load(arguments, texts if isinstance(texts, list) else texts["text"], **options)
         if arguments.experts_quantization is not None:
             sonicmoe_hf.quantize_experts(model, arguments.experts_quantization)
         sonicmoe_hf.patch_model(model, save=arguments.save)
-        return model, train_tokenizer(texts if isinstance(texts, list) else texts["text"], VOCAB_SIZE)
+        return model, tokenizer
     if arguments.dequantize:
         declared = getattr(AutoConfig.from_pretrained(arguments.model), "quantization_config", None) or {}
         method = declared.get("quant_method")
@@ -356,8 +337,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     set_seed(arguments.seed)
     args = training_arguments(arguments)
     texts = load_texts(arguments)
-    load = load_small_model if arguments.model is None else load_model
-    model, tokenizer = load(texts, arguments)
+    model, tokenizer = load_model(texts, arguments)
     model = choose_trained_weights(model, arguments)
     blocks = cut_into_blocks(texts, tokenizer, arguments.sequence_length)
     trainer = build_trainer(model, tokenizer, blocks, args, arguments)

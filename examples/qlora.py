@@ -34,7 +34,17 @@ import torch
 from datasets import Dataset
 from finetune import cut_into_blocks, load_texts
 from peft import get_peft_model
-from shared import VOCAB_SIZE, ThroughputCallback, config_of, random_packed_model, small_config, train_tokenizer
+from shared import (
+    VOCAB_SIZE,
+    ThroughputCallback,
+    add_data_options,
+    add_model_options,
+    config_of,
+    parsed,
+    random_packed_model,
+    small_config,
+    train_tokenizer,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -54,13 +64,7 @@ PACKED = "sonicmoe_hf"  # quantization method of checkpoints whose experts we pa
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="hub id or folder; default: a small model with random weights")
-    parser.add_argument(
-        "--random",
-        action="store_true",
-        help="random weights at the sizes of --model, the experts' as packed bytes; trains, saves nothing",
-    )
-    parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+    add_model_options(parser)  # --random: the experts' weights as packed bytes; trains, saves nothing
     parser.add_argument(
         "--experts-quantization", choices=tuple(FORMATS), help="default: the checkpoint's own format, else nf4"
     )
@@ -78,12 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--liger", action=argparse.BooleanOptionalAction, help="for the loss; default: on GPUs, where it is installed"
     )
-    parser.add_argument(
-        "--dataset", help="hub name, or a file (.jsonl, .csv, .txt, .parquet); default: the standard library"
-    )
-    parser.add_argument("--dataset-config", help="the hub dataset's configuration")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--text-column", default="text")
+    add_data_options(parser)
     parser.add_argument("--sequence-length", type=int, help="default: 512; for the small model 128")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences a step and GPU")
     parser.add_argument("--steps", type=int, default=40)
@@ -91,9 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer")
     parser.add_argument("--output", type=Path, default=Path("outputs/qlora"))
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if options.random and options.model is None:
-        parser.error("--random takes the sizes of --model")
+    options = parsed(parser, arguments)
     if options.liger is None:
         options.liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
     options.sequence_length = options.sequence_length or (128 if options.model is None else 512)

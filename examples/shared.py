@@ -21,9 +21,11 @@ from sonicmoe_hf.demo.model import (
 
 __all__ = [
     "PER_LAYER_LOSS",
+    "READERS",
     "VOCAB_SIZE",
     "Throughput",
     "ThroughputCallback",
+    "add_data_options",
     "add_model_options",
     "blocks",
     "config_of",
@@ -37,14 +39,23 @@ __all__ = [
     "train_tokenizer",
 ]
 
+READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 WARM_UP_STEPS = 2
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser) -> None:
     """Which model is trained."""
     parser.add_argument("--model", help="hub id or local folder; default: a small model with random weights")
     parser.add_argument("--random", action="store_true", help="random weights at the sizes of --model")
     parser.add_argument("--layers", type=int, help="with --random: in place of the config's own number")
+
+
+def add_data_options(parser) -> None:
+    """Which texts it is trained on, as `finetune.load_texts` reads them."""
+    parser.add_argument("--dataset", help=f"hub name, or a file ({', '.join(READERS)}); default: the standard library")
+    parser.add_argument("--dataset-config", help="the hub dataset's configuration")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--text-column", default="text")
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
