@@ -1,17 +1,12 @@
-"""The demo's two pictures."""
+"""The demo's picture of its losses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 
-from ..trainer.load_reports import draw_experts
-
-ROWS_COLOURS = matplotlib.colormaps["Blues"]
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9711c", "#8a8a8a"
 
 
@@ -20,18 +15,6 @@ class Curve(NamedTuple):
 
     steps: list[int]
     values: list[float]
-
-
-class Rounded(NamedTuple):
-    """Rows per expert of one batch, [layers, experts]: as top-k routes it, and after token rounding."""
-
-    before: np.ndarray
-    after: np.ndarray
-    tile: int
-
-    def padding(self) -> tuple[int, int]:
-        """Rows that tiles of `tile` would compute for nothing, before and after."""
-        return int((-self.before % self.tile).sum()), int((-self.after % self.tile).sum())
 
 
 def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, training: str, tokens_per_step: int) -> None:
@@ -58,46 +41,3 @@ def draw_loss(path: Path, train: Curve, held_out: Curve, uniform: float, trainin
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left")
     figure.savefig(path, dpi=140)
-
-
-def draw_load(path: Path, rounded: Rounded, history: dict[str, np.ndarray], steps: list[int]) -> None:
-    """Rows per expert: one batch before and after rounding, and every expert's load over training.
-
-    `history` is {layer: [logged steps, experts]}, rows summed between logs.
-    """
-    figure = Figure(figsize=(15, 10.5), layout="constrained")
-    before_axes, after_axes, time_axes = figure.subplots(3, 1, height_ratios=(1, 1, 2.1))
-    wasted_before, wasted_after = rounded.padding()
-    total = rounded.before.sum()
-    top = max(rounded.before.max(), rounded.after.max())
-    tile = rounded.tile
-    image = _draw_rows(before_axes, rounded.before, top, tile)
-    before_axes.set_title(
-        f"Top-k routing of one batch: {total:,} rows, and {wasted_before:,} more computed as padding "
-        f"({wasted_before / total:.1%}) by tiles of {tile} rows",
-        loc="left",
-        fontsize=12,
-    )
-    _draw_rows(after_axes, rounded.after, top, tile)
-    after_axes.set_title(
-        f"The same batch after token rounding: {rounded.after.sum():,} rows, all in whole tiles; padding {wasted_after}",
-        loc="left",
-        fontsize=12,
-    )
-    figure.colorbar(image, ax=[before_axes, after_axes], label="rows of the expert (tokens routed to it)", pad=0.01)
-    draw_experts(figure, time_axes, history, steps)
-    figure.savefig(path, dpi=120)
-
-
-def _draw_rows(axes, rows: np.ndarray, top: int, tile: int):
-    """One heat map, layers x experts, each cell with its count; whole tiles in bold."""
-    layers, experts = rows.shape
-    image = axes.imshow(rows, cmap=ROWS_COLOURS, vmin=0, vmax=top, aspect="auto")
-    for layer in range(layers):
-        for expert in range(experts):
-            count = int(rows[layer, expert])
-            axes.text(expert, layer, count, ha="center", va="center", fontsize=7.5,
-                      color="white" if count > 0.55 * top else "black",
-                      fontweight="bold" if count % tile == 0 else "normal")  # fmt: skip
-    axes.set(xlabel="expert", ylabel="layer", yticks=range(layers), xticks=range(0, experts, max(1, experts // 16)))
-    return image

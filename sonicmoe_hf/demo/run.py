@@ -88,10 +88,12 @@ class Demo:
     train_blocks: list
     held_out_blocks: list
     model: PreTrainedModel
-    load: sonicmoe_hf.ExpertLoadCallback = field(default_factory=sonicmoe_hf.ExpertLoadCallback)
     log: list[dict] = field(default_factory=list)
     checks: list[dict] = field(default_factory=list)  # of what the demo promises
     seconds: float = 0.0
+
+    def __post_init__(self):
+        self.load = sonicmoe_hf.ExpertLoadCallback(plot=self.settings.output / "expert_load.png")
 
     def check(self, name: str, passed: bool, detail: str) -> None:
         """Keep a check's outcome."""
@@ -290,7 +292,7 @@ def _batch(blocks: list) -> torch.Tensor:
 
 
 def draw(demo: Demo) -> None:
-    """The loss curve, and the rows of every expert."""
+    """The loss curve."""
     policy = demo.settings.policy
     routing = "top-k routing" if policy is None else f"token rounding, {policy.rounding}, tiles of {policy.tile_rows}"
     plots.draw_loss(
@@ -301,25 +303,6 @@ def draw(demo: Demo) -> None:
         routing,
         BATCH_SIZE * SEQUENCE_LENGTH,
     )
-    history = rows_by_layer(demo.load.history)
-    steps = [entry["step"] for entry in demo.load.history]
-    plots.draw_load(demo.settings.output / "expert_load.png", rounded_batch(demo), history, steps)
-
-
-@torch.no_grad()
-def rounded_batch(demo: Demo) -> plots.Rounded:
-    """How the trained model routes one training batch by top-k, and what token rounding makes of it."""
-    model, config = demo.model.eval(), demo.model.config
-    input_ids = _batch(demo.train_blocks).to(model.device)
-    before, after = [], []
-    for logits_TE in model(input_ids=input_ids, output_router_logits=True).router_logits:
-        scores_TE = logits_TE.float().softmax(-1)
-        index_TK = scores_TE.topk(config.num_experts_per_tok, dim=-1).indices
-        before.append(index_TK.flatten().bincount(minlength=config.num_experts))
-        rounding = "nearest" if demo.settings.policy is None else demo.settings.rounding
-        mask_TE = sonicmoe_hf.routing.round_tokens(scores_TE, index_TK, tile=demo.settings.tile, rounding=rounding)
-        after.append(mask_TE.sum(0))
-    return plots.Rounded(torch.stack(before).cpu().numpy(), torch.stack(after).cpu().numpy(), demo.settings.tile)
 
 
 def write_metrics(demo: Demo) -> None:
