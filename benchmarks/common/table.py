@@ -24,6 +24,7 @@ QUANTILES = {
     "p20": lambda values: quantile(values, 0.2),
     "p80": lambda values: quantile(values, 0.8),
 }
+ON_A_LINE = 16  # metrics that are printed so
 RANGE = {"median": quantile, "min": min, "max": max}
 
 
@@ -94,7 +95,7 @@ class Table(Rows):
         self.columns, self.figures = columns, figures
 
     def add(self, *columns: Any) -> None:
-        """Rows, of which a line is printed: the columns before the metric, and metric -> its values, or the only one."""
+        """Rows, which are printed: the columns before the metric, and metric -> its values, or the only one."""
         *names, metrics = columns
         medians = []
         for metric, values in metrics.items():
@@ -102,4 +103,4 @@ class Table(Rows):
             figures = {name: of(listed) for name, of in self.figures.items()}
             medians.append(f"{metric} {figures['median']:.6g}")
             self.rows.append(written(dict(zip(self.columns, (*names, metric))) | figures) | self.origin)
-        print("  ".join(map(str, names)) + ":  " + ", ".join(medians), flush=True)
+        print(*names, (", " if len(medians) <= ON_A_LINE else "\n    ").join(medians), sep="  ", flush=True)
