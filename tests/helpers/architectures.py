@@ -32,7 +32,7 @@ SIZES = {
 }  # fmt: skip
 NOT_MERGED = {
     "DiffusionGemmaTextExperts": "no: encoder and decoder share weights",
-    "MuseSparkExperts": "untested: `lora_config` refuses it",
+    "MuseSparkExperts": "untested: `lora_config` raises an error",
     "Qwen3OmniMoeTalkerTextExperts": "untested: its inputs are the thinker's states",
 }
 LIMITS = {"limit", "swiglu_limit"}
