@@ -24,13 +24,18 @@ def checkpoint(tmp_path):
     return folder, stored, values
 
 
-@pytest.mark.parametrize("declared_in_its_own_file", [False, True])
-def test_it_becomes_bf16_with_modelopts_values(checkpoint, declared_in_its_own_file, tmp_path):
-    folder, _, values = checkpoint
-    if declared_in_its_own_file:  # older exports
-        edit_config(folder, quantization_config=None)
+@pytest.fixture(params=["config.json", "hf_quant_config.json"])
+def declared(checkpoint, request):
+    """The checkpoint, declared in config.json, or beside it as older exports are."""
+    if request.param != "config.json":
+        edit_config(checkpoint[0], quantization_config=None)
         quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+        (checkpoint[0] / request.param).write_text(json.dumps({"quantization": quantization}))
+    return checkpoint
+
+
+def test_it_becomes_bf16_with_modelopts_values(declared, tmp_path):
+    folder, _, values = declared
     found = inspect_checkpoint(folder)
     assert found.quantization == "nvfp4" and found.parameters == sum(tensor.numel() for tensor in values.values())
     done = convert_checkpoint(folder, tmp_path / "hub", "hub", verify=True)
@@ -42,12 +47,8 @@ def test_it_becomes_bf16_with_modelopts_values(checkpoint, declared_in_its_own_f
     assert not (tmp_path / "hub" / "hf_quant_config.json").exists()
 
 
-@pytest.mark.parametrize("declared_in_its_own_file", [False, True])
-def test_its_experts_are_taken_bit_for_bit(checkpoint, declared_in_its_own_file, tmp_path):
-    folder, stored, values = checkpoint
-    if declared_in_its_own_file:
-        edit_config(folder, quantization_config=None)
-        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+def test_its_experts_are_taken_bit_for_bit(declared, tmp_path):
+    folder, stored, values = declared
     model = from_pretrained(folder, experts_quantization="nvfp4")
     experts = model.model.layers[1].mlp.experts
     for name, weight, rows, half in (

@@ -12,6 +12,10 @@ from sonicmoe_hf.patching.support import find_layers
 
 TILE = 4
 CHECKPOINTING = {"reentrant": {"use_reentrant": True}, "non_reentrant": {"use_reentrant": False}}
+CHECKPOINTED_TRAINING = {  # options of a Trainer
+    kind: {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+    for kind, kwargs in CHECKPOINTING.items()
+} | {"none": {}}
 POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 24 rows on average, padded 19.5
 
 

@@ -10,6 +10,8 @@ import torch
 from sonicmoe_hf.kernels import eager, reference
 from sonicmoe_hf.kernels.interface import Activation, is_gated
 from sonicmoe_hf.layer.config import LAYOUTS
+from sonicmoe_hf.layer.dispatch import dispatch
+from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import moe_experts
 from sonicmoe_hf.layer.routing import Routing
 
@@ -82,6 +84,35 @@ def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="p
     )
     gradients = torch.autograd.grad(out, list(leaves.values()), dout)
     return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def forward_of(expert, backend):
+    """A layer with these experts for its tokens, as a function of its tensors."""
+
+    def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return moe_experts(x, gate_up, down, Routing(expert, weight.view(expert.shape)), **biases, backend=backend)
+
+    return forward
+
+
+def check_contracts(tensors, dout, ids, num_experts, backend, sentinels):
+    """By torch's own checks: no result of an op shares memory with an input or another result, and the fakes tell sizes
+    and strides."""
+    ops, (expert, token), num_tokens = torch.ops.sonicmoe_hf, ids, len(tensors["x"])
+    inputs = Inputs(*(tensors[name] for name in INPUTS), *[None] * 4)  # no adapters
+    inputs = inputs._replace(weight=inputs.weight.view(expert.shape))
+    rows = dispatch(expert, num_tokens, num_experts, token, sentinels=sentinels, backend=backend)
+    options = Options(*Activation(), False, False, 1.0, 1.0, backend)
+    forward = (*inputs, *rows, *options, True, False, False)
+    _, h = ops.experts_forward(*forward)
+    backward = (dout, h, None, None, *inputs, *rows, *options, [tensor is not None for tensor in inputs])
+    for op, arguments in (
+        (ops.dispatch, (expert, token, num_tokens, num_experts, sentinels, backend)),
+        (ops.experts_forward, forward),
+        (ops.experts_backward, backward),
+    ):
+        torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def by_reference(tensors, dout, ids, layout, activation, dtype=torch.float64):

@@ -7,17 +7,12 @@ import torch
 import triton
 import triton.language as tl
 from kernel_helpers import errors, same_bits
-from moe_problems import layer, routing_ids, run
+from moe_problems import check_contracts, forward_of, layer, routing_ids, run
 from triton import knobs
 
-from sonicmoe_hf.kernels.interface import Activation
 from sonicmoe_hf.kernels.triton import launch as launching
 from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
 from sonicmoe_hf.layer import backends
-from sonicmoe_hf.layer.dispatch import dispatch
-from sonicmoe_hf.layer.experts_op import Inputs, Options
-from sonicmoe_hf.layer.moe_experts import moe_experts
-from sonicmoe_hf.layer.routing import Routing
 
 pytestmark = pytest.mark.gpu
 OURS = torch.ops.sonicmoe_hf
@@ -90,16 +85,7 @@ def test_compiled_whole_it_gives_the_same_bits(backend):
     skip_unless_it_runs_here(backend)
     tensors, dout, (expert, _) = problem()
 
-    def forward(x, gate_up, down, weight, gate_up_bias, down_bias):
-        return moe_experts(
-            x,
-            gate_up,
-            down,
-            Routing(expert, weight.view(expert.shape)),
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            backend=backend,
-        )
+    forward = forward_of(expert, backend)
 
     def step(function):
         leaves = [t.detach().requires_grad_() for t in tensors.values()]
@@ -113,21 +99,9 @@ def test_compiled_whole_it_gives_the_same_bits(backend):
 
 @pytest.mark.parametrize("backend", ("hopper", "triton"))
 def test_the_ops_keep_their_contracts(backend):
-    """No result shares memory with an input or another result; the fakes tell sizes and strides."""
     skip_unless_it_runs_here(backend)
-    tensors, dout, (expert, _) = problem(T=700)
-    utilities = ("test_schema", "test_faketensor")
-    torch.library.opcheck(OURS.dispatch.default, (expert, None, 700, 16, False, backend), test_utils=utilities)
-    rows = dispatch(expert, 700, 16, backend=backend)
-    inputs = [tensors[n] for n in ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")]
-    inputs[3] = inputs[3].view(expert.shape)
-    inputs = Inputs(*inputs, *[None] * 4)  # no adapters
-    options = Options(*Activation(), False, False, 1.0, 1.0, backend)
-    forward = (*inputs, *rows, *options, True, False, False)
-    torch.library.opcheck(OURS.experts_forward.default, forward, test_utils=utilities)
-    _, h = OURS.experts_forward(*forward)
-    backward = (dout, h, None, None, *inputs, *rows, *options, [tensor is not None for tensor in inputs])
-    torch.library.opcheck(OURS.experts_backward.default, backward, test_utils=utilities)
+    tensors, dout, ids = problem(T=700)
+    check_contracts(tensors, dout, ids, 16, backend, sentinels=False)
 
 
 @pytest.mark.parametrize("backend", ("hopper", "triton"))

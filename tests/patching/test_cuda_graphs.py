@@ -8,7 +8,7 @@ import torch
 from helpers.attention import packed
 from helpers.marks import rest_slow
 from helpers.models import batch, build, patched
-from helpers.training import POLICY, TILE, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, trainer_for
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -155,8 +155,8 @@ def test_counting_writes_into_a_tensor_that_stays_where_it_is_and_keeps_no_step_
 
 CASES = {
     "full": {},
-    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "non_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant": CHECKPOINTED_TRAINING["reentrant"],
+    "non_reentrant": CHECKPOINTED_TRAINING["non_reentrant"],
     "LoRA": {},
     "NF4": {},
     "token_rounding": {},

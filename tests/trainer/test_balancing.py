@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, twin
-from helpers.training import CHECKPOINTING, POLICY, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, POLICY, trainer_for
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -162,8 +162,7 @@ def test_biases_follow_the_counts_of_a_whole_step_and_are_saved(kind, tmp_path):
     model = build("deepseek_v3").bfloat16()
     before = [layer.router.e_score_correction_bias.float() for layer in find_layers(model)]
     options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    if KINDS[kind] is not None:
-        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": KINDS[kind]}
+    options |= CHECKPOINTED_TRAINING[kind]
     routers = Routers(model)
     sonicmoe_hf.patch_model(model, POLICY)
     trainer = trainer_for(model, tmp_path, [LoadBalancing(bias_update=1e-3)], padding=True, **options)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.models import build
-from helpers.training import CHECKPOINTING, TILE, Watch, rounded_rows, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, TILE, Watch, rounded_rows, trainer_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
@@ -70,18 +70,13 @@ def by_hand(logits, masks, tile):
 
 
 @pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("kind", ["none", *CHECKPOINTING])
+@pytest.mark.parametrize("kind", CHECKPOINTED_TRAINING)
 def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
     model = build("qwen3_moe")
     logits, reporter = LogitsByHand(model), Reporter()
-    checkpointing = (
-        {}
-        if kind == "none"
-        else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING[kind]}
-    )
     trainer = trainer_for(
         model, tmp_path, [TokenRoundingCallback(tile=TILE), reporter], padding, logging_steps=2, eval_on_start=True,
-        save_strategy="steps", save_steps=4, report_to=["tensorboard"], **checkpointing,
+        save_strategy="steps", save_steps=4, report_to=["tensorboard"], **CHECKPOINTED_TRAINING[kind],
     )  # fmt: skip
     callback = sonicmoe_hf.attach(trainer)
     trainer.train()

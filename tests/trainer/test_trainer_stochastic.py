@@ -3,16 +3,10 @@
 import pytest
 import torch
 from helpers.models import build
-from helpers.training import TILE, Watch, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, TILE, Watch, trainer_for
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-
-CHECKPOINTING = {
-    "none": {},
-    "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "non_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-}
 
 
 def train(folder, checkpoint=None, **options):
@@ -38,11 +32,11 @@ def test_the_trainers_seed_decides(tmp_path):
     assert not same(pairs, train(tmp_path, seed=4)[0])
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_recomputed_layers_of_accumulated_micro_batches_round_as_in_their_forward(kind, tmp_path):
     options = {"seed": 3, "gradient_accumulation_steps": 2, "max_steps": 2, "per_device_train_batch_size": 4}
     _, plain = train(tmp_path, **options)
-    pairs, weights = train(tmp_path, **options, **CHECKPOINTING[kind])
+    pairs, weights = train(tmp_path, **options, **CHECKPOINTED_TRAINING[kind])
     micro_batches, layers = 4, 2
     assert len(pairs) == 2 * micro_batches * layers, "every layer runs twice"
     for start in range(0, len(pairs), 2 * layers):
