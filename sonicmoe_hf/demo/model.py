@@ -16,9 +16,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..formats.quantizer import is_transposed, mark_model_packed, packable, row_order
+from ..formats.quantizer import mark_model_packed
 from ..formats.shares import hide_when_split, show
-from ..formats.state import hold_packed, local_shape
+from ..formats.state import hold_packed
+from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.packed_weight import PackedWeight
 from ..streaming.placement import placement_of
 from .random_bytes import random_packed
@@ -176,12 +177,10 @@ def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tu
 
 def _random_weight(experts: nn.Module, name: str, format: str, std: float, device: Any) -> PackedWeight:
     """A packed weight of random bytes that stands for an experts' parameter on the meta device."""
-    weight, transposed = experts._parameters[name], is_transposed(experts)
-    assert weight is not None  # packable() names what is there
-    num_experts, *sides = local_shape(weight)  # this rank's
-    rows, columns = reversed(sides) if transposed else sides
-    packed = random_packed((num_experts, rows, columns), format, std, row_order(experts, name), device)
-    return PackedWeight.of(packed, format, weight.dtype, transposed)
+    weight: Any = experts._parameters[name]
+    weight = weight.to_local() if hasattr(weight, "device_mesh") else weight  # this rank's
+    packed = random_packed(matrix_shape(experts, weight), format, std, row_order(experts, name), device)
+    return PackedWeight.of(packed, format, weight.dtype, is_transposed(experts))
 
 
 def _distribute(model: PreTrainedModel, distributed_config: DistributedConfig, experts: str | None) -> Any:

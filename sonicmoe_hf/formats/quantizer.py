@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import BitsAndBytesConfig, Quantizat
 from ..errors import CheckpointError, UnsupportedExpertsError
 from ..kernels.quantized import FORMATS, stored_shapes
 from ..layer.config import check_choice
-from ..layer.experts_module import has_gate, is_experts, is_native, weight_names
+from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.packed_weight import PackedWeight, as_parameter
 from . import HUB, PACKED
 from .declared import QUANT_METHOD, check_undeclared
@@ -68,25 +68,6 @@ class ExpertsQuantizationConfig(QuantizationConfigMixin):
         return {"quant_method": self.quant_method, "experts": self.experts, "linear": linear}
 
 
-def packable(module: nn.Module) -> tuple[str, ...]:
-    """The names of an experts module's weights that are packed; none of another module."""
-    names = weight_names(module)
-    held = module._parameters.keys() | module._buffers.keys()  # buffers: see shares.hide_when_split
-    return names if is_experts(module) and held.issuperset(names) else ()
-
-
-def is_transposed(experts: nn.Module) -> bool:
-    """Whether the module stores weights as [E, in, out]."""
-    return bool(getattr(experts, "is_transposed", False))
-
-
-def row_order(experts: nn.Module, name: str) -> str:
-    """The order of ORDERS in which the rows of an experts module's weight stand."""
-    if name != weight_names(experts)[0] or not has_gate(experts):
-        return "whole"
-    return "interleaved" if is_native(experts) or not getattr(experts, "is_concatenated", True) else "concatenated"
-
-
 def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, str]]:
     """(name, experts module, its parameter) of every weight to pack.
 
@@ -102,9 +83,8 @@ def check_packable(model: nn.Module, format: str) -> list[tuple[str, nn.Module, 
                 raise UnsupportedExpertsError(
                     f"{full_name} is sharded ({type(weight).__name__}); quantize experts before the model is sharded"
                 )
-            shape = weight.shape[:1] + weight.shape[:0:-1] if is_transposed(module) else weight.shape
             try:
-                stored_shapes(format, tuple(shape))
+                stored_shapes(format, matrix_shape(module, weight))
             except ValueError as error:
                 raise UnsupportedExpertsError(f"{full_name}: {error}") from error
             found.append((full_name, module, name))

@@ -75,6 +75,33 @@ def weight_names(experts: nn.Module) -> tuple[str, str]:
     return getattr(type(experts), "weight_names", (first, "down_proj"))
 
 
+def packable(module: nn.Module) -> tuple[str, ...]:
+    """The names of an experts module's weights, where it holds them: they are packed, and kept in host memory; none of
+    another module."""
+    names = weight_names(module)
+    held = module._parameters.keys() | module._buffers.keys()  # buffers: see formats.shares.hide_when_split
+    return names if is_experts(module) and held.issuperset(names) else ()
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether the module stores weights as [E, in, out]."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def row_order(experts: nn.Module, name: str) -> str:
+    """The order of kernels.quantized.ORDERS in which the rows of an experts module's weight stand."""
+    if name != weight_names(experts)[0] or not has_gate(experts):
+        return "whole"
+    return "interleaved" if is_native(experts) or not getattr(experts, "is_concatenated", True) else "concatenated"
+
+
+def matrix_shape(experts: nn.Module, weight: torch.Tensor) -> tuple[int, int, int]:
+    """(E, out, in) of an experts module's weight."""
+    num_experts, *sides = weight.shape
+    size_out, size_in = reversed(sides) if is_transposed(experts) else sides
+    return num_experts, size_out, size_in
+
+
 def whole_shape(weight: torch.Tensor) -> torch.Size:
     """The shape of a weight, gathered or not: DeepSpeed's ZeRO-3 notes it beside the empty tensor that it leaves."""
     return getattr(weight, "ds_shape", weight.shape)

@@ -16,13 +16,12 @@ from ..formats.quantizer import (
     ExpertsQuantizationConfig,
     ExpertsQuantizer,
     check_packable,
-    is_transposed,
     mark_model_packed,
-    row_order,
 )
 from ..formats.state import hold_packed
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
+from ..layer.experts_module import is_transposed, row_order
 from ..layer.packed_weight import PackedWeight
 from ..streaming.placement import placement_of
 from ..streaming.weight import HostWeight

@@ -11,7 +11,14 @@ from torch import nn
 
 from ..errors import UnsupportedExpertsError
 from ..kernels.quantized import stored_dtypes, stored_shapes
-from ..layer.experts_module import expert_parallelism, is_expert_parallel, is_experts, weight_names
+from ..layer.experts_module import (
+    expert_parallelism,
+    is_expert_parallel,
+    is_transposed,
+    matrix_shape,
+    packable,
+    weight_names,
+)
 from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from ..private.transformers import mark_initialized
@@ -25,11 +32,7 @@ PROJECTIONS = ("gate_up", "down")
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of every layer's experts, in the order of the model."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if is_experts(module) and all(weight in module._parameters for weight in weight_names(module))
-    ]
+    return [(name, module) for name, module in model.named_modules() if packable(module)]
 
 
 def _weights(experts: nn.Module) -> list[Any]:
@@ -114,7 +117,7 @@ class Placement:
         keep_stored_names(experts)
         projection = PROJECTIONS[weight_names(experts).index(name)]
         layer = self.stream.layer_for(self.number[id(experts)], projection)
-        return as_parameter(HostWeight.held(layer, projection, weight, bool(getattr(experts, "is_transposed", False))))
+        return as_parameter(HostWeight.held(layer, projection, weight, is_transposed(experts)))
 
 
 def _is_host(weight: Any) -> bool:
@@ -135,8 +138,7 @@ def bytes_of(experts: nn.Module, format: str | None) -> int:
         if format is None or isinstance(weight, PackedWeight):
             total += weight.nbytes
             continue
-        shape = weight.shape[:1] + weight.shape[:0:-1] if getattr(experts, "is_transposed", False) else weight.shape
-        for part, stored in stored_shapes(format, tuple(shape))._asdict().items():
+        for part, stored in stored_shapes(format, matrix_shape(experts, weight))._asdict().items():
             if stored is not None:
                 total += math.prod(stored) * stored_dtypes(format, part)[0].itemsize
     return total
@@ -186,7 +188,7 @@ class LoadingPlacement:
         """The parameter of this name has been loaded."""
         place, _, name = full_name.rpartition(".")
         experts: Any = model.get_submodule(place)
-        if not is_experts(experts) or name not in weight_names(experts):
+        if name not in packable(experts):
             return
         weight: Any = experts._parameters[name]
         if self.placement is None:
