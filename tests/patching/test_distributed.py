@@ -1,5 +1,7 @@
 """Two gloo ranks: DDP, FSDP2, expert and tensor parallelism."""
 
+import contextlib
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -114,28 +116,35 @@ ODD = {  # experts, their size and adapters' rank: none of them divides over two
 }
 
 
-def odd(family, adapted):
-    model = patched(family, POLICY, **ODD[family])
-    return with_lora(model, target_modules=["q_proj"], r=3) if adapted else model
+def made(family, is_odd, is_adapted):
+    model = patched(family, POLICY, **(ODD[family] if is_odd else {}))
+    return with_lora(model, target_modules=["q_proj"], r=3) if is_adapted else model
 
 
-def odd_step(rank, family, adapted):
-    model = odd(family, adapted)
-    base = model.get_base_model() if adapted else model
-    for layer in base.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    loss = model(**batch(**OWN_BATCH[rank])).loss
-    loss.backward()
+def replicated_or_sharded_step(rank, kind, family, is_odd, is_adapted):
+    model = made(family, is_odd, is_adapted)
+    if kind == "FSDP2":
+        for layer in (model.get_base_model() if is_adapted else model).model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = Accelerator(cpu=True).prepare(model)
+    with fused() if is_adapted else contextlib.nullcontext():
+        loss = model(**batch(**OWN_BATCH[rank])).loss
+        loss.backward()
     return loss.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    "kind, is_odd, is_adapted",
+    [("FSDP2", True, False), ("FSDP2", True, True), ("FSDP2", False, True), ("DDP", False, True)],
+)
 @pytest.mark.parametrize("family", list(ODD))
-def test_under_fsdp2_sizes_that_do_not_divide_over_the_ranks_give_the_unsharded_models_gradients(
-    ranks, family, adapted
-):
-    assert_mean_of_ranks(odd(family, adapted), ranks.run(odd_step, family, adapted))
+def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks, family, kind, is_odd, is_adapted):
+    results = ranks.run(replicated_or_sharded_step, kind, family, is_odd, is_adapted)
+    if is_adapted:
+        assert all(sum(".experts." in name for name in found) == 2 * 4 for _, found in results)
+    assert_mean_of_ranks(made(family, is_odd, is_adapted), results)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -144,36 +153,6 @@ def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_g
     model.save_pretrained(tmp_path)
     sonicmoe_hf.patch_model(model, POLICY)
     assert_mean_of_ranks(model, ranks.run(own_batch_step, str(tmp_path), "data", POLICY))
-
-
-# adapters of the experts
-
-
-def adapted(family):
-    model = patched(family, POLICY)
-    return with_lora(model, target_modules=["q_proj"])
-
-
-def adapted_step(rank, family, kind):
-    model = adapted(family)
-    if kind == "FSDP2":
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    else:
-        model = Accelerator(cpu=True).prepare(model)
-    with fused():
-        loss = model(**batch(**OWN_BATCH[rank])).loss
-        loss.backward()
-    return loss.detach(), gradients(model)
-
-
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapted_experts_under_data_parallelism_get_the_unsharded_models_gradients(ranks, family, kind):
-    results = ranks.run(adapted_step, family, kind)
-    assert all(sum(".experts." in name for name in gradients) == 2 * 4 for _, gradients in results)
-    assert_mean_of_ranks(adapted(family), results)
 
 
 # expert and tensor parallelism
