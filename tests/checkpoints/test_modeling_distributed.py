@@ -1,18 +1,15 @@
 """Native models on two gloo ranks: expert and tensor parallelism, FSDP2, and token rounding refused where it cannot be."""
 
 import pytest
-import torch
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
-from helpers.parallel import gathered, load_parallel
+from helpers.parallel import PARTIAL_SUMS, gathered, load_parallel, trained_and_evaluated
 from helpers.training import POLICY
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf.patching.support import find_layers
-
-PARTIAL_SUMS = "fp32: partial sums of two ranks are added in another order"
 
 
 def parallel_step(rank, folder, kind):
@@ -21,11 +18,8 @@ def parallel_step(rank, folder, kind):
     experts = next(find_layers(model)).experts
     assert experts.num_experts == (4 if kind == "expert" else 8)
     assert hasattr(experts.c_fc, "placements") or kind == "tensor", "sharded, unless the family has no tensor plan"
-    trained = loss_and_gradients(model, batch(padding=True))
-    with torch.no_grad():
-        trained["inference"] = model.eval()(**batch(padding=True)).logits
     refused = not all(layer.token_rounding for layer in sonicmoe_hf.supports(model))
-    return refused, {name: gathered(tensor) for name, tensor in trained.items()}
+    return refused, trained_and_evaluated(model, batch(padding=True))
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])
@@ -33,9 +27,7 @@ def parallel_step(rank, folder, kind):
 def test_under_parallelism_of_the_experts_a_native_model_equals_the_unsharded_one(ranks, family, kind, tmp_path):
     model = build(family)
     _, folder = save_both(model, tmp_path)
-    expected = in_native_names(loss_and_gradients(model, batch(padding=True)), family)
-    with torch.no_grad():
-        expected["inference"] = model.eval()(**batch(padding=True)).logits
+    expected = in_native_names(trained_and_evaluated(model, batch(padding=True)), family)
     for refused, actual in ranks.run(parallel_step, str(folder), kind):
         assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)
         assert refused or (family, kind) == ("gpt_oss", "tensor"), "its tensor plan leaves the experts whole"

@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 
 OWN_BATCH = [{"padding": True, "seed": 1}, {"seed": 2}]  # of each rank
 SUMMATION = "fp32: gradients of two ranks are added in another order"
+PARTIAL_SUMS = "fp32: partial sums of two ranks are added in another order"
 OPTIONS = {field.name for field in fields(DistributedConfig)}
 HAS_EP_SIZE = "ep_size" in OPTIONS  # 5.17: enable_expert_parallel
 HAS_PP_SIZE = "pp_size" in OPTIONS
@@ -28,6 +29,14 @@ def gathered(gradient):
         pieces = zip(*(part.chunk(placement.split_factor, placement.dim) for part in parts))
         return torch.cat([torch.cat(piece, placement.dim) for piece in pieces], placement.dim)
     return gradient.full_tensor()
+
+
+def trained_and_evaluated(model, inputs):
+    """What `loss_and_gradients` gives, and "inference": the logits in evaluation; whole tensors."""
+    found = loss_and_gradients(model, inputs)
+    with torch.no_grad():
+        found["inference"] = model.eval()(**inputs).logits
+    return {name: gathered(tensor) for name, tensor in found.items()}
 
 
 def gradients(model):

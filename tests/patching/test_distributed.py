@@ -7,8 +7,16 @@ import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
 from helpers.marks import rest_slow
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, twin
-from helpers.parallel import HAS_EP_SIZE, OWN_BATCH, assert_mean_of_ranks, gathered, gradients, load_parallel
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched
+from helpers.parallel import (
+    HAS_EP_SIZE,
+    OWN_BATCH,
+    PARTIAL_SUMS,
+    assert_mean_of_ranks,
+    gradients,
+    load_parallel,
+    trained_and_evaluated,
+)
 from helpers.ranks import WORLD
 from helpers.training import POLICY, Watch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -164,11 +172,7 @@ def parallel_step(rank, folder, kind, routing=None):
     experts = next(find_layers(model)).experts
     assert experts.num_experts == (8 if kind == "tensor" else 8 // WORLD)
     assert type(model).__name__ == "GptOssForCausalLM" or is_tensor_parallel(experts) or kind == "expert"
-    inputs = batch(padding=True)
-    trained = loss_and_gradients(model, inputs)
-    with torch.no_grad():
-        trained["inference"] = model.eval()(**inputs).logits
-    return {name: gathered(tensor) for name, tensor in trained.items()}
+    return trained_and_evaluated(model, batch(padding=True))
 
 
 @pytest.mark.parametrize("kind", ["expert", "tensor"])
@@ -176,12 +180,9 @@ def parallel_step(rank, folder, kind, routing=None):
 def test_under_parallelism_of_the_experts_top_k_equals_the_unsharded_model(ranks, family, kind, tmp_path):
     model = build(family)
     model.save_pretrained(tmp_path)
-    inputs = batch(padding=True)
-    expected = loss_and_gradients(twin(model), inputs)
-    with torch.no_grad():
-        expected["inference"] = model.eval()(**inputs).logits
+    expected = trained_and_evaluated(model, batch(padding=True))
     for actual in ranks.run(parallel_step, str(tmp_path), kind):
-        assert_all_close(actual, expected, 1e-5, "fp32: partial sums of two ranks are added in another order")
+        assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)
 
 
 def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ranks, tmp_path):
@@ -191,7 +192,7 @@ def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ra
     expected = loss_and_gradients(model, batch(padding=True))
     for actual in ranks.run(parallel_step, str(tmp_path), "tensor", POLICY):
         del actual["inference"]
-        assert_all_close(actual, expected, 1e-5, "fp32: partial sums of two ranks are added in another order")
+        assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)
 
 
 def own_batch_step(rank, folder, kind, routing=None):
