@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from .source import Source
 from .stored import DTYPES, StoredWeights
 
 ALIGNED = 64  # bytes
+SHARD_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*([KMGT]B)?", re.IGNORECASE)
 COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 # of config.json: Transformers 5's name, and the one before, which may both be there
 DTYPE_ENTRIES = {"dtype", "torch_dtype"}
@@ -267,11 +269,12 @@ def _other_files(source: StoredWeights, keeps_format: bool) -> tuple[list[Path],
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:
     """File name -> names of its tensors."""
     shells = {tensor.name: tensor.like for tensor in planned}
+    if not SHARD_SIZE.fullmatch(str(max_shard_size)):
+        raise CheckpointError(
+            f"max_shard_size is {max_shard_size!r:.40}; give bytes, 1 or more, or text such as '5GB'"
+        )
     size = int(max_shard_size) if str(max_shard_size).isdigit() else max_shard_size
-    try:
-        return split_torch_state_dict_into_shards(shells, max_shard_size=size).filename_to_tensors
-    except ValueError as error:
-        raise CheckpointError(f"max_shard_size is {size!r}; give bytes, or text such as '5GB': {error}") from error
+    return split_torch_state_dict_into_shards(shells, max_shard_size=size).filename_to_tensors
 
 
 class _Progress:
