@@ -215,7 +215,7 @@ def own_target(
     if stored.quantization is None:
         raise CheckpointError(
             f"{stored.folder} is not quantized, so there is no format to keep; leave quantize out, or give mxfp4 "
-            "(gpt-oss) or fp8"
+            "(gpt-oss) or fp8 (Qwen3-MoE, OLMoE, DeepSeek-V3)"
         )
     if stored.packed_here:
         raise CheckpointError(

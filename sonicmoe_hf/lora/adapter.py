@@ -120,8 +120,7 @@ class _Reader:
         self.native = self._trained_on_native()
         family = NATIVE_FAMILIES.get(model.config.model_type.removeprefix(NATIVE_PREFIX))
         self.hub_is_interleaved = family is not None and family.hub_layout == "gpt_oss"  # as the native layout is
-        decoder = model.get_decoder()
-        self.decoder = next((name for name, module in self.modules.items() if name and module is decoder), "model")
+        self.decoder = decoder_name(model)
         self.by_hub_name = self._by_hub_name(model)
         self.trained_decoder = self._trained_decoder()
         self.replaced: dict[str, Callable[[], torch.Tensor]] = {}
@@ -236,7 +235,7 @@ class _Reader:
         targets = ", ".join(self.config.get("target_parameters") or ()) or "none"
         return CheckpointError(
             f"{self.path}: {name} adapts nothing that the model has, by its config.json; target_parameters: {targets}. "
-            f"Name the model that it was trained on (--trained-on, trained_on=), or {WITH_PEFT}"
+            f"Give the model that it was trained on (merge: the base; convert: --trained-on, trained_on=), or {WITH_PEFT}"
         )
 
     def _put_replacement(self, name: str, weight: str, state: Mapping[str, torch.Tensor]) -> None:
@@ -319,6 +318,12 @@ class _Reader:
                 return handle.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """What the model calls its stack of layers of text."""
+    decoder = model.get_decoder()
+    return next((name for name, module in model.named_modules() if name and module is decoder), "model")
 
 
 def is_interleaved(experts: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..layer.experts_module import has_gate, is_experts, weight_names
-from .adapter import EXPERT, Adapter, is_interleaved
+from .adapter import EXPERT, Adapter, decoder_name, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
 from .peft_form import wrapped
@@ -61,11 +61,16 @@ def check_for_engine(adapter: Adapter, model: PreTrainedModel, engine: str) -> N
     """Raise CheckpointError, naming the remedy, where the adapter has what the engine refuses or leaves out."""
     if saved := adapter.config.get("modules_to_save"):
         raise CheckpointError(f"modules_to_save is {saved!r}, of which engines take none; {MERGED}")
+    decoder = f"{decoder_name(model)}."
     for name in (*adapter.factors, *adapter.replaced):
         *path, layer, parameter = name.split(".")
         if layer in EMBEDDINGS:
             raise CheckpointError(
                 f"{name} is of the embeddings or the head, which not all models of engines adapt; {MERGED}"
+            )
+        if not name.startswith(decoder):
+            raise CheckpointError(
+                f"{name} is outside the language model, where engines may leave adapters out; {MERGED}"
             )
         if is_in_router(".".join((*path, layer))):
             raise CheckpointError(f"{name} adapts a router, which not all models of engines adapt; {MERGED}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.adapters import EXPERTS, adapt
 from helpers.served import assert_refused, base, edit
+from helpers.small_families import small_model
 from safetensors.torch import load_file, save_file
 
 from sonicmoe_hf import convert_adapter
@@ -111,6 +112,16 @@ def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
     edit(tmp_path / "served", r=4)
     expected = r"where \(4, 16\) and \(32, 4\) are expected for r = 4"
     assert_refused(tmp_path / "served", expected, trained_on=tmp_path / "base")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_adapter_of_the_vision_tower_is_refused(engine, tmp_path):
+    """vLLM would leave it out in silence, unless it is told otherwise."""
+    model = small_model("qwen3_5_moe")
+    model.save_pretrained(tmp_path / "base")
+    adapt(model, tmp_path / "adapter", target_modules=["q_proj", "linear_fc1"])
+    match = r"model.visual.*linear_fc1.weight is outside the language model, .*; merge it"
+    assert_refused(tmp_path / "adapter", match, engine, trained_on=tmp_path / "base")
 
 
 def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
