@@ -8,6 +8,7 @@ import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
 from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
+from ..private.torch import in_graph
 from . import backends, experts_op
 from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
@@ -105,6 +106,34 @@ def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation) -> No
         raise ValueError("compute='fp8' takes experts without biases; leave compute out")
 
 
+@in_graph
+def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, num_experts: int) -> torch.Tensor:
+    """`moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
+
+    pairs: the routing's expert_index, token_index, weights and sentinels. rows: its Rows, or None. options: of Options,
+    what the projections do not say.
+    """
+    expert_index, token_index, weight, sentinels = pairs
+    act, transposed, interleaved, backend, fp8 = options
+    if rows is None:
+        rows = dispatch(expert_index, x.shape[0], num_experts, token_index, sentinels=sentinels, backend=backend)
+    accumulated = accumulation_dtype(x.dtype)
+    weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
+    inputs = Inputs(
+        x.contiguous(), gate_up.weight, down.weight, weight, gate_up.bias, down.bias,
+        gate_up.a, gate_up.b, down.a, down.b, gate_up.scales, gate_up.state, down.scales, down.state,
+    )  # fmt: skip
+    scales, formats = (gate_up.scale, down.scale), (gate_up.format, down.format)
+    needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
+    differentiable = needs_gradients and torch.is_grad_enabled()
+    keep_h = differentiable and save == "preactivation"
+    keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
+    keep_v = differentiable and down.b is not None and down.b.requires_grad
+    flags = SaveFlags(keep_h, keep_u, keep_v)
+    options = Options(*act, transposed, interleaved, *scales, backend, *formats, fp8)
+    return experts_op.run(differentiable, inputs, rows, options, flags)
+
+
 def moe_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -183,27 +212,7 @@ def moe_experts(
     if compute == "fp8":
         _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, act.name)
     rows = routing.rows_for(backend, x.shape[0], num_experts)
-    if rows is None:
-        rows = dispatch(
-            routing.expert_index,
-            x.shape[0],
-            num_experts,
-            routing.token_index,
-            sentinels=routing.sentinels,
-            backend=backend,
-        )
-    weight, accumulated = routing.weights, accumulation_dtype(x.dtype)
-    weight = weight if weight.dtype == accumulated else weight.to(accumulated)  # `.to` costs time even for nothing
-    inputs = Inputs(
-        x.contiguous(), first.weight, second.weight, weight, first.bias, second.bias,
-        first.a, first.b, second.a, second.b, first.scales, first.state, second.scales, second.state,
-    )  # fmt: skip
-    scales, formats = (first.scale, second.scale), (first.format, second.format)
-    options = Options(*act, transposed, interleaved, *scales, backend, *formats, compute == "fp8")
-    needs_gradients = x.requires_grad or any(t is not None and t.requires_grad for t in inputs)
-    differentiable = needs_gradients and torch.is_grad_enabled()
-    keep_h = differentiable and save == "preactivation"
-    keep_u = differentiable and first.b is not None and (first.b.requires_grad or not keep_h)
-    keep_v = differentiable and second.b is not None and second.b.requires_grad
-    out = experts_op.run(differentiable, inputs, rows, options, SaveFlags(keep_h, keep_u, keep_v))
+    pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
+    options = tuple(act), transposed, interleaved, backend, compute == "fp8"
+    out = _run(x, first, second, pairs, rows, options, save, num_experts)
     return out if out.dtype == dtype_out else out.to(dtype_out)

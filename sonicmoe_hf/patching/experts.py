@@ -208,7 +208,7 @@ def sizes_of(experts: nn.Module) -> Sizes:
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)
 
 
-def _known(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
+def known_facts(experts: Any) -> tuple[ExpertsFacts, tuple[str, str], int | None]:
     """(facts, names of the weights, E of the config) of experts. They are kept with a module whose activation has no
     numbers of its own, which somebody might change, as long as it has the same act_fn."""
     facts = experts_facts(experts)
@@ -230,8 +230,7 @@ def sonicmoe_hf_experts_forward(
         ValueError: token rounding's Routing of all experts reached a module that holds only some of them.
     """
     act_fn, known = vars(self).get(attributes.KNOWN_FACTS, (None, None))
-    is_known = known is not None and act_fn is self.act_fn and not torch.compiler.is_compiling()
-    facts, names, total = known if is_known else _known(self)
+    facts, names, total = known_facts(self) if known is None or act_fn is not self.act_fn else known
     first, second = names
     gate_up_adapter, down_adapter = adapters_of(self, names)
     is_parallel = vars(self).get("_is_expert_parallel") or (total is not None and self.num_experts < total)

@@ -31,7 +31,7 @@ from ..private.transformers import (
 from ..streaming.placement import place_experts
 from . import calls
 from .calls import PatchState
-from .experts import is_fp8_experts
+from .experts import is_fp8_experts, known_facts
 from .fp8_experts import give_back_weights, take_weights
 from .hooks import (
     ModelEntryHook,
@@ -116,6 +116,7 @@ def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> N
         setattr(experts, attributes.COMPUTE, compute)
     for experts in every:
         set_experts_implementation(experts.config, IMPLEMENTATION)
+        known_facts(experts)  # compiled code looks at what is kept, and else at all that it follows from
 
 
 def _fp8_experts(root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
