@@ -114,7 +114,7 @@ def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: s
     what the projections do not say.
     """
     expert_index, token_index, weight, sentinels = pairs
-    act, transposed, interleaved, backend, fp8 = options
+    name, alpha, limit, transposed, interleaved, backend, fp8 = options
     if rows is None:
         rows = dispatch(expert_index, x.shape[0], num_experts, token_index, sentinels=sentinels, backend=backend)
     accumulated = accumulation_dtype(x.dtype)
@@ -130,7 +130,7 @@ def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: s
     keep_u = differentiable and gate_up.b is not None and (gate_up.b.requires_grad or not keep_h)
     keep_v = differentiable and down.b is not None and down.b.requires_grad
     flags = SaveFlags(keep_h, keep_u, keep_v)
-    options = Options(*act, transposed, interleaved, *scales, backend, *formats, fp8)
+    options = Options(name, alpha, limit, transposed, interleaved, *scales, backend, *formats, fp8)
     return experts_op.run(differentiable, inputs, rows, options, flags)
 
 
@@ -213,6 +213,6 @@ def moe_experts(
         _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, act.name)
     rows = routing.rows_for(backend, x.shape[0], num_experts)
     pairs = routing.expert_index, routing.token_index, routing.weights, routing.sentinels
-    options = tuple(act), transposed, interleaved, backend, compute == "fp8"
+    options = *act, transposed, interleaved, backend, compute == "fp8"
     out = _run(x, first, second, pairs, rows, options, save, num_experts)
     return out if out.dtype == dtype_out else out.to(dtype_out)

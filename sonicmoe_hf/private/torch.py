@@ -52,6 +52,13 @@ def below_autograd(overload, keyset):
     return run
 
 
+def replace_call(overload, function: Callable) -> Callable:
+    """Have calls of the OpOverload call `function` in place of the dispatcher, which is returned. An OpOverload's hash is
+    that of what it calls, so nothing may have kept it yet."""
+    dispatch, overload._op = overload._op, function
+    return dispatch
+
+
 def capture_checkpoints(non_reentrant: Callable, reentrant: Callable) -> None:
     """Have torch.utils.checkpoint call these from now on, each with what it called before as its first argument: in place
     of the generator around a function that is checkpointed without reentry, and of the forward of one with it."""

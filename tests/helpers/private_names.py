@@ -6,6 +6,7 @@ USED = {  # the name, or "place: what its source sets"
     "torch._dynamo.mark_static_address": "counting the load of experts in CUDA graphs",
     "torch._C._AutoDispatchBelowAutograd": "our ops' gradients under torch.compile",
     "torch._C._after_autograd_keyset": "our ops' gradients under torch.compile",
+    "torch._ops.OpOverload: _op": "compiled code that calls our functions and not the dispatcher",
     "torch._ops.OpOverload.redispatch": "our ops' gradients under torch.compile",
     "torch._C._current_graph_task_id": "the error for checkpointing that is not torch's",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "errors in compiled models",

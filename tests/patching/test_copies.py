@@ -48,8 +48,10 @@ def in_plain_names(tensors):
 @pytest.fixture
 def computed(monkeypatch):
     """The experts modules that our function computed."""
-    noted, facts = [], experts_module.experts_facts
-    monkeypatch.setattr(experts_module, "experts_facts", lambda experts: noted.append(experts) or facts(experts))
+    noted, adapters = [], experts_module.adapters_of
+    monkeypatch.setattr(
+        experts_module, "adapters_of", lambda experts, names: noted.append(experts) or adapters(experts, names)
+    )
     return noted
 
 

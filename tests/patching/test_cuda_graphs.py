@@ -77,10 +77,12 @@ def full(routing=None, family="qwen3_moe"):
     return patched(family, routing, **sizes)
 
 
-def with_adapters():
+def with_adapters(format=None):
     from peft import get_peft_model
 
     model = full()
+    if format is not None:
+        sonicmoe_hf.quantize_experts(model, format)
     return get_peft_model(model, sonicmoe_hf.lora_config(model, 4))
 
 
@@ -90,6 +92,7 @@ MODELS = {
     "gpt_oss": lambda: full(family="gpt_oss"),
     "token rounding": lambda: full(POLICY),
     "LoRA": with_adapters,
+    "NF4 with LoRA": lambda: with_adapters("nf4"),
 }
 # LoRA with every version of torch, as the counting models below are; the oldest cannot trace gpt_oss
 STEPS = sorted(itertools.product(MODELS, (False, True)), key=lambda step: step != ("LoRA", False))

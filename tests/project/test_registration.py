@@ -20,7 +20,8 @@ from sonicmoe_hf import registration
 
 @pytest.fixture
 def replaced():
-    """The functions of other packages that ours stand in place of."""
+    """The functions of other packages that ours stand in place of. PEFT's are only once it or a model of ours needs them."""
+    registration.install_in_peft()
     return list(registration._replaced)
 
 
