@@ -9,7 +9,7 @@ from helpers.adapters import fused, with_lora
 from helpers.examples import load as load_example
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients
 from helpers.native import in_native_names, save_both
-from helpers.parallel import OWN_BATCH, gathered, gradients, mean_of_ranks
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, gathered, gradients, mean_of_ranks
 from helpers.ranks import WORLD
 from helpers.training import POLICY, TILE, Watch, counting
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(
 SHARED = {"tp_size": WORLD, "ep_size": WORLD}
 APART = {"fsdp_size": WORLD, "ep_size": WORLD}
 STOCHASTIC = TokenRounding(rounding="stochastic", tile=TILE)
-PARTIAL_SUMS = "fp32: partial sums of the ranks are added in another order"
 OTHER_LENGTHS = [{"rows": 4, "padding": True, "seed": 1}, {"rows": 2, "length": 17, "seed": 2}]
 
 

@@ -13,13 +13,13 @@ from helpers.adapters import with_lora
 from helpers.examples import EXAMPLES, TEXT
 from helpers.examples import load as load_example
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS
 from helpers.ranks import WORLD
 from helpers.training import Examples
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
-from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, load
+from test_expert_parallel import APART, SHARED, load
 from test_expert_parallel import pytestmark as pytestmark
 from test_expert_parallel_packed import module_of
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

@@ -7,10 +7,10 @@ import torch
 from helpers.adapters import fused, with_lora
 from helpers.checkpoints import same_bits
 from helpers.models import assert_all_close, build
-from helpers.parallel import OWN_BATCH, mean_of_ranks
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
 from helpers.ranks import Ranks
 from helpers.training import POLICY
-from test_expert_parallel import PARTIAL_SUMS, batch, gradients, load, step
+from test_expert_parallel import batch, gradients, load, step
 from test_expert_parallel import pytestmark as pytestmark
 from torch.distributed.fsdp import fully_shard
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
-from helpers.checkpoints import edit_config, make, rewrite, tensors_in
+from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_slow
 from helpers.models import assert_all_close, batch, build
-from helpers.parallel import OWN_BATCH, mean_of_ranks
+from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
 from helpers.ranks import WORLD
 from helpers.training import POLICY
-from test_expert_parallel import APART, PARTIAL_SUMS, SHARED, all_to_all, load, step
+from test_expert_parallel import APART, SHARED, all_to_all, load, step
 from test_expert_parallel import pytestmark as pytestmark
 from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
@@ -31,13 +31,9 @@ FORMATS = ["nf4", "mxfp4", "fp8", "nvfp4"]
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128}
 
 
-def weights(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, PackedWeight)}
-
-
 def held_logits(model, rank, sizes, routing=None):
     """This rank's logits in training, with tokens brought in both ways, and the values of its packed weights."""
-    held = weights(model)
+    held = packed_in(model)
     assert len(held) == 4 and all(len(weight) == len(weight.codes) == 4 for weight in held.values())
     found = []
     sonicmoe_hf.set_routing(model, routing)
@@ -68,7 +64,7 @@ def test_ranks_pack_save_and_reload_their_experts_as_one_rank_does_all(ranks, fo
     for rank, loads in enumerate(results):
         for whole, (found, held) in zip((model, saved), loads, strict=True):
             for name, weight in held.items():
-                assert torch.equal(weight, weights(whole)[name].dequantize()[4 * rank : 4 * rank + 4]), name
+                assert torch.equal(weight, packed_in(whole)[name].dequantize()[4 * rank : 4 * rank + 4]), name
             expected = whole(**batch(**OWN_BATCH[rank if sizes == APART else 0])).logits.detach()
             for one in found:
                 assert_all_close({"logits": one}, {"logits": expected}, 1e-5, PARTIAL_SUMS)
@@ -139,7 +135,7 @@ def from_hub(rank, folder, format):
     model = load(folder, APART, experts_quantization=format, dtype=torch.float32)
     with torch.no_grad():
         logits = model(**batch(**OWN_BATCH[rank])).logits
-    held = {name: weight.dequantize() for name, weight in weights(model).items()}
+    held = {name: weight.dequantize() for name, weight in packed_in(model).items()}
     model, found = with_lora(model), []
     for by in (contextlib.nullcontext, all_to_all):
         with by():
@@ -170,7 +166,7 @@ def test_ranks_hold_of_a_hub_checkpoint_what_one_rank_does(ranks, stored, format
     results = ranks.run(from_hub, str(tmp_path / "hub"), format)
     for rank, (logits, held, _) in enumerate(results):
         for name, weight in held.items():
-            assert torch.equal(weight, weights(model)[name].dequantize()[4 * rank : 4 * rank + 4]), name
+            assert torch.equal(weight, packed_in(model)[name].dequantize()[4 * rank : 4 * rank + 4]), name
         with torch.no_grad():
             expected = model(**batch(**OWN_BATCH[rank])).logits
         assert_all_close({"logits": logits}, {"logits": expected}, 1e-5, PARTIAL_SUMS)

@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 
 OWN_BATCH = [{"padding": True, "seed": 1}, {"seed": 2}]  # of each rank
 SUMMATION = "fp32: gradients of two ranks are added in another order"
-PARTIAL_SUMS = "fp32: partial sums of two ranks are added in another order"
+PARTIAL_SUMS = "fp32: partial sums of the ranks are added in another order"
 OPTIONS = {field.name for field in fields(DistributedConfig)}
 HAS_EP_SIZE = "ep_size" in OPTIONS  # 5.17: enable_expert_parallel
 HAS_PP_SIZE = "pp_size" in OPTIONS
