@@ -17,7 +17,7 @@ from ..patching.support import every_experts, supports
 
 def _dtype(weight: torch.Tensor) -> torch.dtype:
     """What experts with this weight are computed in: its own dtype, but for accelerate's mixed precision."""
-    state = sys.modules.get("accelerate.state")
+    state: Any = sys.modules.get("accelerate.state")
     is_mixed = state is not None and state.is_initialized()
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return mixed.get(state.AcceleratorState().mixed_precision, weight.dtype) if is_mixed else weight.dtype

@@ -67,7 +67,7 @@ class Session:
             self.adapt(tuner.peft_config[adapter_name], model)
             return inject(tuner, model, adapter_name, *args, **kwargs)
 
-        BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+        BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign, assignment]
 
     def built(self, model: PreTrainedModel) -> None:
         """A model's constructor has ended."""

@@ -290,12 +290,6 @@ def clear_counts(model: nn.Module) -> None:
         installed(router, RouterHook).load.start(router.num_experts, router.weight.device)
 
 
-def start_counting(model: nn.Module) -> None:
-    """Have the routers of a patched model count their loads, from zero. Raises what `clear_counts` does."""
-    clear_counts(model)
-    patch_state(model).counting = True
-
-
 def set_routing(model: nn.Module, routing) -> None:
     """Change a patched model's routing policy: None, "top_k", "token_rounding" or a `TokenRounding`.
 

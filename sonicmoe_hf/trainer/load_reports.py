@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers.integrations import TensorBoardCallback, WandbCallback
@@ -97,13 +98,12 @@ def send_histograms(trainer, entry: dict) -> None:
     """Give the Trainer's TensorBoard and W&B the rows per expert of a log: a histogram over the experts of each layer."""
     if not trainer.is_world_process_zero():
         return
+    wandb: Any = sys.modules.get("wandb")  # its callback has imported it
     rows = {f"{ROWS}/{layer}": np.array(counts) for layer, counts in entry["rows_per_expert"].items()}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
             for name, counts in rows.items():
                 callback.tb_writer.add_histogram(name, counts, entry["step"])
-        elif (
-            isinstance(callback, WandbCallback) and getattr(wandb := sys.modules.get("wandb"), "run", None) is not None
-        ):
+        elif isinstance(callback, WandbCallback) and getattr(wandb, "run", None) is not None:
             histograms = {name: wandb.Histogram(counts) for name, counts in rows.items()}
             wandb.log({**histograms, "train/global_step": entry["step"]})

@@ -8,6 +8,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.routing import Routing, TokenRounding
+from sonicmoe_hf.patching.patch import clear_counts, patch_state
 from sonicmoe_hf.patching.support import find_layers
 
 TILE = 4
@@ -17,6 +18,12 @@ CHECKPOINTED_TRAINING = {  # options of a Trainer
     for kind, kwargs in CHECKPOINTING.items()
 } | {"none": {}}
 POLICY = TokenRounding(tile=TILE)  # models.batch() gives each of the 8 experts 24 rows on average, padded 19.5
+
+
+def start_counting(model) -> None:
+    """Have the routers of a patched model count their loads from zero, as ExpertLoadCallback does in its steps."""
+    clear_counts(model)
+    patch_state(model).counting = True
 
 
 class Watch:

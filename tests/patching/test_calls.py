@@ -6,13 +6,12 @@ import functools
 import pytest
 import torch
 from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
-from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
+from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in, start_counting
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
 from sonicmoe_hf.patching import calls
 from sonicmoe_hf.patching.hooks import remove_installed
-from sonicmoe_hf.patching.patch import start_counting
 
 SAME = "the same computation"
 

@@ -13,12 +13,12 @@ from helpers.models import (
     relative_error,
     twin,
 )
-from helpers.training import POLICY, TILE, trainer_for
+from helpers.training import POLICY, TILE, start_counting, trainer_for
 from torch._dynamo.testing import CompileCounter
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
-from sonicmoe_hf.patching.patch import router_hooks, start_counting
+from sonicmoe_hf.patching.patch import router_hooks
 from sonicmoe_hf.patching.support import find_layers
 
 ONE_LAYER = {"num_hidden_layers": 1}  # compiling is what takes the time here

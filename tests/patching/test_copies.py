@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, patched
-from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
+from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, start_counting, trainer_for
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,7 @@ from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
 from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching import experts as experts_module
-from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks, start_counting
+from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks
 from sonicmoe_hf.patching.support import every_experts, find_layers
 
 ORDERS = ["patched, then PEFT", "PEFT, then patched"]

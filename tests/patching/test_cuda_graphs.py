@@ -8,7 +8,7 @@ import torch
 from helpers.attention import packed
 from helpers.marks import rest_slow
 from helpers.models import batch, build, patched
-from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, start_counting, trainer_for
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -18,7 +18,6 @@ from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.attention import flash, implementation
 from sonicmoe_hf.attention.packing import check_not_captured
 from sonicmoe_hf.layer import backends, moe_experts
-from sonicmoe_hf.patching.patch import start_counting
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "use_cache": False}  # NF4 stores 64 values with a scale
 

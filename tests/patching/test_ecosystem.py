@@ -19,7 +19,7 @@ from helpers.models import (
     relative_error,
     twin,
 )
-from helpers.training import POLICY, TILE, Watch
+from helpers.training import POLICY, TILE, Watch, start_counting
 from helpers.trl_trainers import trl_trainer, word_tokenizer
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -30,7 +30,7 @@ from trl import SFTConfig, SFTTrainer
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.kernels import eager
-from sonicmoe_hf.patching.patch import patch_state, router_hooks, start_counting
+from sonicmoe_hf.patching.patch import patch_state, router_hooks
 
 # PEFT
 

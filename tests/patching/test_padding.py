@@ -5,13 +5,14 @@ import logging
 import pytest
 import torch
 from helpers.models import batch, ernie_vl_text, image_tokens, patched
+from helpers.training import start_counting
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import DynamicCache
 
 import sonicmoe_hf
 from sonicmoe_hf.patching import padding
 from sonicmoe_hf.patching.calls import ModelCall
-from sonicmoe_hf.patching.patch import patch_state, router_hooks, start_counting
+from sonicmoe_hf.patching.patch import patch_state, router_hooks
 
 TOP_K = 2
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
 from helpers.resuming import weights
-from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, trainer_for
+from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, start_counting, trainer_for
 from transformers import TrainerCallback
 
 import sonicmoe_hf
@@ -258,7 +258,7 @@ def test_two_forwards_with_different_padding_before_backward_recompute_their_own
 def test_padding_tokens_are_neither_added_nor_counted():
     model = build("qwen3_moe")
     sonicmoe_hf.patch_model(model, POLICY)
-    sonicmoe_hf.patching.patch.start_counting(model)
+    start_counting(model)
     watch = Watch(model)
     inputs = batch(padding=True)
     model(**inputs)
