@@ -21,10 +21,10 @@ from ..formats import PACKED
 from ..formats.declared import MODELOPT_FILE
 from ..kernels.quantized import FORMATS
 from ..layer.config import check_choice
-from .atomic_folder import appearing_whole, copy_file, new_folder, refuse_link_outside, save_tensors, write_json
+from .atomic_folder import appearing_whole, copy_file, new_folder, other_files, save_tensors, write_json
 from .configs import hub_config, native_config
 from .converters import WeightGroup
-from .files import CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES
+from .files import CONFIG_FILE, INDEX_FILE
 from .hub import local_folder
 from .layouts import layout_groups
 from .packed_config import check_format, quantization_config
@@ -37,7 +37,6 @@ from .stored import DTYPES, StoredWeights
 
 ALIGNED = 64  # bytes
 SHARD_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*([KMGT]B)?", re.IGNORECASE)
-COPIED_FOLDERS = ("chat_templates", "additional_chat_templates")
 # of config.json: Transformers 5's name, and the one before, which may both be there
 DTYPE_ENTRIES = {"dtype", "torch_dtype"}
 
@@ -134,7 +133,10 @@ def write_checkpoint(
 ) -> Conversion:
     """Write `target`, which is made of `stored`, with the files that lie beside its weights; see `convert_checkpoint`."""
     planned, notices = target.rewriting.plan(), target.notices
-    files, skipped = _other_files(stored, target.rewriting.keeps_format)
+    own = {header.file for header in stored.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
+    if not target.rewriting.keeps_format:
+        own.add(MODELOPT_FILE)
+    files, skipped = other_files(stored.folder, own)
     if skipped:
         notices.append(f"not carried over: {', '.join(skipped)}")
     shards = _shards(planned, max_shard_size)
@@ -244,26 +246,6 @@ def _quantization_notices(source: StoredWeights, dequantize: bool | None) -> lis
             "(root mean square), unless the model was trained in that format, as gpt-oss was"
         )
     return notices
-
-
-def _other_files(source: StoredWeights, keeps_format: bool) -> tuple[list[Path], list[str]]:
-    """Files that go along (tokenizer, generation config, ...), and names of those that do not."""
-    weights = {header.file for header in source.tensors.values()} | {CONFIG_FILE, INDEX_FILE}
-    if not keeps_format:
-        weights.add(MODELOPT_FILE)
-    files, skipped = [], []
-    for path in sorted(source.folder.iterdir()):
-        if path.name in weights or path.name.startswith("."):
-            continue
-        if path.is_dir() and path.name in COPIED_FOLDERS:
-            files += [file.relative_to(source.folder) for file in sorted(path.rglob("*")) if file.is_file()]
-        elif path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
-            files.append(Path(path.name))
-        else:
-            skipped.append(path.name)
-    for file in files:
-        refuse_link_outside(source.folder / file, source.folder)
-    return files, skipped
 
 
 def _shards(planned: list[Planned], max_shard_size: int | str) -> dict[str, list[str]]:

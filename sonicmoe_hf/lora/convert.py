@@ -18,13 +18,13 @@ from ..checkpoints.atomic_folder import (
     appearing_whole,
     copy_file,
     new_folder,
-    refuse_link_outside,
+    other_files,
     save_tensors,
     write_json,
 )
 from ..checkpoints.config_only import build_from_config
 from ..checkpoints.configs import family_of, hub_config, native_config
-from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, WEIGHT_SUFFIXES, expanded, read_json
+from ..checkpoints.files import ADAPTER_CONFIG, CONFIG_FILE, expanded, read_json
 from ..checkpoints.hub import local_folder
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..checkpoints.plan import TARGETS
@@ -131,19 +131,13 @@ def _model(path: Path, native: bool) -> PreTrainedModel:
 
 def _write(src: Path, dst: Path, weights: dict[str, torch.Tensor], config: dict, verify: bool) -> None:
     """The folder `dst`, with the other files of `src` beside tensors and config."""
-    files = [
-        file
-        for file in sorted(src.iterdir())
-        if file.is_file() and file.name != ADAPTER_CONFIG and not file.name.endswith(WEIGHT_SUFFIXES)
-    ]
-    for file in files:
-        refuse_link_outside(file, src)
+    files, _ = other_files(src, {ADAPTER_CONFIG, ADAPTER_WEIGHTS})
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with appearing_whole(dst, nbytes, files, 1) as folder:
         save_tensors(folder / ADAPTER_WEIGHTS, weights, verify)
         write_json(folder / ADAPTER_CONFIG, config)
         for file in files:
-            copy_file(file, folder / file.name)
+            copy_file(src / file, folder / file)
 
 
 def _base_folder(src: Path, config: dict, trained_on: str | os.PathLike | None) -> Path:

@@ -269,9 +269,13 @@ def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
 
 
 def test_the_command_converts_adapters(adapter, tmp_path, capsys):
+    template = adapter / "chat_templates" / "tools.jinja"  # as a tokenizer with several saves them
+    template.parent.mkdir()
+    template.write_text("{{ messages }}")
     assert main(["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]) == 0
     assert "the adapter in the native layout" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "converted" / "README.md").exists()
+    assert (tmp_path / "converted" / "chat_templates" / "tools.jinja").read_text() == template.read_text()
     assert main(["convert", str(adapter), str(tmp_path / "converted"), "--layout", "native"]) == 2
     back = ["convert", str(tmp_path / "converted"), str(tmp_path / "back"), "--layout", "hub"]
     assert main(back) == 2, "it says no base model"
