@@ -42,6 +42,12 @@ class ScaledWeight(NamedTuple):
     scales: torch.Tensor
 
 
+def empty_rows(like: ScaledRows, num_rows: int, columns: int) -> ScaledRows:
+    """Room for rows, on the device of others."""
+    groups = -(-columns // FP8_BLOCK)
+    return ScaledRows(like.codes.new_empty(num_rows, columns), like.scales.new_empty(num_rows, groups))
+
+
 def scale_rows(x_MK: torch.Tensor, smallest: float = SMALLEST) -> ScaledRows:
     """The nearest codes, and scales with which a group's largest magnitude becomes the largest e4m3 value."""
     columns = x_MK.shape[1]

@@ -12,7 +12,7 @@ import torch
 from .. import triton
 from ..interface import PackedOperand
 from ..quantized import FP8_BLOCK
-from ..scaled import ScaledRows, block_scales
+from ..scaled import block_scales, empty_rows
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -204,12 +204,12 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     inner = activation.inner(width)
     if not _scaled_fits(x, gate_up, rows, (hidden, inner), dtype):
         return triton.scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, extra)
-    num_pairs, groups = rows.token.numel(), -(-inner // FP8_BLOCK)
+    num_pairs = rows.token.numel()
     h_R2I = x.scales.new_empty(num_pairs, width, dtype=dtype) if want_h else None
     a_RI = x.scales.new_empty(num_pairs, inner, dtype=dtype) if want_a else None
     scaled_a, outputs = None, (None, None)
     if want_scaled:
-        scaled_a = ScaledRows(x.codes.new_empty(num_pairs, inner), x.scales.new_empty(num_pairs, groups))
+        scaled_a = empty_rows(x, num_pairs, inner)
         outputs = _pairs(scaled_a.codes), scaled_a.scales
     kernel = _compiled().gemm_fp8_up(hidden, inner, want_h, want_a, want_scaled, activation, _rank(extra))
     _run_on_its_device(
@@ -247,9 +247,8 @@ def scaled_down_backward(
     parts = weight_P.new_empty(groups, num_pairs) if want_dw else None
     scaled_dh, outputs = None, (None, None)
     if want_scaled:
-        codes = dout.codes.new_empty(num_pairs, 2 * groups * FP8_BLOCK)
-        scaled_dh = ScaledRows(codes, dout.scales.new_empty(num_pairs, 2 * groups))
-        outputs = _pairs(codes), scaled_dh.scales
+        scaled_dh = empty_rows(dout, num_pairs, 2 * groups * FP8_BLOCK)
+        outputs = _pairs(scaled_dh.codes), scaled_dh.scales
     kernel = _compiled().gemm_fp8_down_backward(
         hidden, inner, want_dh, want_a, want_dw, want_scaled, activation, _rank(extra)
     )

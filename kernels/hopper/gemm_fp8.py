@@ -54,10 +54,9 @@ TILE = Tile(2 * WAVE, 3)
 
 @dataclass(frozen=True)
 class GroupMma:
-    """The MMAs of a wave: of a group's first k block, of the others, which add to it, and of an adapter, in 16 bits."""
+    """The MMAs of a wave: of a group, and of an adapter, in 16 bits."""
 
-    first: cute.TiledMma
-    rest: cute.TiledMma
+    group: cute.TiledMma
     extra: cute.TiledMma
 
 
@@ -169,13 +168,10 @@ class GroupScaledKernel(EpilogueWarpsKernel):
 
     @property
     def mma(self) -> GroupMma:
-        first, rest = (
-            sm90.make_trivial_tiled_mma(
-                FP8, FP8, major_mode(True), major_mode(True), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, WAVE)
-            )
-            for _ in range(2)
+        group = sm90.make_trivial_tiled_mma(
+            FP8, FP8, major_mode(True), major_mode(True), Float32, (1, 1, 1), tiler_mn=(WARPGROUP_M, WAVE)
         )
-        return GroupMma(first, rest, consumer_mma(STORED, True, True, WAVE))
+        return GroupMma(group, consumer_mma(STORED, True, True, WAVE))
 
     def scale_rows(self, scales, row, end):
         """The scales of a thread's two rows of the tile, `row` and eight below; past the end those of the last row."""
@@ -196,17 +192,16 @@ class GroupScaledKernel(EpilogueWarpsKernel):
         thread = cute.arch.thread_idx()[0] % 128
         own_row = WARPGROUP_M * half + thread // 32 * 16 + thread % 32 // 4
         tile_full, tile_empty = shared.extra_barriers + half, shared.extra_barriers + 2 + half
-        mma.first.set(warpgroup.Field.ACCUMULATE, False)
-        mma.rest.set(warpgroup.Field.ACCUMULATE, True)
+        mma.group.set(warpgroup.Field.ACCUMULATE, True)
         mma.extra.set(warpgroup.Field.ACCUMULATE, True)
         a = as_fp8(shared.a, group_layout(self.rows, self.stages))
         b = as_fp8(shared.b, group_layout(self.columns, self.stages))
-        fragment_a, fragments_b = wave_fragments(mma.rest, a, b, half)
+        fragments = wave_fragments(mma.group, a, b, half)
         extra_fragments = wave_fragments(mma.extra, shared.a, shared.b, half)
-        shape = mma.rest.partition_shape_C((WARPGROUP_M, WAVE))
+        shape = mma.group.partition_shape_C((WARPGROUP_M, WAVE))
         partial = cute.make_rmem_tensor(shape, Float32)
-        sums = [cute.make_rmem_tensor(shape, Float32) for _ in fragments_b]
-        store = epilogue_store(mma.rest, shared.epilogue, self.dtype, thread, half, self.epi_stages)
+        sums = [cute.make_rmem_tensor(shape, Float32) for _ in fragments[1]]
+        store = epilogue_store(mma.group, shared.epilogue, self.dtype, thread, half, self.epi_stages)
         values = [store.retile(one) for one in sums]
         per_wave = WAVE // EPI_TILE_N
         turns = Turns(shared.extra_barriers + 4, half, shared.arrivals) if self.in_turns else None
@@ -219,11 +214,10 @@ class GroupScaledKernel(EpilogueWarpsKernel):
             block = self.weight_block(thread % 2, column_tile, scales.weight.shape[1])
             params = self.half_tile_params(shared.pipeline, stage, phase, has_rows)
             stage, phase = multiply_groups(
-                mma,
+                mma.group,
                 sums,
                 partial,
-                fragment_a,
-                fragments_b,
+                fragments,
                 (scales.rows[top_row, None], scales.rows[bottom_row, None], scales.weight[expert, block, None]),
                 params,
                 turns,
@@ -254,12 +248,35 @@ class GroupScaledKernel(EpilogueWarpsKernel):
 
 
 @cute.jit
+def multiply_wave(
+    mma: cutlass.Constexpr,
+    partial,
+    fragments: cutlass.Constexpr,
+    k_blocks: cutlass.Constexpr,
+    wave: cutlass.Constexpr,
+    stage: Int32,
+    turns: cutlass.Constexpr,
+):
+    """partial = A B^T of a wave's columns and so many k blocks of a stage; the other consumer's turn is next."""
+    fragment_a, fragments_b = fragments
+    if const_expr(turns is not None):
+        turns.wait(wave)
+    warpgroup.fence()
+    for k_block in cutlass.range_constexpr(k_blocks):
+        mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+        issue(mma, (partial,), (fragment_a,), fragments_b[wave], k_block, stage)
+    warpgroup.commit_group()
+    if const_expr(turns is not None):
+        turns.pass_on()
+    warpgroup.wait_group(0)
+
+
+@cute.jit
 def multiply_groups(
     mma: cutlass.Constexpr,
     sums,
     partial,
-    fragment_a,
-    fragments_b: cutlass.Constexpr,
+    fragments: cutlass.Constexpr,
     scales: cutlass.Constexpr,
     params: cutlass.Constexpr,
     turns: cutlass.Constexpr,
@@ -272,6 +289,7 @@ def multiply_groups(
     of a warp at once, to have it in a uniform register: hence a wave's scale comes from the thread beside.
     """
     pipeline, stage, phase = params.pipeline, params.stage, params.phase
+    k_blocks = cute.size(fragments[0], mode=[2])
     is_odd = cute.arch.thread_idx()[0] % 2 == 1
     for wave in cutlass.range_constexpr(len(sums)):
         sums[wave].fill(0.0)
@@ -284,21 +302,7 @@ def multiply_groups(
         group = cutlass.min(k_tile + 1, scales[0].shape[0] - 1)
         top, bottom, own = [of_group[group] for of_group in scales]
         for wave in cutlass.range_constexpr(len(sums)):
-            if const_expr(turns is not None):
-                turns.wait(wave)
-            warpgroup.fence()
-            for k_block in cutlass.range_constexpr(cute.size(fragment_a, mode=[2])):
-                cute.gemm(
-                    mma.first if k_block == 0 else mma.rest,
-                    partial,
-                    fragment_a[None, None, k_block, stage],
-                    fragments_b[wave][None, None, k_block, stage],
-                    partial,
-                )
-            warpgroup.commit_group()
-            if const_expr(turns is not None):
-                turns.pass_on()
-            warpgroup.wait_group(0)
+            multiply_wave(mma, partial, fragments, k_blocks, wave, stage, turns)
             if const_expr(wave == len(sums) - 1):
                 pipeline.release(stage)
             for v in cutlass.range_constexpr(cute.size(partial)):
@@ -320,19 +324,9 @@ def add_extra(
     turns: cutlass.Constexpr,
 ):
     """sums += so many k blocks of an adapter's stage, whose operands have 16 bits. Returns the next stage and phase."""
-    fragment_a, fragments_b = fragments
     pipeline.wait_full(stage, phase)
     for wave in cutlass.range_constexpr(len(sums)):
-        if const_expr(turns is not None):
-            turns.wait(wave)
-        warpgroup.fence()
-        for k_block in cutlass.range_constexpr(k_blocks):
-            mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
-            issue(mma, (partial,), (fragment_a,), fragments_b[wave], k_block, stage)
-        warpgroup.commit_group()
-        if const_expr(turns is not None):
-            turns.pass_on()
-        warpgroup.wait_group(0)
+        multiply_wave(mma, partial, fragments, k_blocks, wave, stage, turns)
         for v in cutlass.range_constexpr(cute.size(partial)):
             sums[wave][v] += partial[v]
     pipeline.release(stage)

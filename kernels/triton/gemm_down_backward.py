@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..quantized import FP8_BLOCK
-from ..scaled import SMALLEST_GRADIENT, ScaledRows, block_scales
+from ..scaled import SMALLEST_GRADIENT, block_scales, empty_rows
 from .activations import activate, activate_ungated
 from .config import as_e4m3, max_row_tiles, tile_rows
 from .descriptors import weight_descriptor
@@ -248,11 +248,8 @@ def scaled_down_backward(
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_rows, inner) if want_a else None
     parts = weight_P.new_empty(groups, num_rows) if want_dw else None
-    dh, codes, scales = None, None, None
-    if want_scaled:
-        dh_codes = dout.codes.new_empty(num_rows, 2 * groups * FP8_BLOCK)
-        dh = ScaledRows(dh_codes, dout.scales.new_empty(num_rows, 2 * groups))
-        codes, scales = as_e4m3(dh.codes), dh.scales
+    dh = empty_rows(dout, num_rows, 2 * groups * FP8_BLOCK) if want_scaled else None
+    codes, scales = (None, None) if dh is None else (as_e4m3(dh.codes), dh.scales)
     if num_rows:
         plan = GemmPlan("down_backward", dout.codes, down.codes, rows, inner)
         extra_tensors, extra_constants = extra_operands(extra)
@@ -265,7 +262,7 @@ def scaled_down_backward(
              *plan.tile, plan.blocks.columns, precision(h_R2I)),
             **plan.options,
         )  # fmt: skip
-    return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if num_rows and want_dw else parts, dh
+    return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if want_dw else None, dh
 
 
 @functools.lru_cache(maxsize=SIZES)
@@ -284,6 +281,8 @@ def routing_gradient(parts, dout_TH, bias_EH, rows):
     """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
     column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
+    if not num_rows:
+        return dw_P
     launcher = _launcher(
         parts.get_device(),
         dout_TH.dtype,

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from ..interface import PackedOperand
-from ..quantized import FP8_BLOCK
-from ..scaled import SMALLEST, ScaledRows, block_scales
+from ..scaled import SMALLEST, block_scales, empty_rows
 from .activations import activate, activate_ungated
 from .config import Operands, as_e4m3
 from .descriptors import gate_up_descriptor, weight_descriptor
@@ -33,7 +32,7 @@ from .gemm_common import (
     swizzle,
 )
 from .gemm_packed import packed_up
-from .launch import cdiv, launch_kernel
+from .launch import launch_kernel
 from .scale_rows import quantized
 
 SMALLEST_VALUE = tl.constexpr(SMALLEST)
@@ -194,10 +193,8 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     inner = activation.inner(width)
     h_R2I = x.scales.new_empty(num_rows, width, dtype=dtype) if want_h else None
     a_RI = x.scales.new_empty(num_rows, inner, dtype=dtype) if want_a else None
-    a, codes, scales = None, None, None
-    if want_scaled:
-        a = ScaledRows(x.codes.new_empty(num_rows, inner), x.scales.new_empty(num_rows, cdiv(inner, FP8_BLOCK)))
-        codes, scales = as_e4m3(a.codes), a.scales
+    a = empty_rows(x, num_rows, inner) if want_scaled else None
+    codes, scales = (None, None) if a is None else (as_e4m3(a.codes), a.scales)
     if num_rows:
         plan = GemmPlan("up", x.codes, gate_up.codes, rows, inner)
         extra_tensors, extra_constants = extra_operands(extra)
