@@ -276,7 +276,7 @@ def _write_shards(folder: Path, shards, planned: list[Planned], verify: bool, pr
     for file, names in shards.items():
         made = {name: _place(by_name[name].like, memory[start:]) for name, start in zip(names, starts[file])}
         for name in names:
-            made[name].copy_(by_name[name].make())
+            by_name[name].fill(made[name])
             progress.add(by_name[name].like.nbytes)
         save_tensors(folder / file, made, verify)
         progress.add(verify * sum(by_name[name].like.nbytes for name in names))

@@ -38,11 +38,11 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
 
 
 class Planned(NamedTuple):
-    """A tensor to be written: its name, one on the meta device like it, and how it is made."""
+    """A tensor to be written: its name, one on the meta device like it, and what fills the memory it is written from."""
 
     name: str
     like: torch.Tensor
-    make: Callable[[], torch.Tensor]
+    fill: Callable[[torch.Tensor], object]
 
 
 def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -54,10 +54,10 @@ def made_together(shells: dict[str, torch.Tensor], make: Callable[[], list[torch
     """Tensors that stand for one weight, like `shells` on the meta device: they are asked for one after the other."""
     made: dict[str, torch.Tensor] = {}
 
-    def one(name: str) -> torch.Tensor:
+    def one(name: str, out: torch.Tensor) -> None:
         if name not in made:
             made.update(zip(shells, make()))
-        return made.pop(name)
+        out.copy_(made.pop(name))
 
     for name, shell in shells.items():
         yield Planned(name, shell, partial(one, name))

@@ -84,7 +84,7 @@ class Rewriting:
 
     def _copied(self, name: str) -> Planned:
         header = self._stored.tensors[name]
-        return Planned(name, shell(header.shape, header.dtype), partial(self._stored.stored, name))
+        return Planned(name, shell(header.shape, header.dtype), lambda out: out.copy_(self._stored.raw(name)))
 
     def _alone(self, name: str) -> Iterator[Planned]:
         """A weight under its own name, dequantized where it is quantized; none of what is for inference in its format."""
@@ -92,7 +92,7 @@ class Rewriting:
         if not stored.is_unused(name):
             dtype = self._wanted(name, stored.dtype_of(name))
             like = shell(stored.shape_of(name), dtype)
-            yield Planned(name, like, lambda: in_range(stored.read(name), dtype, name))
+            yield Planned(name, like, lambda out: out.copy_(in_range(stored.read(name), dtype, name)))
 
     def _wanted(self, name: str, stored: torch.dtype) -> torch.dtype:
         """What a weight of the dtype `stored` is written in."""
@@ -104,15 +104,14 @@ class Rewriting:
         group, place = self._outer[target], self._outer[target].places[name]
         make = self._piece if group.num_experts or len(group.shapes) > 1 else self._make_piece  # which keeps nothing
 
-        def made() -> torch.Tensor:
+        def fill(out: torch.Tensor) -> None:
             if place is not None or group.num_experts is None:
-                return make(target, place, dtype)[name].to(dtype)
-            experts = torch.empty(group.shapes[name], dtype=dtype)
-            for expert in range(len(experts)):
-                experts[expert] = make(target, expert, dtype)[name][0]
-            return experts
+                out.copy_(make(target, place, dtype)[name])
+                return
+            for expert, own in enumerate(out):
+                own.copy_(make(target, expert, dtype)[name][0])
 
-        return Planned(name, shell(group.shapes[name], dtype), made)
+        return Planned(name, shell(group.shapes[name], dtype), fill)
 
     def _make_piece(self, target: str, expert: int | None, dtype: torch.dtype, is_changed: bool = True) -> Tensors:
         """The weights that a parameter becomes, or those of one expert, in `dtype`; what is changed in fp32."""
