@@ -113,8 +113,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
     """Every tensor of the checkpoint in `folder`, from the headers of its files, those that the index names.
 
     Raises:
-        CheckpointError: no safetensors weights, a file missing or damaged, or an index beside a model.safetensors that it
-            does not name.
+        CheckpointError: no safetensors weights, a file missing or damaged, a tensor in two files, or an index beside a
+            model.safetensors that it does not name.
     """
     index = folder / INDEX_FILE
     if not index.exists():
@@ -135,5 +135,10 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not (folder / file).is_file():
             raise CheckpointError(f"{index} names {file!r}, which is not a file in {folder}")
-        by_name.update(headers_of(folder / file))
+        headers = headers_of(folder / file)
+        for name in headers.keys() & by_name.keys():
+            raise CheckpointError(
+                f"{folder} has {name} in {by_name[name].file} and in {file}: remove the one that is out of date"
+            )
+        by_name |= headers
     return by_name

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import FAMILIES, config_in, edit_config, make, rewrite, same_bits, tensors_in
 from helpers.models import CONFIGS
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, inspect_checkpoint
@@ -155,6 +155,13 @@ def test_index_and_files_must_agree(hub):
     assert_refused(hub, "must be a JSON object")
     index_file.write_text('{"weight_map": 3}')
     assert_refused(hub, "has no weight_map")
+
+
+def test_a_tensor_in_two_files_is_refused(hub):
+    files = json.loads((hub / "model.safetensors.index.json").read_text())["weight_map"]
+    other = hub / next(file for file in files.values() if file != files[NORM])
+    save_file(load_file(other) | {NORM: 2 * tensors_in(hub)[NORM]}, other, metadata={"format": "pt"})
+    assert_refused(hub, rf"has {NORM} in .* and in .*: remove the one that is out of date")
 
 
 def test_a_single_file_beside_an_index_is_refused_because_transformers_loads_it(hub):
