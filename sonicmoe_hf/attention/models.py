@@ -43,9 +43,10 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     return f"config.attention_dropout is {dropout}" if dropout else None
 
 
-def runs_here(model: PreTrainedModel) -> bool:
-    """Whether the model has sinks, and this machine's GPU computes them."""
-    return _model_type(model) in SUPPORTED and _obstacle(model) is None
+def take_sinks(model: PreTrainedModel) -> None:
+    """Compute a model's attention by the kernels with sinks, if it has sinks and this machine's GPU runs them."""
+    if _model_type(model) in SUPPORTED and _obstacle(model) is None:
+        model.set_attn_implementation(NAME)
 
 
 def describe_attention(model: PreTrainedModel) -> list[str]:

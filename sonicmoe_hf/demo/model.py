@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from ..attention.models import take_sinks
 from ..formats.quantizer import mark_model_packed
 from ..formats.shares import hide_when_split, show
 from ..formats.state import hold_packed
@@ -100,14 +101,15 @@ def config_from(model_type: str, sizes: dict[str, Any], layers: int | None = Non
 
 
 def random_model(name: str, layers: int | None = None, **options) -> PreTrainedModel:
-    """A model with random weights, made on the accelerator where there is one.
+    """A model with random weights, made on the accelerator where there is one. Its attention is that of
+    `sonicmoe_hf.from_pretrained`.
 
     Args:
         name, layers: of its config, as `config_of` takes them.
         options: of `AutoModelForCausalLM.from_config`, such as dtype.
     """
     with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
-        return AutoModelForCausalLM.from_config(config_of(name, layers), **options)
+        return _made(config_of(name, layers), options)
 
 
 def random_packed_model(
@@ -134,7 +136,7 @@ def random_packed_model(
     """
     device = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = _made(config, options)
     if distributed_config is not None:
         device = _distribute(model, distributed_config, experts)
     placement = None if experts_memory is None else placement_of(model, experts_memory, experts, device)
@@ -157,6 +159,14 @@ def random_packed_model(
         mark_model_packed(model)
     if linear is not None:
         model.is_loaded_in_4bit = True  # PEFT asks for it before it looks for bitsandbytes' layers
+    return model
+
+
+def _made(config: PreTrainedConfig, options: dict[str, Any]) -> Any:
+    """The model of a config, with the attention that from_pretrained would choose unless the options name one."""
+    model = AutoModelForCausalLM.from_config(config, **options)
+    if options.get("attn_implementation") is None:
+        take_sinks(model)
     return model
 
 

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..attention.models import NAME as ATTENTION
-from ..attention.models import runs_here as attention_runs_here
+from ..attention.models import take_sinks
 from ..errors import UnsupportedModelError
 from ..formats.loading_errors import named_errors
 from ..layer.config import COMPUTE as COMPUTE_CHOICES
@@ -89,8 +88,8 @@ def from_pretrained(
         check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
     if any(map(is_fp8_experts, model.modules())):
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
-    if not _names_attention(kwargs) and attention_runs_here(model):
-        model.set_attn_implementation(ATTENTION)
+    if not _names_attention(kwargs):
+        take_sinks(model)
     if loading is not None:
         loading.finish(model)
         guard_streamed(model)

@@ -7,11 +7,13 @@ import pytest
 import torch
 from helpers.attention import build
 from helpers.models import build as build_family
+from transformers import AutoConfig
 
 import sonicmoe_hf
 from sonicmoe_hf.attention import models
 from sonicmoe_hf.attention.models import NAME
 from sonicmoe_hf.cli.doctor import examine
+from sonicmoe_hf.demo.model import random_model, random_packed_model
 
 HALF = {"dtype": torch.bfloat16}
 
@@ -37,6 +39,14 @@ def attention(folder, **options):
 
 def test_models_with_sinks_get_them_on_a_gpu(folder, on_a_gpu):
     assert attention(folder) == NAME
+
+
+def test_models_with_random_weights_get_them_too(folder, on_a_gpu):
+    assert random_model(str(folder), **HALF).config._attn_implementation == NAME
+    config = AutoConfig.from_pretrained(folder)
+    for given, taken in ((None, NAME), ("eager", "eager")):
+        model = random_packed_model(config, None, device="cpu", attn_implementation=given, **HALF)
+        assert model.config._attn_implementation == taken
 
 
 def test_the_oldest_gpu_is_an_a100_and_dtypes_are_of_16_bits(folder, on_a_gpu, monkeypatch):
