@@ -143,7 +143,7 @@ def interruptible():
 
 
 def test_an_interrupted_command_says_so_in_one_line_and_leaves_nothing(hub, monkeypatch, capsys, interruptible):
-    monkeypatch.setattr(convert, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(atomic_folder, "save_file", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
     assert main(["convert", str(hub), str(hub.parent / "native"), "--layout", "native"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "sonicmoe-hf: interrupted"
     assert sorted(path.name for path in hub.parent.iterdir()) == ["hub"]
