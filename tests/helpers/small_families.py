@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from sonicmoe_hf.patching.support import find_layers
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "unpadded_vocab_size": 60, "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "global_head_dim": 8, "intermediate_size": 24, "ffn_dim": 24, "moe_intermediate_size": 16,
     "expert_ffn_hidden_size": 16, "shared_intermediate_size": 16, "shared_expert_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16, "moe_latent_size": 24, "num_experts": 8, "num_local_experts": 8,
