@@ -20,28 +20,17 @@ from typing import NamedTuple
 import torch
 
 from .minifloat import E2M1_MAX, E2M1_VALUES, E4M3_MAX, from_e2m1, from_e4m3, to_e2m1, to_e4m3
+from .nf4 import NF4_BLOCK, SCALE_SCALES, SCALES_PER_SCALE, expert_of_nf4, quantize_scales, to_nf4
 
-FORMATS = {"nf4": 64, "mxfp4": 32, "fp8": 16, "nvfp4": 16}  # name: what K must be a multiple of
-SCALE_COLUMNS = {"nf4": 64, "mxfp4": 32, "fp8": 128, "nvfp4": 16}  # name: how many values of a row share a scale
+FORMATS = {"nf4": NF4_BLOCK, "mxfp4": 32, "fp8": 16, "nvfp4": 16}  # name: what K must be a multiple of
+# name: how many values of a row share a scale
+SCALE_COLUMNS = {"nf4": NF4_BLOCK, "mxfp4": 32, "fp8": 128, "nvfp4": 16}
 FP8_BLOCK = 128  # rows, and columns, that share a scale
 ORDERS = {  # (P, Q): N rows are P parts, one behind the other, each of Q kinds of rows in turn
     "whole": (1, 1),  # down
     "concatenated": (2, 1),  # gate and up: all gates, then all ups
     "interleaved": (1, 2),  # gate 0, up 0, gate 1, up 1, ...
 }
-
-NF4_VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-
-# where the parts of an NF4 weight's `state` lie
-SCALE_MAP = slice(0, 256)  # the values that `scales` are indices into
-VALUE_MAP = slice(256, 272)  # those of the weights' codes
-SCALE_OFFSET = 272  # the mean of all scales
-SCALE_SCALES = slice(273, None)  # of 256 scales each
-SCALES_PER_SCALE = 256
 
 
 class Quantized(NamedTuple):
@@ -236,10 +225,11 @@ def _quantize_nf4_weight(
     codes, scales = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])
     absmax = torch.empty(shapes.scales, device=device)
     for expert, weight in enumerate(experts):
-        codes[expert], absmax[expert] = _quantize_nf4(weight)
+        blocks, absmax[expert] = _blocks(weight, NF4_BLOCK)
+        codes[expert] = to_nf4(blocks, absmax[expert])
     assert shapes.state is not None
     state = torch.empty(shapes.state, device=device)
-    _quantize_scales(absmax.view(-1), scales.view(-1), state, mean(absmax.view(-1)))
+    quantize_scales(absmax.view(-1), scales.view(-1), state, mean(absmax.view(-1)))
     return Quantized(codes, scales, state)
 
 
@@ -255,42 +245,6 @@ def _finite(weight_NK: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
         raise ValueError("the weight has NaN or infinite values, which no format holds; load a sound one")
     return weight
-
-
-def _nearest(scaled: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Indices of the nearest of the rising `values`, a tie going down (bitsandbytes' default kernel)."""
-    return torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
-
-
-def _quantize_nf4(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks, absmax = _blocks(weight_NK, FORMATS["nf4"])
-    scaled = (blocks * (1.0 / absmax.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-    codes = _nearest(scaled, torch.tensor(NF4_VALUES, device=scaled.device)).view(weight_NK.shape[0], -1)
-    return codes[:, 0::2] << 4 | codes[:, 1::2], absmax
-
-
-def _dynamic_map() -> torch.Tensor:
-    """bitsandbytes' create_dynamic_map(): 256 values in [-1, 1], denser towards 0 (arXiv 1511.04561)."""
-    values = [0.0, 1.0]
-    for i in range(7):
-        bounds = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
-        means = ((bounds[:-1] + bounds[1:]) / 2.0) * 10 ** (i - 6)
-        values += means.tolist() + (-means).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float32)
-
-
-def _quantize_scales(absmax: torch.Tensor, scales: torch.Tensor, state: torch.Tensor, offset: torch.Tensor) -> None:
-    """Fill `scales` [n] and `state` from absmax [n]: blocks of 256 less the offset, in 8 bits."""
-    values = _dynamic_map().to(absmax.device)
-    size = -absmax.numel() % SCALES_PER_SCALE
-    blocks = torch.nn.functional.pad(absmax - offset, (0, size)).view(-1, SCALES_PER_SCALE)
-    largest = blocks.abs().amax(-1)
-    scaled = (blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-    scales.copy_(_nearest(scaled, values).view(-1)[: scales.numel()])
-    state[SCALE_MAP] = values
-    state[VALUE_MAP] = torch.tensor(NF4_VALUES, device=state.device)
-    state[SCALE_OFFSET] = offset
-    state[SCALE_SCALES] = largest
 
 
 def _quantize_mxfp4(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -360,24 +314,7 @@ def dequantize_expert(packed: Quantized, name: str, dtype: torch.dtype, expert: 
 def _expander(packed: Quantized, name: str, dtype: torch.dtype):
     if name == "mxfp4":
         return _expert_of_mxfp4(packed, dtype)
-    return {"nf4": _expert_of_nf4, "fp8": _expert_of_fp8, "nvfp4": _expert_of_nvfp4}[name](packed)
-
-
-def _expert_of_nf4(packed: Quantized):
-    codes, scales, state = packed
-    assert state is not None  # NF4 has one
-    num_scales = scales[0].numel()
-    values, scale_map = state[VALUE_MAP], state[SCALE_MAP]
-
-    def expand(expert):
-        first = expert * num_scales
-        block = torch.arange(first, first + num_scales, device=codes.device) // SCALES_PER_SCALE
-        absmax = scale_map[scales[expert].view(-1).int()] * state[SCALE_SCALES][block] + state[SCALE_OFFSET]
-        bytes_ = codes[expert]
-        pairs = torch.stack((values[(bytes_ >> 4).int()], values[(bytes_ & 15).int()]), dim=-1)
-        return pairs.view(-1, FORMATS["nf4"]) * absmax.unsqueeze(-1)
-
-    return expand
+    return {"nf4": expert_of_nf4, "fp8": _expert_of_fp8, "nvfp4": _expert_of_nvfp4}[name](packed)
 
 
 def _expert_of_mxfp4(packed: Quantized, dtype: torch.dtype):

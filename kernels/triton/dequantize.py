@@ -12,17 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..quantized import (
-    FP8_BLOCK,
-    SCALE_COLUMNS,
-    SCALE_OFFSET,
-    SCALE_SCALES,
-    SCALES_PER_SCALE,
-    VALUE_MAP,
-    Quantized,
-    parts_and_kinds,
-    weight_shape,
-)
+from ..nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP
+from ..quantized import FP8_BLOCK, SCALE_COLUMNS, Quantized, parts_and_kinds, weight_shape
 from .launch import cdiv, launch_kernel
 
 CODES = 8  # of a word

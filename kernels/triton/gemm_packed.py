@@ -11,15 +11,8 @@ import triton
 import triton.language as tl
 
 from ..interface import Activation, PackedOperand
-from ..quantized import (
-    FP8_BLOCK,
-    SCALE_OFFSET,
-    SCALE_SCALES,
-    SCALES_PER_SCALE,
-    Quantized,
-    parts_and_kinds,
-    weight_shape,
-)
+from ..nf4 import SCALE_OFFSET, SCALE_SCALES, SCALES_PER_SCALE
+from ..quantized import FP8_BLOCK, Quantized, parts_and_kinds, weight_shape
 from .activations import activate, activate_ungated
 from .config import is_interpreted, max_row_tiles, packed_blocks
 from .dequantize import fp8_scale_row, fp8_scale_value, words_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..kernels.quantized import FORMATS, NF4_VALUES, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP, Quantized
+from ..kernels.nf4 import NF4_VALUES, SCALE_SCALES, SCALES_PER_SCALE, VALUE_MAP
+from ..kernels.quantized import FORMATS, Quantized
 from ..layer.packed_weight import PackedWeight
 from .format import Format, Pack, Share
 

@@ -15,7 +15,7 @@ from moe_problems import layer, poisoned, routing_ids
 from test_rank import adapter
 
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels import eager, quantized
+from sonicmoe_hf.kernels import eager, nf4, quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, PackedOperand
 from sonicmoe_hf.kernels.quantized import FORMATS, Quantized, quantize
@@ -185,7 +185,7 @@ def test_the_instructions_of_nf4_find_the_values_of_every_byte_in_the_lanes_own_
     shared = {}
     tables = [run_ptx(packed_tile.NF4_TABLE.value, {"$1": 8000}, shared, thread, 64)["$0"] for thread in range(64)]
     code = torch.arange(256)
-    expected = torch.tensor(quantized.NF4_VALUES)[torch.stack([code >> 4, code & 15], -1)] / packed_tile.NF4_FACTOR
+    expected = torch.tensor(nf4.NF4_VALUES)[torch.stack([code >> 4, code & 15], -1)] / packed_tile.NF4_FACTOR
     expected = expected.to(torch.bfloat16).view(torch.uint16).flatten().tolist()
     for lane in (0, 1, 31, 63):
         assert (tables[lane] - 1024) % 128 == 4 * (lane % 32)
@@ -223,7 +223,7 @@ def test_the_instructions_of_fp8_give_every_value():
 
 @pytest.mark.pinned
 def test_values_of_nf4_beside_their_factor_err_half_as_much_as_in_bf16():
-    exact = torch.tensor(quantized.NF4_VALUES, dtype=torch.float64)
+    exact = torch.tensor(nf4.NF4_VALUES, dtype=torch.float64)
     factor = packed_tile.NF4_FACTOR
     found = (exact / factor).to(torch.bfloat16).double() * factor
     assert ((found - exact).abs() <= 2**-9 * exact.abs()).all()
