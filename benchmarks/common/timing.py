@@ -23,9 +23,8 @@ def release() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def graph_of(call):
-    """What replays a CUDA graph of `call`, so that the device's time is seen without the host's; warmed up on a side
-    stream, as capturing wants it."""
+def recorded(call):
+    """(a CUDA graph of `call`, what it returns), after a warm-up on a side stream, as capturing wants it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -33,7 +32,13 @@ def graph_of(call):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        results = call()
+    return graph, results
+
+
+def graph_of(call):
+    """What replays a CUDA graph of `call`, so that the device's time is seen without the host's."""
+    graph, _ = recorded(call)
     return graph.replay
 
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ..quantized import FP8_BLOCK
-from .config import blocks_for, max_row_tiles, num_sms, tile_rows
+from ..scaled import empty_rows
+from .config import as_e4m3, blocks_for, max_row_tiles, num_sms, tile_rows
 from .descriptors import is_aligned
 from .launch import cdiv
 
@@ -184,6 +185,14 @@ class GemmPlan:
 
 def bias_strides(bias):
     return (0, 0) if bias is None else bias.stride()
+
+
+def scaled_output(is_wanted, like, num_rows, columns):
+    """Room for rows in FP8, and its codes and scales as the kernels take them; None for each if they are not wanted."""
+    if not is_wanted:
+        return None, None, None
+    rows = empty_rows(like, num_rows, columns)
+    return rows, as_e4m3(rows.codes), rows.scales
 
 
 def extra_operands(extra):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..quantized import FP8_BLOCK
-from ..scaled import SMALLEST_GRADIENT, block_scales, empty_rows
+from ..scaled import SMALLEST_GRADIENT, block_scales
 from .activations import activate, activate_ungated
 from .config import as_e4m3, max_row_tiles, tile_rows
 from .descriptors import weight_descriptor
@@ -25,6 +25,7 @@ from .gemm_common import (
     pointer_product,
     precision,
     row_tile,
+    scaled_output,
     scales_of,
     swizzle,
 )
@@ -98,24 +99,9 @@ def _backward_pieces(
     """`_backward_piece` on PIECE columns at a time: whole tiles of da, h, dh and a do not fit in registers together."""
     if COLUMNS <= PIECE:
         dw = _backward_piece(
-            da,
-            h,
-            dh,
-            a,
-            codes,
-            scales,
-            routed,
-            row,
-            is_row,
-            first_column,
-            I,
-            INTERLEAVED,
-            NAME,
-            ALPHA,
-            LIMIT,
-            ROWS,
-            COLUMNS,
-        )
+            da, h, dh, a, codes, scales, routed, row, is_row, first_column,
+            I, INTERLEAVED, NAME, ALPHA, LIMIT, ROWS, COLUMNS,
+        )  # fmt: skip
     else:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = halves(da, ROWS, COLUMNS)
@@ -244,12 +230,12 @@ def down_backward(
 def scaled_down_backward(
     dout, down, h_R2I, weight_P, rows, activation, want_dh, want_a, want_dw, want_scaled, extra=None
 ):
-    num_rows, (_, inner, hidden), groups = rows.token.numel(), down.codes.shape, cdiv(down.codes.shape[1], FP8_BLOCK)
+    num_rows, (_, inner, hidden) = rows.token.numel(), down.codes.shape
+    groups = cdiv(inner, FP8_BLOCK)
     dh_R2I = torch.empty_like(h_R2I) if want_dh else None
     a_RI = h_R2I.new_empty(num_rows, inner) if want_a else None
     parts = weight_P.new_empty(groups, num_rows) if want_dw else None
-    dh = empty_rows(dout, num_rows, 2 * groups * FP8_BLOCK) if want_scaled else None
-    codes, scales = (None, None) if dh is None else (as_e4m3(dh.codes), dh.scales)
+    dh, codes, scales = scaled_output(want_scaled, dout, num_rows, 2 * groups * FP8_BLOCK)
     if num_rows:
         plan = GemmPlan("down_backward", dout.codes, down.codes, rows, inner)
         extra_tensors, extra_constants = extra_operands(extra)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..interface import PackedOperand
-from ..scaled import SMALLEST, block_scales, empty_rows
+from ..scaled import SMALLEST, block_scales
 from .activations import activate, activate_ungated
 from .config import Operands, as_e4m3
 from .descriptors import gate_up_descriptor, weight_descriptor
@@ -28,6 +28,7 @@ from .gemm_common import (
     precision,
     real_row_tiles,
     row_tile,
+    scaled_output,
     scales_of,
     swizzle,
 )
@@ -193,8 +194,7 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     inner = activation.inner(width)
     h_R2I = x.scales.new_empty(num_rows, width, dtype=dtype) if want_h else None
     a_RI = x.scales.new_empty(num_rows, inner, dtype=dtype) if want_a else None
-    a = empty_rows(x, num_rows, inner) if want_scaled else None
-    codes, scales = (None, None) if a is None else (as_e4m3(a.codes), a.scales)
+    a, codes, scales = scaled_output(want_scaled, x, num_rows, inner)
     if num_rows:
         plan = GemmPlan("up", x.codes, gate_up.codes, rows, inner)
         extra_tensors, extra_constants = extra_operands(extra)

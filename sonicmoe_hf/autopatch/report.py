@@ -50,6 +50,7 @@ def describe(model: PreTrainedModel, reason: str | None, trains: bool) -> str:
         return f"{name} is not patched: {reason}"
     report = PatchReport(supports(model), patch_state(model).policy)
     weight = next(weight for experts in every_experts(model) for weight in experts.parameters())
-    choice, dtype = backends.choose(weight.device, _dtype(weight)), _dtype(weight)
+    dtype = _dtype(weight)
+    choice = backends.choose(weight.device, dtype)
     lines = [f"{name}: {report}", f"  backend: {choice.name} ({choice.reason}), in {dtype}"]
     return "\n".join([*lines, f"  experts: {_training(model)}"] if trains else lines)

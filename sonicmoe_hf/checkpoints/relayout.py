@@ -63,8 +63,8 @@ class Relayout(Rewriting):
         dtypes = {name: source.dtype_of(name) for name in self._inner[target].shapes if name in source.weights}
         format = self._format if source.is_experts(target) else None
         if format is not None and not self._changes(target) and all(source.has_blocks_of(n, format) for n in dtypes):
+            scales = source.tensors[source.weights[next(iter(dtypes))][1]]
             for name in names:
-                scales = source.tensors[source.weights[next(iter(dtypes))][1]]
                 shells = self._shells(target, name, format, scales.dtype.itemsize)
                 yield from made_together(shells, partial(self._moved, target, name, shells))
             return

@@ -8,12 +8,13 @@ import time
 
 from ..errors import CheckpointError
 from ..lora.engines import ENGINES
+from ..model_patches import NATIVE_FAMILIES
 from .bar import progress
 from .command import command, json_option, option
 
 DST = option("dst", metavar="DST", help="new folder")
 VERIFY = option("--verify", action="store_true", help="raise an error for NaN, read everything back and compare")
-HUB_LAYOUTS = ("per_expert", "gpt_oss")  # which --layout calls hub
+HUB_LAYOUTS = {family.hub_layout for family in NATIVE_FAMILIES.values()}  # which --layout calls hub
 SHARD_SIZE = option("--max-shard-size", help="of the files written (default 5GB)")
 
 

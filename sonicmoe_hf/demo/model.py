@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..attention.models import take_sinks
 from ..formats.quantizer import mark_model_packed
 from ..formats.shares import hide_when_split, show
-from ..formats.state import hold_packed
+from ..formats.state import hold_packed, local_part
 from ..layer.experts_module import is_transposed, matrix_shape, packable, row_order
 from ..layer.packed_weight import PackedWeight
 from ..streaming.placement import placement_of
@@ -187,8 +187,7 @@ def _initialize(model: PreTrainedModel, module: nn.Module, device: Any, left: tu
 
 def _random_weight(experts: nn.Module, name: str, format: str, std: float, device: Any) -> PackedWeight:
     """A packed weight of random bytes that stands for an experts' parameter on the meta device."""
-    weight: Any = experts._parameters[name]
-    weight = weight.to_local() if hasattr(weight, "device_mesh") else weight  # this rank's
+    weight = local_part(experts._parameters[name])
     packed = random_packed(matrix_shape(experts, weight), format, std, row_order(experts, name), device)
     return PackedWeight.of(packed, format, weight.dtype, is_transposed(experts))
 

@@ -19,6 +19,7 @@ from ..layer.packed_weight import PackedWeight, as_parameter
 from ..private import attributes
 from . import PACKED
 from .format import Share
+from .state import local_part
 
 
 def share_of(experts: nn.Module, name: str) -> Share | None:
@@ -59,7 +60,7 @@ def show(experts: nn.Module) -> None:
         weights[name] = (weights if name in weights else experts._buffers).pop(name)
     if expert_parallelism(experts) is not None:
         for name, weight in weights.items():
-            local = weight.to_local() if hasattr(weight, "device_mesh") else weight
+            local = local_part(weight)
             if isinstance(local, PackedWeight):
                 weights[name] = as_parameter(local)
 

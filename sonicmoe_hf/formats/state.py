@@ -23,9 +23,14 @@ def check_shape(name: str, weight: torch.Tensor, dense: torch.Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(weight.shape)} in the checkpoint; the model's is {tuple(shape)}")
 
 
+def local_part(weight: Any) -> Any:
+    """A weight, or this rank's part where ranks share it as a DTensor."""
+    return weight.to_local() if hasattr(weight, "device_mesh") else weight
+
+
 def local_shape(weight: Any) -> torch.Size:
-    """That of a weight, or of this rank's part where Transformers itself splits it."""
-    return (weight.to_local() if hasattr(weight, "device_mesh") else weight).shape
+    """That of `local_part`."""
+    return local_part(weight).shape
 
 
 def stored_names(module: nn.Module) -> set[str]:

@@ -8,7 +8,6 @@ import torch
 
 from ..kernels.interface import ACTIVATIONS, Activation, accumulation_dtype, is_gated
 from ..kernels.quantized import ORDERS, Quantized, parts_and_kinds
-from ..private.torch import in_graph
 from . import backends, experts_op
 from .config import COMPUTE, LAYOUTS, SAVE_POLICIES, check_choice, check_order
 from .dispatch import dispatch
@@ -106,7 +105,7 @@ def _check_fp8(gate_up, down, gate_up_bias, down_bias, layout, activation) -> No
         raise ValueError("compute='fp8' takes experts without biases; leave compute out")
 
 
-@in_graph
+@torch.compiler.allow_in_graph
 def _run(x, gate_up: Projection, down: Projection, pairs, rows, options, save: str, num_experts: int) -> torch.Tensor:
     """`moe_experts` of tensors and constants. Compiled code guards nothing of what is named here.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..formats.state import local_part
 from ..private.transformers import OPTIMIZER_LOADING_METHOD, save_random_state
 from .around import put_around
 
@@ -24,7 +25,7 @@ def _of_rank(value: Any) -> Any:
         return {key: _of_rank(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_of_rank(one) for one in value]
-    return value.to_local() if hasattr(value, "device_mesh") else value
+    return local_part(value)
 
 
 def _sharded_as(parameter: Any, value: Any) -> Any:

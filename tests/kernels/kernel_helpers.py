@@ -1,4 +1,4 @@
-"""What several tests of kernels need: comparisons, scripts in processes of their own, CUDA graphs."""
+"""What several tests of kernels need: comparisons, scripts in processes of their own."""
 
 from __future__ import annotations
 
@@ -28,16 +28,3 @@ def script_output(script, *arguments, environment=None) -> list[list[str]]:
     result = subprocess.run(command, capture_output=True, text=True, env=variables | (environment or {}))
     assert result.returncode == 0, result.stderr[-3000:]
     return [line.split("|") for line in result.stdout.splitlines() if "|" in line]
-
-
-def captured(step):
-    """(a CUDA graph of `step`, what it returns), after a warm-up on a side stream, as capturing wants it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results

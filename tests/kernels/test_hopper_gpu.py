@@ -5,10 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_helpers import captured, errors, same_bits
+from kernel_helpers import errors, same_bits
 from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
+from benchmarks.common.timing import recorded
 from sonicmoe_hf.kernels import triton
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Activation
@@ -257,7 +258,7 @@ def test_a_cuda_graph_replayed_with_different_routing(on_hopper_alone):
         beside = step()
     torch.cuda.current_stream().wait_stream(stream)
     assert same_bits(beside, step()), "a side stream gives other bits"
-    graph, results = captured(step)
+    graph, results = recorded(step)
     for seed in range(3):
         torch.manual_seed(seed)
         expert.copy_(routing_ids(3000, 16, 4, "top_k", "cuda", empty=(seed,))[0])

@@ -3,12 +3,13 @@ dequantized ones, and CUDA graphs."""
 
 import pytest
 import torch
-from kernel_helpers import captured, errors, relative_error, same_bits
+from kernel_helpers import errors, relative_error, same_bits
 from moe_problems import layer, routing_ids, stored
 from test_launch_gpu import skip_unless_it_runs_here
 from test_quantized import every_value
 from test_rank import adapter
 
+from benchmarks.common.timing import recorded
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
@@ -99,7 +100,7 @@ def test_a_captured_forward_replays_to_the_same_bits(name):
     problem = PackedLayer(name, "concatenated", 16, 512, 256)
     expected = problem.step("triton")
     assert same_bits(problem.step("triton"), expected)
-    graph, results = captured(lambda: problem.step("triton"))
+    graph, results = recorded(lambda: problem.step("triton"))
     results["out"].zero_()
     graph.replay()
     torch.cuda.synchronize()

@@ -3,11 +3,12 @@ eager backend in bf16, and CUDA graphs."""
 
 import pytest
 import torch
-from kernel_helpers import captured, errors, same_bits
+from kernel_helpers import errors, same_bits
 from moe_problems import layer, routing_ids, stored, upcast
 from test_launch_gpu import skip_unless_it_runs_here
 from test_rank import adapter
 
+from benchmarks.common.timing import recorded
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 from sonicmoe_hf.layer.routing import Routing
@@ -63,7 +64,7 @@ def test_a_captured_step_replays_to_the_same_bits(backend):
     problem = AdaptedLayer(16, "concatenated", 2000, 264, 200)
     expected = problem.step(backend)
     assert same_bits(problem.step(backend), expected)
-    graph, results = captured(lambda: problem.step(backend))
+    graph, results = recorded(lambda: problem.step(backend))
     for result in results.values():
         result.zero_()
     graph.replay()

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_helpers import captured, errors, same_bits
+from kernel_helpers import errors, same_bits
 from moe_problems import layer
 from rounding_problems import KINDS, check_against_definition, matrix
 
+from benchmarks.common.timing import recorded
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.triton.config import max_row_tiles
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
@@ -126,7 +127,7 @@ def test_a_cuda_graph_replays_with_other_scores():
     def run():
         return step(tensors, dout, logits, index, TokenRounding(), valid, None)
 
-    graph, results = captured(run)
+    graph, results = recorded(run)
     for seed in (1, 2):
         other_logits, other_index = decision(4096, 16, seed)
         logits.copy_(other_logits)
