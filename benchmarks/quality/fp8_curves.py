@@ -1,9 +1,10 @@
 """Loss curves of LoRA over FP8 experts whose products are in bf16 and in FP8, from the same start with the same seeds.
 
-    python -m benchmarks.quality.fp8_curves [--start-steps 400] [--steps 400] [--seeds 3] [--csv FILE]
+    python -m benchmarks.quality.fp8_curves [--text FILE ...] [--start-steps 400] [--steps 400] [--seeds 3] [--csv FILE]
 
 As qlora_curves.py, with layers wide enough that every product has several groups of 128 columns: the same base, batches,
-experts' bytes and initial adapters. Writes fp8_curves.csv. Runs on a CPU too (--start-steps 2 --steps 2 --seeds 1).
+experts' bytes and initial adapters. The CSV keeps the curves of other texts. Runs on a CPU
+too (--start-steps 2 --steps 2 --seeds 1).
 """
 
 from __future__ import annotations

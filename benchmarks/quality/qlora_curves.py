@@ -1,17 +1,20 @@
 """Loss curves of LoRA over bf16 experts and over experts in 4 bits, from the same start with the same seeds.
 
-    python -m benchmarks.quality.qlora_curves [--start-steps 600] [--steps 300] [--seeds 3] [--csv FILE]
+    python -m benchmarks.quality.qlora_curves [--text FILE ...] [--start-steps 600] [--steps 300] [--seeds 3] [--csv FILE]
 
 The demo's small model is first trained in full on the even files of the standard library's sources; then adapters
 (r = 8, experts and attention) are trained on the odd files, three times over: bf16, NF4 and MXFP4 experts. Every
-contender has the same base, batches and initial adapters. Held-out files are evaluated as training goes. Runs on a CPU
-too (--start-steps 100 --steps 40). Writes qlora_curves.csv and qlora_curves.png.
+contender has the same base, batches and initial adapters. Held-out files are evaluated as training goes. --text trains
+on other files instead, cut into pieces. Runs on a CPU too (--start-steps 100 --steps 40). Writes qlora_curves.csv and
+qlora_curves.png.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from peft import get_peft_model
@@ -20,12 +23,13 @@ from transformers import AutoModelForCausalLM, set_seed
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
-from sonicmoe_hf.demo.corpus import blocks, standard_library, train_tokenizer
+from sonicmoe_hf.demo.corpus import HELD_OUT_EVERY, blocks, standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
 CONTENDERS = ("bf16", "nf4", "mxfp4")
 PER_LAYER_LOSS = 0.01
 LENGTH, BATCH, RANK, EVALUATIONS = 128, 16, 8, 12
+PIECE = 1 << 14  # characters of a --text that are held out together
 
 
 def train(model, rows, steps, learning_rate, seed, evaluate=None, dtype=torch.bfloat16):
@@ -64,9 +68,21 @@ def held_out_loss(model, rows, dtype=torch.bfloat16):
     return torch.stack(losses).mean().item()
 
 
+def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
+    """Texts to train on, held-out ones, and what they are: files' pieces, or the standard library."""
+    if not files:
+        return *standard_library(), "standard library"
+    whole = "".join(file.read_text(encoding="utf-8") for file in files)
+    pieces = [whole[first : first + PIECE] for first in range(0, len(whole), PIECE)]
+    texts = [piece for number, piece in enumerate(pieces) if number % HELD_OUT_EVERY]
+    name = f"{', '.join(file.name for file in files)} ({hashlib.sha256(whole.encode()).hexdigest()[:12]})"
+    return texts, pieces[::HELD_OUT_EVERY], name
+
+
 def start(options, dtype=torch.bfloat16, **sizes):
-    """The model, of other sizes where given, trained in full, in that dtype; the rows for adapters; held-out rows."""
-    texts, held_out = standard_library()
+    """The model, of other sizes where given, trained in full, in that dtype; the rows for adapters; held-out rows; of
+    which text."""
+    texts, held_out, name = texts_of(options.text)
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     set_seed(0)
     config = small_config(tokenizer)
@@ -78,7 +94,8 @@ def start(options, dtype=torch.bfloat16, **sizes):
     train(model, blocks(texts[0::2], tokenizer, LENGTH), options.start_steps, 3e-3, 0, dtype=dtype)
     balancing.stop(model)
     rows = blocks(held_out, tokenizer, LENGTH)
-    return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), rows[:: max(1, len(rows) // options.held_out)]
+    held_out = rows[:: max(1, len(rows) // options.held_out)]
+    return model.to(dtype), blocks(texts[1::2], tokenizer, LENGTH), held_out, name
 
 
 def with_adapters(base, seed, rank, experts="bf16", **options):
@@ -97,6 +114,7 @@ def with_adapters(base, seed, rank, experts="bf16", **options):
 def parser_of(description: str | None, csv: str, start_steps: int, steps: int, seeds: int, held_out: int) -> Command:
     """With these defaults."""
     parser = Command(description, csv, needs_gpu=False)
+    parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files; default: the standard library's sources")
     parser.add_argument("--start-steps", type=int, default=start_steps, help="of full training, of the base")
     parser.add_argument("--steps", type=int, default=steps, help="of the adapters")
     parser.add_argument("--seeds", type=int, default=seeds)
@@ -108,8 +126,8 @@ def parser_of(description: str | None, csv: str, start_steps: int, steps: int, s
 def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **sizes) -> Iterator[tuple]:
     """(contender, seed, {step: held-out loss}) of each run; the CSV has them all. adapted: (base, contender, seed) ->
     the model to train, and its further columns."""
-    base, rows, held_out = start(options, dtype, **sizes)
-    table = Rows(options.csv)
+    base, rows, held_out, text = start(options, dtype, **sizes)
+    table = Rows(options.csv, ("text",))
     for seed in range(1, 1 + options.seeds):
         for contender in contenders:
             model, further = adapted(base, contender, seed)
@@ -117,7 +135,7 @@ def curves_of(contenders, options, adapted: Callable, dtype=torch.bfloat16, **si
             curve = train(model, rows, options.steps, options.learning_rate, seed, evaluate, dtype)
             del model
             for step, loss in curve.items():
-                table.add(contender=contender, seed=seed, step=step, held_out_loss=f"{loss:.5f}", **further)
+                table.add(text=text, contender=contender, seed=seed, step=step, held_out_loss=f"{loss:.5f}", **further)
             yield contender, seed, curve
         table.write()
 

@@ -116,10 +116,11 @@ MODELS = {
 
 
 class Contender(NamedTuple):
-    """Its experts_implementation; "ours" is patch_model with this routing."""
+    """Its experts_implementation; "ours" is patch_model with this routing and experts_compute."""
 
     implementation: str
     routing: sonicmoe_hf.TokenRounding | None = None
+    compute: str | None = None
 
 
 def _forward_of(layer_of: Callable) -> Callable:
@@ -147,6 +148,7 @@ CONTENDERS = {
     "sonicmoe (Transformers)": Contender("sonicmoe_of_transformers"),
     "ScatterMoE": Contender("scattermoe"),
     OURS: Contender("ours"),
+    f"{OURS}, FP8 products": Contender("ours", compute="fp8"),  # of experts in FP8
     **{
         f"{OURS}, {rounding}": Contender("ours", sonicmoe_hf.TokenRounding(rounding=rounding))
         for rounding in ("nearest", "balanced", "stochastic", "nearest_score", "up", "down")

@@ -9,7 +9,8 @@ Models at full width with random weights (models.py), sequences of 4,096 random 
 step, so that a wrong gradient shows in the last loss; fused AdamW. A step is forward, backward, optimiser, and zero_grad;
 tokens a second are those of one GPU. Modes: full (all weights, in bf16 with their gradients and Adam's moments, unless
 --weights fp32), frozen (LoRA, r = 16, on q and v), LoRA (on the experts too) and QLoRA (experts in NF4, gpt-oss's in
-MXFP4), adapters in fp32 under autocast. Ours and Transformers' are first checked on a tiny model (checking.py).
+MXFP4, or in --packed), adapters in fp32 under autocast. Ours and Transformers' are first checked on a tiny model
+(checking.py; FP8 products are not, whose rounding tests/kernels compares).
 Contenders take turns as whole runs from the same weights, in --rounds rounds, each of which begins with another of them;
 --attention names what computes the attention of each. Transformers' sonicmoe tunes for minutes, so it runs only if named.
 Running out of memory is a result. --profile writes what each part of a step takes (step_parts.py).
@@ -35,6 +36,7 @@ from benchmarks.common.timing import release
 from benchmarks.step import checking, models
 from benchmarks.step.models import CONTENDERS, MODELS, OURS
 from benchmarks.step.training import WARMUP, Measured, adapted, record, sequences, timed_steps, varying
+from sonicmoe_hf.kernels.quantized import FORMATS
 
 MODES = ("full", "frozen", "LoRA", "QLoRA")
 ATTENTION = ("eager", "torch_sinks", "flex_attention", "sdpa")
@@ -70,6 +72,7 @@ def settings(run: Run, options, world: int) -> str:
     """What the column `launch` says of a run: everything that is not as by default, and whose kernels compute linear
     attention or Mamba layers."""
     parts = {
+        f"{options.packed} experts": run.mode == "QLoRA" and options.packed,
         f"{run.attention} attention": run.attention is not None,
         "checkpointing": options.checkpointing,
         f"compiled {options.compile}": options.compile,
@@ -94,16 +97,16 @@ def bare(run: Run, options):
         options,
         dtype=torch.float32 if options.weights == "fp32" else torch.bfloat16,
         implementation="grouped_mm" if contender.implementation == "ours" else contender.implementation,
-        packed={"experts": MODELS[run.model].packed} if run.mode == "QLoRA" else None,
+        packed={"experts": options.packed or MODELS[run.model].packed} if run.mode == "QLoRA" else None,
     )
 
 
-def trained(model, run: Run, routing=None):
+def trained(model, run: Run, routing=None, compute=None):
     """A bare model as `run` trains it."""
     if run.attention is not None:
         model.set_attn_implementation(run.attention)
     if CONTENDERS[run.contender].implementation == "ours":
-        sonicmoe_hf.patch_model(model, routing)
+        sonicmoe_hf.patch_model(model, routing, experts_compute=compute)
     return adapted(model, run.mode)
 
 
@@ -112,7 +115,7 @@ def prepared(run: Run, options):
     models.check_available(run.contender)
     if run.mode == "QLoRA" and CONTENDERS[run.contender].implementation != "ours":
         raise Unavailable(f"{run.contender} has no packed experts")
-    model = trained(bare(run, options), run, CONTENDERS[run.contender].routing)
+    model = trained(bare(run, options), run, CONTENDERS[run.contender].routing, CONTENDERS[run.contender].compute)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.fsdp:
@@ -222,6 +225,7 @@ def options_of(arguments=None):
     parser.add_argument("--tokens", type=int, help="a step and GPU; default: 16,384, or what fits the model")
     models.add_settings(parser)
     parser.add_argument("--attention", action="append", choices=ATTENTION, help="default: the model's own")
+    parser.add_argument("--packed", choices=FORMATS, help="of the experts in mode QLoRA; default: the model's")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument(
         "--compile", choices=("model", "layers"), help="torch.compile of the whole model, or of each decoder layer"
