@@ -41,11 +41,8 @@ def row_tile(tiles, tile, ROWS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, row, LENGTH: tl.constexpr):
-    """Pointers to the first scale of rows of LENGTH values in FP8, or None."""
-    if scales is None:
-        return None
-    else:
-        return scales + row.to(tl.int64) * tl.cdiv(LENGTH, GROUP)
+    """Pointers to the first scale of rows of LENGTH values in FP8."""
+    return scales + row.to(tl.int64) * ((LENGTH + GROUP - 1) // GROUP)
 
 
 @triton.jit
@@ -84,12 +81,15 @@ def add_extra(
 
 @triton.jit
 def pointer_product(
-    a_pointers, b_pointers, a_scales, b_scales, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    a_pointers, b_pointers, a_scales, a_row, b_scales, b_row, is_column, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row. With scales, which are
-    pointers too, DEPTH values are a group in FP8 (../scaled.py), and each group's sum is added times both its scales."""
+    """[ROWS, LENGTH] @ [LENGTH, COLUMNS] in fp32, along pointers that are valid for every row. With scales, of which
+    a_row and b_row are the rows, DEPTH values are a group in FP8 (../scaled.py), and each group's sum is added times both
+    its scales."""
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if a_scales is not None:
+        a_scale, b_scale = scales_of(a_scales, a_row, LENGTH), scales_of(b_scales, b_row, LENGTH)
     depth = tl.arange(0, DEPTH)
     for start in range(0, LENGTH, DEPTH):
         if LENGTH % DEPTH == 0:
@@ -102,7 +102,7 @@ def pointer_product(
         if a_scales is None:
             product = tl.dot(a, b, product, input_precision=PRECISION)
         else:
-            scale = tl.load(a_scales + start // DEPTH)[:, None] * tl.load(b_scales + start // DEPTH)[None, :]
+            scale = tl.load(a_scale + start // DEPTH)[:, None] * tl.load(b_scale + start // DEPTH)[None, :]
             product += tl.dot(_multipliable(a), _multipliable(b)) * scale
         a_pointers += DEPTH * A_STEP
         b_pointers += DEPTH * B_STEP

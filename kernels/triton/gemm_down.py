@@ -21,7 +21,6 @@ from .gemm_common import (
     precision,
     real_row_tiles,
     row_tile,
-    scales_of,
     swizzle,
 )
 from .gemm_packed import packed_down
@@ -50,8 +49,8 @@ def _down_tile(
             source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
             weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
-            scales_of(source_scales, source_row, K),
-            scales_of(weight_scales, expert * tl.cdiv(N, GROUP) + tl.minimum(column, N - 1) // GROUP, K),
+            source_scales, source_row,
+            weight_scales, expert * tl.cdiv(N, GROUP) + tl.minimum(column, N - 1) // GROUP,
             column < N, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
         )  # fmt: skip
     product = add_extra(

@@ -26,7 +26,6 @@ from .gemm_common import (
     precision,
     row_tile,
     scaled_output,
-    scales_of,
     swizzle,
 )
 from .launch import SIZES, KernelLauncher, cdiv, launch_kernel
@@ -38,7 +37,7 @@ SMALLEST = tl.constexpr(SMALLEST_GRADIENT)
 @triton.jit
 def _store_scaled(values, codes, scales, row, is_row, first_column, SIDE: tl.constexpr, I: tl.constexpr):
     """A group of dh in FP8 as scaled.scale_halves has it: of gates (SIDE 0), or of ups."""
-    GROUPS: tl.constexpr = tl.cdiv(I, GROUP)
+    GROUPS: tl.constexpr = (I + GROUP - 1) // GROUP
     code, scale = quantized(values.to(tl.float32), SMALLEST, codes.dtype.element_ty)
     group = SIDE * GROUPS + first_column // GROUP
     place = row * (2 * GROUPS * GROUP) + group * GROUP + tl.arange(0, GROUP)[None, :]
@@ -149,8 +148,8 @@ def gemm_down_backward_kernel(
                 dout_pointers,
                 weight + expert.to(tl.int64) * STRIDE_E + column[None, :].to(tl.int64) * STRIDE_I
                 + depth[:, None] * STRIDE_H,
-                scales_of(dout_scales, source, H),
-                scales_of(weight_scales, expert * tl.cdiv(I, GROUP) + tl.minimum(column, I - 1) // GROUP, H),
+                dout_scales, source,
+                weight_scales, expert * tl.cdiv(I, GROUP) + tl.minimum(column, I - 1) // GROUP,
                 column < I, 1, STRIDE_H, ROWS, COLUMNS, H, DEPTH, PRECISION,
             )  # fmt: skip
         da = add_extra(

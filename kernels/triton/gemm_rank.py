@@ -79,7 +79,7 @@ def gemm_rank_kernel(
     product = pointer_product(
         source + source_row.to(tl.int64)[:, None] * K + depth[None, :],
         factor + expert.to(tl.int64) * STRIDE_E + j[None, :] * STRIDE_J + depth[:, None] * STRIDE_K,
-        None, None, j < J, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
+        None, None, None, None, j < J, 1, STRIDE_K, ROWS, COLUMNS, K, DEPTH, PRECISION,
     )  # fmt: skip
     product *= scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
     is_stored = (row < end)[:, None] & (j < J)[None, :]

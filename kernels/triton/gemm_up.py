@@ -79,8 +79,7 @@ def _up_tile(
             x_pointers,
             weight + expert.to(tl.int64) * STRIDE_E + weight_row[None, :].to(tl.int64) * STRIDE_N
             + depth[:, None] * STRIDE_K,
-            scales_of(x_scales, source, H),
-            scales_of(weight_scales, (SIDES * expert + side) * tl.cdiv(I, GROUP) + column_tile, H),
+            x_scales, source, weight_scales, (SIDES * expert + side) * tl.cdiv(I, GROUP) + column_tile,
             is_weight_row, 1, STRIDE_K, ROWS, SIDES * COLUMNS, H, DEPTH, PRECISION,
         )  # fmt: skip
     h_tile = add_extra(

@@ -50,7 +50,7 @@ def scale_rows_kernel(
     values = tl.load(x + place, mask=column < COLUMNS, other=0.0).to(tl.float32)
     code, scale = quantized(values, SMALLEST, codes.dtype.element_ty)
     tl.store(codes + place, code, mask=column < COLUMNS)
-    num_groups: tl.constexpr = tl.cdiv(COLUMNS, GROUP)
+    num_groups: tl.constexpr = (COLUMNS + GROUP - 1) // GROUP
     tl.store(scales + row * num_groups + group, scale, mask=group < num_groups)
 
 

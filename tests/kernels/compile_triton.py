@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, with the arguments that the backend's functions launch.
 
-    python compile_triton.py          REPRESENTATIVE: variants by target, what has no variants for sm_90
-    python compile_triton.py 90 ...   everything for these targets
+    python compile_triton.py 90 ...                  everything for these targets
+    python compile_triton.py representative 90 ...   REPRESENTATIVE: variants by target; for sm_89 also what has none
 
 One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N|instructions N (bytes; `matrix` counts the
 tensor cores' instructions in PTX, `instructions` all of the machine code's but its padding). Run it in a process of its own: where Triton interprets, it cannot compile.
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from importlib import import_module
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -103,6 +104,7 @@ REPRESENTATIVE = {  # every entry of the table of blocks, and every variant, som
     100: ("bf16",),
     120: ("bf16, through pointers",),
 }
+REPRESENTATIVE_PACKED = {89: ("packed, rank 64",), 90: ("packed", "packed, cut steps", "packed, ungated")}
 
 
 def products(variant: Variant):
@@ -322,7 +324,7 @@ def compile_calls(target, label, calls):
             report(target, name if is_product else f"{name}: {kernel.__name__}", label, compiled)
 
 
-def main(target: int, labels, with_others: bool):
+def main(target: int, labels, packed, with_others: bool):
     config.gpu_kind = lambda device: GPU_KINDS[target]
     config.multiplies_fp8 = lambda device: target >= 89
     for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]:
@@ -330,17 +332,17 @@ def main(target: int, labels, with_others: bool):
             getattr(kept, "cache_clear", lambda: None)()
     if with_others:
         compile_calls(target, "", others())
-        for label, sizes in PACKED.items():
-            for name in FORMATS:
-                compile_calls(target, f"{name}, {label}", packed_products(name, *sizes))
+    for label, name in product(packed, FORMATS):
+        compile_calls(target, f"{name}, {label}", packed_products(name, *PACKED[label]))
     for label in labels:
         calls = scaled_products(*SCALED[label]) if label in SCALED else products(VARIANTS[label])
         compile_calls(target, label, calls)
 
 
 if __name__ == "__main__":
-    for target in map(int, sys.argv[1:]):
-        main(target, VARIANTS | SCALED, True)
-    if not sys.argv[1:]:
-        for target, labels in REPRESENTATIVE.items():
-            main(target, labels, target == 90)
+    is_whole = sys.argv[1] != "representative"
+    for target in map(int, sys.argv[1 if is_whole else 2 :]):
+        if is_whole:
+            main(target, VARIANTS | SCALED, PACKED, True)
+        else:
+            main(target, REPRESENTATIVE[target], REPRESENTATIVE_PACKED.get(target, ()), target == 89)
