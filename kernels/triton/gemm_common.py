@@ -6,14 +6,17 @@ never stored, and touch no other row. Weight columns past the end are read as ze
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..quantized import FP8_BLOCK
 from ..scaled import empty_rows
-from .config import as_e4m3, blocks_for, max_row_tiles, num_sms, tile_rows
+from .config import Blocks, Operands, as_e4m3, blocks_for, max_row_tiles, num_sms, tile_rows
 from .descriptors import is_aligned
-from .launch import cdiv
+from .launch import SIZES, cdiv
 
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
 GROUP = tl.constexpr(FP8_BLOCK)
@@ -160,27 +163,44 @@ def language_dtype(dtype):
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-class GemmPlan:
-    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take.
+class GemmPlan(NamedTuple):
+    """How a kernel over sorted rows is launched: its blocks, the programs, the arguments all of them take."""
 
-    tensor, weight: what it multiplies.
-    """
-
-    def __init__(self, kernel, tensor, weight, rows, num_columns):
-        num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
-        aligned = all(is_aligned(read, [s for s in read.stride() if s != 1]) for read in (tensor, weight))
-        self.blocks = blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
-        self.rows = min(tile_rows(num_pairs, num_experts), blocks.rows)
-        parts = tile_rows(num_pairs, num_experts) // self.rows
-        self.row_tiles = max_row_tiles(num_pairs, num_experts) * parts
-        self.column_tiles = cdiv(num_columns, blocks.columns)
-        self.programs = self.row_tiles * self.column_tiles
-        self.tile = (self.rows, blocks.columns, blocks.depth, blocks.group, parts)
-        self.options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        self.num_sms = num_sms(tensor.device)
+    blocks: Blocks
+    rows: int
+    row_tiles: int
+    column_tiles: int
+    tile: tuple[int, ...]
+    options: dict[str, int]
+    num_sms: int
 
     def grid(self, persistent):
-        return (min(self.programs, self.num_sms) if persistent else self.programs,)
+        programs = self.row_tiles * self.column_tiles
+        return (min(programs, self.num_sms) if persistent else programs,)
+
+
+@functools.lru_cache(maxsize=SIZES)
+def _plan(kernel, operands, num_pairs, num_experts, num_columns, aligned):
+    blocks = blocks_for(kernel, operands, num_pairs, num_experts, aligned)
+    tile_of_rows = tile_rows(num_pairs, num_experts)
+    rows = min(tile_of_rows, blocks.rows)
+    parts = tile_of_rows // rows
+    return GemmPlan(
+        blocks,
+        rows,
+        max_row_tiles(num_pairs, num_experts) * parts,
+        cdiv(num_columns, blocks.columns),
+        (rows, blocks.columns, blocks.depth, blocks.group, parts),
+        {"num_warps": blocks.warps, "num_stages": blocks.stages},
+        num_sms(operands.device),
+    )
+
+
+def gemm_plan(kernel, tensor, weight, rows, num_columns) -> GemmPlan:
+    """tensor, weight: what it multiplies."""
+    aligned = all(is_aligned(read, [s for s in read.stride() if s != 1]) for read in (tensor, weight))
+    sizes = rows.token.numel(), rows.offsets.numel() - 1, num_columns
+    return _plan(kernel, Operands(tensor.device, tensor.dtype), *sizes, aligned)
 
 
 def bias_strides(bias):

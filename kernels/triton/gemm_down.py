@@ -12,11 +12,11 @@ from .descriptors import row_descriptor, weight_descriptor
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
-    GemmPlan,
     add_extra,
     bias_strides,
     described_product,
     extra_operands,
+    gemm_plan,
     pointer_product,
     precision,
     real_row_tiles,
@@ -108,7 +108,7 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra, dtype=None, sc
     num_rows, (_, columns, length) = rows.token.numel(), weight_ENK.shape
     out_RN = source_RK.new_empty(num_rows, columns, dtype=dtype)
     if num_rows:
-        plan = GemmPlan(kernel, source_RK, weight_ENK, rows, columns)
+        plan = gemm_plan(kernel, source_RK, weight_ENK, rows, columns)
         operands = None, None
         if plan.blocks.descriptors:
             tile_columns, depth = plan.blocks.columns, plan.blocks.depth

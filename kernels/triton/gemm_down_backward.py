@@ -16,11 +16,11 @@ from .descriptors import weight_descriptor
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
-    GemmPlan,
     add_extra,
     bias_strides,
     described_product,
     extra_operands,
+    gemm_plan,
     halves,
     pointer_product,
     precision,
@@ -205,7 +205,7 @@ def down_backward(
     a_RI = dout_TH.new_empty(num_rows, inner) if want_a else None
     parts = None
     if num_rows:
-        plan = GemmPlan("down_backward", dout_TH, down_EHI, rows, inner)
+        plan = gemm_plan("down_backward", dout_TH, down_EHI, rows, inner)
         parts = weight_P.new_empty(plan.column_tiles, num_rows) if want_dw else None
         weight = None
         if plan.blocks.descriptors:
@@ -236,7 +236,7 @@ def scaled_down_backward(
     parts = weight_P.new_empty(groups, num_rows) if want_dw else None
     dh, codes, scales = scaled_output(want_scaled, dout, num_rows, 2 * groups * FP8_BLOCK)
     if num_rows:
-        plan = GemmPlan("down_backward", dout.codes, down.codes, rows, inner)
+        plan = gemm_plan("down_backward", dout.codes, down.codes, rows, inner)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_down_backward_kernel, plan.grid(persistent=False),

@@ -17,11 +17,11 @@ from .descriptors import gate_up_descriptor, weight_descriptor
 from .gemm_common import (
     GROUP,
     T_DEPENDENT,
-    GemmPlan,
     add_extra,
     bias_strides,
     described_product,
     extra_operands,
+    gemm_plan,
     halves,
     language_dtype,
     pointer_product,
@@ -168,7 +168,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
     h_R2I = x_TH.new_empty(num_rows, width) if want_h else None
     a_RI = x_TH.new_empty(num_rows, inner) if want_a else None
     if num_rows:
-        plan = GemmPlan("up" if is_gated else "up_ungated", x_TH, gate_up_E2IH, rows, inner)
+        plan = gemm_plan("up" if is_gated else "up_ungated", x_TH, gate_up_E2IH, rows, inner)
         weight = None
         if plan.blocks.descriptors and is_gated:
             weight = gate_up_descriptor(gate_up_E2IH, plan.blocks.columns, plan.blocks.depth, interleaved)
@@ -195,7 +195,7 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
     a_RI = x.scales.new_empty(num_rows, inner, dtype=dtype) if want_a else None
     a, codes, scales = scaled_output(want_scaled, x, num_rows, inner)
     if num_rows:
-        plan = GemmPlan("up", x.codes, gate_up.codes, rows, inner)
+        plan = gemm_plan("up", x.codes, gate_up.codes, rows, inner)
         extra_tensors, extra_constants = extra_operands(extra)
         launch_kernel(
             gemm_up_kernel, plan.grid(persistent=False),
