@@ -302,15 +302,12 @@ def report(target, name, variant, compiled):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run(
-                [knobs.nvidia.cuobjdump.path, option, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    registers, stack = (re.search(rf"{key}:(\d+)", usage).group(1) for key in ("REG", "STACK"))
+        shown = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (re.search(rf"{key}:(\d+)", shown).group(1) for key in ("REG", "STACK"))
     matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
-    instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)[@A-Z]", code))
+    instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)[@A-Z]", shown))
     figures = f"registers {registers}|stack {stack}|shared {compiled.metadata.shared}|matrix {matrix}"
     print(f"{target}|{name}|{variant}|{figures}|instructions {instructions}", flush=True)
 
