@@ -118,9 +118,9 @@ def test_a_wrong_gradient_stops_the_benchmark_before_it_times(benchmark, tmp_pat
     train_step, _ = benchmark
     patch_model = train_step.sonicmoe_hf.patch_model
 
-    def wrong(model, routing):
+    def wrong(model, routing, **options):
         model.model.layers[0].mlp.experts.down_proj.data.mul_(2)
-        return patch_model(model, routing)
+        return patch_model(model, routing, **options)
 
     monkeypatch.setattr(train_step.sonicmoe_hf, "patch_model", wrong)
     with pytest.raises(SystemExit, match="ours, its own attention computes another gradient of"):
