@@ -177,10 +177,3 @@ def errors(shape, x, gate_up: PackedOperand, down: PackedOperand, dout, routed, 
             add("served", name, tensor, exact[name])
             add("fp8 beside served", name, results["fp8"][name][own], tensor)
     return {key: float((wrong / whole).sqrt()) for key, (wrong, whole) in sums.items()}
-
-
-def check_transposed(packed: PackedOperand, expected) -> None:
-    """Raise SystemExit where the kernel's transposed weight is not PyTorch's, bit by bit."""
-    found = hopper.transposed(packed.codes, packed.scales)
-    if not all(torch.equal(*pair) for pair in zip(found, expected)):
-        raise SystemExit(f"the transposed codes of a weight {tuple(packed.codes.shape)} differ")

@@ -37,8 +37,26 @@ def attention(folder, **options):
     return sonicmoe_hf.from_pretrained(folder, **{**HALF, **options}).config._attn_implementation
 
 
-def test_models_with_sinks_get_them_on_a_gpu(folder, on_a_gpu):
-    assert attention(folder) == NAME
+@pytest.mark.parametrize(
+    ("capability", "options", "taken"),
+    [
+        ((9, 0), {}, NAME),
+        ((8, 0), {}, NAME),
+        ((8, 0), {"dtype": torch.float16}, NAME),
+        ((8, 0), {"dtype": torch.float64}, "eager"),
+        ((9, 0), {"dtype": torch.float32}, "eager"),
+        ((9, 0), {"attn_implementation": "eager"}, "eager"),
+        ((7, 5), {}, "eager"),
+        (None, {}, "eager"),
+    ],
+)
+def test_models_with_sinks_get_them_on_gpus_since_the_a100_in_16_bits(
+    folder, on_a_gpu, monkeypatch, capability, options, taken
+):
+    """Unless the caller asks for another attention."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert attention(folder, **options) == taken
 
 
 def test_models_with_random_weights_get_them_too(folder, on_a_gpu, monkeypatch):
@@ -48,26 +66,6 @@ def test_models_with_random_weights_get_them_too(folder, on_a_gpu, monkeypatch):
     for given, taken in ((None, NAME), ("eager", "eager")):
         model = random_packed_model(config, None, device="cpu", attn_implementation=given, **HALF)
         assert model.config._attn_implementation == taken
-
-
-def test_the_oldest_gpu_is_an_a100_and_dtypes_are_of_16_bits(folder, on_a_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert attention(folder) == attention(folder, dtype=torch.float16) == NAME
-    assert attention(folder, dtype=torch.float64) == "eager"
-
-
-def test_what_the_caller_asks_for_stays(folder, on_a_gpu):
-    assert attention(folder, attn_implementation="eager") == "eager"
-
-
-def test_without_a_gpu_or_in_fp32_attention_stays_eager(folder, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert attention(folder) == "eager"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert attention(folder) == "eager"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert attention(folder, dtype=torch.float32) == "eager"
 
 
 def test_a_model_with_attention_dropout_stays_eager(tmp_path, on_a_gpu):

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from helpers.flash_kernels import Attention, as_on_cuda, causal, reference
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from sonicmoe_hf.attention.implementation import sinks_attention_forward
 from sonicmoe_hf.attention.mask import sinks_mask
@@ -227,18 +225,12 @@ def test_autocast_leaves_fp64_as_it_is():
     assert ours.dtype == torch.float64 and torch.equal(ours, expected)
 
 
-def test_a_boolean_mask_says_which_keys_are_seen_as_for_sdpa_and_unlike_eager():
-    """Transformers makes boolean masks for SDPA, where True is seen; its eager attention adds them as 0 and 1."""
+def test_a_boolean_mask_says_which_keys_are_seen():
+    """As for SDPA, which Transformers makes boolean masks for; its eager attention adds them as 0 and 1."""
     inputs = tensors(2, 6, 6, 4, 4, 8, 8)
     sees = (torch.rand(2, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)
     seen = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -torch.inf)
     torch.testing.assert_close(compute(inputs, sees), compute(inputs, seen), rtol=EXACT, atol=EXACT)
-    module, qkv = Attention(), [x.detach() for x in inputs[:3]]
-    sdpa = [sdpa_attention_forward(module, *qkv, mask)[0] for mask in (sees, seen)]
-    torch.testing.assert_close(*sdpa, rtol=EXACT, atol=EXACT)
-    module.num_key_value_groups, module.sinks = 1, inputs[3].detach()
-    eager = [eager_attention_forward(module, *qkv, mask, scaling=1.0)[0] for mask in (sees, sees.double())]
-    assert torch.equal(*eager)
 
 
 def test_second_derivatives_are_refused(kernels):
@@ -298,11 +290,17 @@ def test_positions_that_changed_in_place_or_are_of_another_batch_are_looked_at_a
     assert starts_of(positions, 2).tolist() == [0, 1, 5, 6, 10]
 
 
+class ChoosesKeys(Attention):
+    class config:
+        model_type = "deepseek_v4"
+
+
 REFUSALS = {
     "dropout": ({"dropout": 0.1}, "Attention asks for dropout=0.1.*config.attention_dropout = 0.0"),
     "output_attentions": ({"output_attentions": True}, f'probabilities, which {NAME} does not compute.*"eager"'),
     "cache": ({"cache": object()}, "does not take cache"),
     "softcap": ({"softcap": 30.0}, "does not take softcap"),
+    "chosen keys": ({"module": ChoosesKeys()}, f"{NAME}.*deepseek_v4.*compressed keys"),
 }
 
 
@@ -317,15 +315,6 @@ def test_a_model_without_sinks_is_told_to_use_sdpa():
     q, k, v, _ = tensors(1, 3, 3, 4, 2, 8, 8)
     with pytest.raises(ValueError, match=r'passes no sinks.*attn_implementation="sdpa"'):
         sinks_attention_forward(Attention(), q, k, v, None)
-
-
-def test_models_that_choose_keys_are_refused():
-    class Chosen(Attention):
-        class config:
-            model_type = "deepseek_v4"
-
-    with pytest.raises(ValueError, match=f"{NAME}.*deepseek_v4.*compressed keys"):
-        compute(tensors(1, 3, 3, 4, 2, 8, 8), module=Chosen())
 
 
 def test_on_cuda_masks_of_four_dimensions_and_larger_heads_are_refused(monkeypatch):

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.quality import lora_rank
+
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 
 def test_contenders_start_alike_and_differ_in_the_experts_rank(tmp_path):
-    from benchmarks.quality import lora_rank
-
     sizes = {"--start-steps": 1, "--steps": 1, "--seeds": 1, "--held-out": 2, "--csv": tmp_path / "lora_rank.csv"}
     arguments = [str(word) for pair in sizes.items() for word in pair]
     with mock.patch.object(sys, "argv", ["lora_rank.py", *arguments]):

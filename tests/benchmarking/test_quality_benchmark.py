@@ -11,37 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.quality import quality_corpus as texts
+from benchmarks.quality import token_rounding_quality as command
+from benchmarks.quality import training
+
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def quality():
-    """The two modules, (training, command line)."""
-    from benchmarks.quality import token_rounding_quality, training
-
-    return training, token_rounding_quality
+TINY = dataclasses.replace(
+    training.PRESETS["cpu"], hidden_size=32, layers=2, heads=2, experts=8, top_k=2, expert_size=16,
+    batch=4, length=32, steps=3, tile=8, held_out_windows=16,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def texts():
-    from benchmarks.quality import quality_corpus
-
-    return quality_corpus
-
-
-@pytest.fixture(scope="module")
-def tiny(quality):
-    training, _ = quality
-    return dataclasses.replace(
-        training.PRESETS["cpu"], hidden_size=32, layers=2, heads=2, experts=8, top_k=2, expert_size=16,
-        batch=4, length=32, steps=3, tile=8, held_out_windows=16,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus_file(texts, tmp_path_factory):
+def corpus_file(tmp_path_factory):
     """Of our own tests, as if they were two packages."""
     folder = tmp_path_factory.mktemp("corpus")
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
@@ -56,11 +42,11 @@ def corpus_file(texts, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def corpus(texts, corpus_file):
+def corpus(corpus_file):
     return texts.load(corpus_file)
 
 
-def measured(training, preset, corpus, *run):
+def measured(preset, corpus, *run):
     return training.measure(preset, training.Run(*run), corpus, CPU, graph=False)
 
 
@@ -77,28 +63,28 @@ def measured(training, preset, corpus, *run):
         ({}, None),
     ],
 )
-def test_text_is_taken_under_permissive_licences_alone(texts, fields, expected):
+def test_text_is_taken_under_permissive_licences_alone(fields, expected):
     metadata = Message()
     for name, value in fields.items():
         metadata[name] = value
     assert texts.permissive_licence(metadata) == expected
 
 
-def test_the_sources_of_an_installed_package_are_read(texts):
+def test_the_sources_of_an_installed_package_are_read():
     distributions = map(importlib.metadata.distribution, ("pluggy", "sonicmoe-hf"))
     [(name, version, licence, files)] = texts.package_files(distributions)
     assert (name, version, licence) == ("pluggy", importlib.metadata.version("pluggy"), "MIT License")
     assert "import" in dict(files)["pluggy/__init__.py"]
 
 
-def test_copies_and_near_copies_of_a_file_are_left_out(texts):
+def test_copies_and_near_copies_of_a_file_are_left_out():
     text = "\n".join(f"    first_variable_{i} = some_function({i})" for i in range(20))
     changed, other = text.replace("variable_2", "value_2"), text.replace("some_function", "another_function")
     kept = texts.without_near_duplicates([("a", text), ("b", text), ("c", changed), ("d", other)])
     assert [name for name, _ in kept] == ["a", "d"]
 
 
-def test_the_same_packages_give_the_same_text(texts, tmp_path):
+def test_the_same_packages_give_the_same_text(tmp_path):
     names = [f"part_{i}.py" for i in range(200)]
     packages = [("one", "1.0", "MIT", [(name, f"print('this is the whole of {name}')") for name in names])]
     texts.build(packages, tmp_path / "first.npz", tmp_path / "first.csv")
@@ -110,17 +96,16 @@ def test_the_same_packages_give_the_same_text(texts, tmp_path):
     assert (tmp_path / "first.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
 
 
-def test_a_text_that_is_not_there_is_made_of_the_packages_installed(texts, tmp_path, monkeypatch):
+def test_a_text_that_is_not_there_is_made_of_the_packages_installed(tmp_path, monkeypatch):
     packages = [("one", "1.0", "MIT", [(f"part_{i}.py", f"print('this is the whole of {i}')") for i in range(200)])]
     monkeypatch.setattr(texts, "installed", lambda: packages)
     assert "1 packages" in texts.load(tmp_path / "new.npz").description
     assert (tmp_path / "new.csv").read_text().splitlines()[1].startswith("one,1.0,MIT,")
 
 
-def test_every_method_starts_from_the_same_loss_and_trains(quality, tiny, corpus):
-    training, _ = quality
+def test_every_method_starts_from_the_same_loss_and_trains(corpus):
     figures = {
-        method: measured(training, tiny, corpus, method, tiny.tile if method in training.ROUNDINGS else 0, "layer", 0)
+        method: measured(TINY, corpus, method, TINY.tile if method in training.ROUNDINGS else 0, "layer", 0)
         for method in training.METHODS
     }
     # same weights and batch; routing differs from the first step on, and a random start makes little of it
@@ -134,40 +119,34 @@ def test_every_method_starts_from_the_same_loss_and_trains(quality, tiny, corpus
     assert figures["token_drop"]["rows_ratio"] <= 1.0
 
 
-def test_a_seed_fixes_a_run(quality, tiny, corpus):
-    training, _ = quality
-    first, again, other = (
-        measured(training, tiny, corpus, "stochastic", tiny.tile, "layer", seed) for seed in (0, 0, 1)
-    )
+def test_a_seed_fixes_a_run(corpus):
+    first, again, other = (measured(TINY, corpus, "stochastic", TINY.tile, "layer", seed) for seed in (0, 0, 1))
     del first["training_seconds"], again["training_seconds"]
     assert first == again
     assert first["first_loss"] != other["first_loss"]
 
 
-def test_batches_and_start_do_not_depend_on_the_method(quality, tiny, corpus):
-    training, _ = quality
+def test_batches_and_start_do_not_depend_on_the_method(corpus):
     top_k, stochastic, replica = (
-        torch.cat([part.flatten() for part in training.build_model(tiny, training.Run(*run), CPU)[0].parameters()])
-        for run in (("top_k", 0, "layer", 0), ("stochastic", tiny.tile, "layer", 0), ("top_k", 0, "layer", 0, 1))
+        torch.cat([part.flatten() for part in training.build_model(TINY, training.Run(*run), CPU)[0].parameters()])
+        for run in (("top_k", 0, "layer", 0), ("stochastic", TINY.tile, "layer", 0), ("top_k", 0, "layer", 0, 1))
     )
     assert torch.equal(top_k, stochastic)
     assert 0 < (replica - top_k).norm() < 2e-4 * top_k.norm()
-    drawn = [training.batches(corpus.train, tiny, seed=0) for _ in range(2)]
-    assert all(torch.equal(drawn[0](step), drawn[1](step)) for step in range(tiny.steps))
+    drawn = [training.batches(corpus.train, TINY, seed=0) for _ in range(2)]
+    assert all(torch.equal(drawn[0](step), drawn[1](step)) for step in range(TINY.steps))
 
 
-def test_an_epoch_has_every_window_once(quality, tiny):
-    training, _ = quality
-    preset = dataclasses.replace(tiny, steps=4)
+def test_an_epoch_has_every_window_once():
+    preset = dataclasses.replace(TINY, steps=4)
     tokens = torch.arange(12 * preset.length)  # 12 windows: three batches
     *epoch, after = map(training.batches(tokens, preset, seed=0), range(4))
     assert sorted(torch.cat(epoch)[:, 0].tolist()) == list(range(0, len(tokens), preset.length))
     assert after.shape == (preset.batch, preset.length)
 
 
-def test_the_learning_rate_rises_and_falls_to_zero(quality, tiny):
-    training, _ = quality
-    preset = dataclasses.replace(tiny, steps=100)
+def test_the_learning_rate_rises_and_falls_to_zero():
+    preset = dataclasses.replace(TINY, steps=100)
     optimizer = training.make_optimizer(torch.nn.Linear(2, 2), preset, CPU)
 
     def rate(step):
@@ -180,13 +159,12 @@ def test_the_learning_rate_rises_and_falls_to_zero(quality, tiny):
 
 
 @pytest.mark.parametrize("method", ["top_k", "nearest", "token_drop", "expert_choice"])
-def test_the_balancing_loss_reaches_the_router_under_every_method(quality, tiny, corpus, method):
-    training, _ = quality
-    ids = training.batches(corpus.train, tiny, seed=0)(0)
+def test_the_balancing_loss_reaches_the_router_under_every_method(corpus, method):
+    ids = training.batches(corpus.train, TINY, seed=0)(0)
     gradients = []
     for balancing in ("layer", "none"):
-        tile = tiny.tile if method == "nearest" else 0
-        model, _ = training.build_model(tiny, training.Run(method, tile, balancing, 0), CPU)
+        tile = TINY.tile if method == "nearest" else 0
+        model, _ = training.build_model(TINY, training.Run(method, tile, balancing, 0), CPU)
         model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append(next(training.find_layers(model)).router.weight.grad)
     with_loss, without = gradients
@@ -194,49 +172,45 @@ def test_the_balancing_loss_reaches_the_router_under_every_method(quality, tiny,
 
 
 @pytest.mark.parametrize("method", ["nearest", "token_drop", "expert_choice"])
-def test_evaluation_uses_top_k(quality, tiny, corpus, method):
-    training, _ = quality
-    tile = tiny.tile if method == "nearest" else 0
-    model, counters = training.build_model(tiny, training.Run(method, tile, "layer", 0), CPU)
-    plain, plain_counters = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
+def test_evaluation_uses_top_k(corpus, method):
+    tile = TINY.tile if method == "nearest" else 0
+    model, counters = training.build_model(TINY, training.Run(method, tile, "layer", 0), CPU)
+    plain, plain_counters = training.build_model(TINY, training.Run("top_k", 0, "layer", 0), CPU)
     plain.set_experts_implementation("eager")
-    loss, rows = training.evaluate(model, counters, tiny, corpus.held_out)
-    expected, expected_rows = training.evaluate(plain, plain_counters, tiny, corpus.held_out)
+    loss, rows = training.evaluate(model, counters, TINY, corpus.held_out)
+    expected, expected_rows = training.evaluate(plain, plain_counters, TINY, corpus.held_out)
     assert loss == pytest.approx(expected, rel=1e-5)  # fp32: Transformers' own experts sum in another order
     assert torch.equal(rows, expected_rows)
 
 
-def test_evaluation_refuses_any_other_routing(quality, tiny, corpus, monkeypatch):
-    training, _ = quality
+def test_evaluation_refuses_any_other_routing(corpus, monkeypatch):
     monkeypatch.setattr(training, "DROP_CAPACITY_FACTOR", 0.5)  # drops half, whatever the corpus is
-    model, counters = training.build_model(tiny, training.Run("token_drop", 0, "layer", 0), CPU)
+    model, counters = training.build_model(TINY, training.Run("token_drop", 0, "layer", 0), CPU)
     model.eval = lambda: model  # as if somebody forgot to switch to evaluation
     with pytest.raises(RuntimeError, match="not 2 a token"):
-        training.evaluate(model, counters, tiny, corpus.held_out)
+        training.evaluate(model, counters, TINY, corpus.held_out)
 
 
 @pytest.mark.parametrize(("factor", "only_top_k"), [(1.0, False), (0.5, True)], ids=["expert choice", "token drop"])
-def test_every_expert_takes_its_best_tokens_up_to_the_capacity(quality, tiny, factor, only_top_k):
-    training, _ = quality
-    model, _ = training.build_model(tiny, training.Run("top_k", 0, "layer", 0), CPU)
+def test_every_expert_takes_its_best_tokens_up_to_the_capacity(factor, only_top_k):
+    model, _ = training.build_model(TINY, training.Run("top_k", 0, "layer", 0), CPU)
     router = next(training.find_layers(model)).router.train()
-    x = torch.randn(32, tiny.hidden_size)
+    x = torch.randn(32, TINY.hidden_size)
     logits_TE, weights_TK, index_TK = router(x)
     scores_TE, capacity = logits_TE.softmax(-1), int(factor * 32 * 2 / 8)
     routing = training.CapacityRouting(factor, only_top_k)(router, (x,), (logits_TE, weights_TK, index_TK))[2]
-    for expert in range(tiny.experts):
+    for expert in range(TINY.experts):
         eligible = (index_TK == expert).any(1).nonzero().flatten() if only_top_k else torch.arange(32)
         best = eligible[scores_TE[eligible, expert].argsort(descending=True)[:capacity]]
         assert set(routing.token_index[routing.expert_index == expert].tolist()) == set(best.tolist())
-    taken = routing.expert_index < tiny.experts
+    taken = routing.expert_index < TINY.experts
     total = torch.zeros(32).index_add_(0, routing.token_index[taken], routing.weights.detach()[taken])
     chosen_once = torch.zeros(32).index_fill_(0, routing.token_index[taken], 1.0)
     torch.testing.assert_close(total, chosen_once)  # Qwen3's weights sum to 1 over whatever set a token has
 
 
-def test_a_second_call_skips_finished_runs(quality, tiny, corpus_file, tmp_path, monkeypatch, capsys):
-    _, command = quality
-    monkeypatch.setitem(command.PRESETS, "cpu", tiny)
+def test_a_second_call_skips_finished_runs(corpus_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(command.PRESETS, "cpu", TINY)
     monkeypatch.setattr(command, "PLAN", ((("top_k", 0, "layer", 0), ("nearest", 4, "none", 0)),))
 
     def call(*arguments):
@@ -255,8 +229,7 @@ def test_a_second_call_skips_finished_runs(quality, tiny, corpus_file, tmp_path,
     assert len(call("--learning-rate", "0.1")[0]) == 4
 
 
-def test_decisive_runs_come_first(quality):
-    training, command = quality
+def test_decisive_runs_come_first():
     gpu = training.PRESETS["gpu"]
     runs = command.planned_runs(gpu, training.METHODS, seeds=[4, 7])
     assert len(runs) == len(set(runs)) and {run.seed for run in runs} == {4, 7}
@@ -267,8 +240,7 @@ def test_decisive_runs_come_first(quality):
     assert {run.seed for run in first} == {4, 7}
 
 
-def test_differences_are_found_where_seeds_are_missing(quality):
-    _, command = quality
+def test_differences_are_found_where_seeds_are_missing():
     draw = random.Random(0)
     effects = {("top_k", 0): 0.0, ("nearest", 8): 0.02, ("expert_choice", 0): 0.4}
     seeds = {0: 3.0, 1: 3.3, 2: 2.9}

@@ -5,22 +5,21 @@ import sys
 
 import pytest
 
+from benchmarks.step import small_batches
+
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "2", "--contender", "sonicmoe-hf")
 
 
 def run(monkeypatch, *arguments):
-    from benchmarks.step import small_batches
-
     monkeypatch.setattr(sys, "argv", ["small_batches.py", *TINY, *arguments])
     small_batches.main()
-    return small_batches
 
 
 def test_compiled_steps_go_on_training(monkeypatch, tmp_path):
     path = tmp_path / "a.csv"
-    small_batches = run(monkeypatch, "--no-check", "--csv", str(path))
+    run(monkeypatch, "--no-check", "--csv", str(path))
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     losses = {row["launch"]: float(row["median"]) for row in rows if row["metric"] == "loss"}
@@ -40,8 +39,6 @@ def test_rows_of_other_runs_stay_and_those_of_the_same_are_replaced(monkeypatch,
 
 def test_a_compiled_step_that_computes_something_else_fails_the_check(monkeypatch):
     """Nothing is compiled here: eager results stand for the compiled ones, as they are and changed."""
-    from benchmarks.step import small_batches
-
     right, factors = small_batches.loss_and_gradients, []
 
     def scaled(call, model, tokens, autocast):

@@ -2,38 +2,31 @@
 
 import csv
 import sys
+from unittest import mock
 
+import matplotlib
 import pytest
 import torch.nn.functional as F
 
+from benchmarks import charts
+from benchmarks.step import step_parts, train_step
+
+matplotlib.use("Agg")
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 TINY = ("--device", "cpu", "--tiny", "--tokens", "64", "--layers", "1", "--steps", "1", "--rounds", "1")
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    """The modules, (command line, parts)."""
-    from benchmarks.step import step_parts, train_step
-
-    return train_step, step_parts
-
-
-def measured(benchmark, path, *arguments):
+def measured(path, *arguments):
     """The medians of a run, by (contender, mode, metric)."""
-    train_step, _ = benchmark
-    before = sys.argv
-    sys.argv = ["train_step.py", *TINY, "--csv", str(path), *arguments]
-    try:
+    with mock.patch.object(sys, "argv", ["train_step.py", *TINY, "--csv", str(path), *arguments]):
         train_step.main()
-    finally:
-        sys.argv = before
     with open(path, newline="") as file:
         return {(row["contender"], row["mode"], row["metric"]): float(row["median"]) for row in csv.DictReader(file)}
 
 
-def test_every_contender_trains_the_same_model_on_the_same_tokens(benchmark, tmp_path, capsys):
-    found = measured(benchmark, tmp_path / "a.csv", "--contender", "grouped_mm", "--contender", "sonicmoe-hf")
+def test_every_contender_trains_the_same_model_on_the_same_tokens(tmp_path, capsys):
+    found = measured(tmp_path / "a.csv", "--contender", "grouped_mm", "--contender", "sonicmoe-hf")
     theirs, ours = (found[name, "full", "loss"] for name in ("grouped_mm", "sonicmoe-hf"))
     assert ours == pytest.approx(theirs, abs=2e-3)  # bf16 rounds their sums in other places
     assert found["sonicmoe-hf", "full", "tokens_per_s"] == pytest.approx(
@@ -42,8 +35,7 @@ def test_every_contender_trains_the_same_model_on_the_same_tokens(benchmark, tmp
     assert "Qwen3-30B-A3B  1,64  sonicmoe-hf  full  plain  ms " in capsys.readouterr().out
 
 
-def test_each_round_begins_with_another_contender_and_all_rounds_are_in_the_rows(benchmark, tmp_path, monkeypatch):
-    train_step, _ = benchmark
+def test_each_round_begins_with_another_contender_and_all_rounds_are_in_the_rows(tmp_path, monkeypatch):
     order, timed_steps = [], train_step.timed_steps
     monkeypatch.setattr(
         train_step,
@@ -55,23 +47,23 @@ def test_each_round_begins_with_another_contender_and_all_rounds_are_in_the_rows
         train_step, "timed_steps", lambda *given: timed_steps(*given)._replace(milliseconds=next(milliseconds))
     )
     chosen = ("--contender", "grouped_mm", "--contender", "sonicmoe-hf", "--rounds", "3")
-    found = measured(benchmark, tmp_path / "a.csv", *chosen)
+    found = measured(tmp_path / "a.csv", *chosen)
     ours, theirs = "sonicmoe-hf", "grouped_mm"
     assert [run.contender for run in order] == [theirs, ours, ours, theirs, theirs, ours]
     assert (found[theirs, "full", "ms"], found[ours, "full", "ms"]) == (8.0, 4.0)
 
 
-def test_packed_experts_train_and_a_contender_without_them_is_left_out(benchmark, tmp_path, capsys):
+def test_packed_experts_train_and_a_contender_without_them_is_left_out(tmp_path, capsys):
     chosen = ("--mode", "QLoRA", "--contender", "grouped_mm", "--contender", "sonicmoe-hf", "--varying-lengths")
-    found = measured(benchmark, tmp_path / "a.csv", *chosen)
+    found = measured(tmp_path / "a.csv", *chosen)
     assert {contender for contender, _, _ in found} == {"sonicmoe-hf"}
     assert "grouped_mm has no packed experts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", ["Qwen3.5-35B-A3B", "GLM-4.5-Air", "Nemotron-3-Nano-30B-A3B"])
-def test_models_of_other_kinds_train_and_say_who_computed_their_linear_attention(benchmark, tmp_path, capsys, model):
+def test_models_of_other_kinds_train_and_say_who_computed_their_linear_attention(tmp_path, capsys, model):
     chosen = ("--model", model, "--mode", "LoRA", "--mode", "QLoRA", "--contender", "sonicmoe-hf", "--layers", "2")
-    found = measured(benchmark, tmp_path / "a.csv", *chosen)
+    found = measured(tmp_path / "a.csv", *chosen)
     for mode in ("LoRA", "QLoRA"):
         assert found["sonicmoe-hf", mode, "loss"] == pytest.approx(4.17, abs=0.1)  # ln 64
     packages = {"Qwen3.5-35B-A3B": "causal_conv1d fla", "Nemotron-3-Nano-30B-A3B": "causal_conv1d mamba_ssm"}
@@ -81,7 +73,7 @@ def test_models_of_other_kinds_train_and_say_who_computed_their_linear_attention
     assert capsys.readouterr().out.count("largest error of a gradient") == 2
 
 
-def test_a_model_that_liger_does_not_know_gets_its_loss_alone(benchmark, tmp_path, monkeypatch):
+def test_a_model_that_liger_does_not_know_gets_its_loss_alone(tmp_path, monkeypatch):
     pytest.importorskip("liger_kernel")
     from liger_kernel.transformers.model import loss_utils
 
@@ -92,18 +84,16 @@ def test_a_model_that_liger_does_not_know_gets_its_loss_alone(benchmark, tmp_pat
         return F.cross_entropy((hidden @ weight.T).float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     chosen = ("--model", "Qwen3.5-35B-A3B", "--mode", "frozen", "--contender", "grouped_mm", "--layers", "2")
-    expected = measured(benchmark, tmp_path / "a.csv", *chosen)
+    expected = measured(tmp_path / "a.csv", *chosen)
     monkeypatch.setattr(loss_utils, "LigerForCausalLMLoss", loss)
-    found = measured(benchmark, tmp_path / "b.csv", *chosen, "--liger")
+    found = measured(tmp_path / "b.csv", *chosen, "--liger")
     assert set(given) == {((1, 64, 64), (64, 64), 64)}
     assert found["grouped_mm", "frozen", "loss"] == pytest.approx(expected["grouped_mm", "frozen", "loss"], abs=2e-3)
     assert "Liger's loss, torch for" in (tmp_path / "b.csv").read_text()
 
 
-def test_a_package_that_is_here_is_named_in_place_of_torch(benchmark, monkeypatch):
+def test_a_package_that_is_here_is_named_in_place_of_torch(monkeypatch):
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
-
-    train_step, _ = benchmark
 
     def wrapped():
         return func_name, package, is_new_implementation
@@ -114,8 +104,7 @@ def test_a_package_that_is_here_is_named_in_place_of_torch(benchmark, monkeypatc
     assert train_step.models.kernels_of("Qwen3.5-35B-A3B") == ["torch for causal_conv1d", "fla"]
 
 
-def test_a_wrong_gradient_stops_the_benchmark_before_it_times(benchmark, tmp_path, monkeypatch):
-    train_step, _ = benchmark
+def test_a_wrong_gradient_stops_the_benchmark_before_it_times(tmp_path, monkeypatch):
     patch_model = train_step.sonicmoe_hf.patch_model
 
     def wrong(model, routing, **options):
@@ -124,12 +113,12 @@ def test_a_wrong_gradient_stops_the_benchmark_before_it_times(benchmark, tmp_pat
 
     monkeypatch.setattr(train_step.sonicmoe_hf, "patch_model", wrong)
     with pytest.raises(SystemExit, match="ours, its own attention computes another gradient of"):
-        measured(benchmark, tmp_path / "a.csv", "--contender", "sonicmoe-hf")
+        measured(tmp_path / "a.csv", "--contender", "sonicmoe-hf")
     assert not (tmp_path / "a.csv").exists()
 
 
-def test_a_profile_finds_every_part_of_a_step(benchmark, tmp_path):
-    found = measured(benchmark, tmp_path / "a.csv", "--profile", "--contender", "sonicmoe-hf")
+def test_a_profile_finds_every_part_of_a_step(tmp_path):
+    found = measured(tmp_path / "a.csv", "--profile", "--contender", "sonicmoe-hf")
     on_host = {
         metric.removesuffix(": host ms"): v for (_, _, metric), v in found.items() if metric.endswith("host ms")
     }
@@ -148,8 +137,7 @@ def launched(name, start, thread, duration, number):
     return [launch, event("kernel", name, start + 1000, duration, 7, correlation=number)]
 
 
-def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that_made_its_node(benchmark):
-    _, step_parts = benchmark
+def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that_made_its_node():
     backward = "autograd::engine::evaluate_function: Backward"
     events = [
         event("user_annotation", "part:MoE block: the rest", 0, 100, 1),
@@ -189,8 +177,7 @@ def test_a_kernel_belongs_to_the_innermost_part_and_in_backward_to_the_part_that
     assert parts.kernels[step_parts.ROUTER, "gemv"][1] == 1.0  # launches a step
 
 
-def test_settings_that_no_figure_could_be_told_of_are_errors(benchmark, capsys):
-    train_step, _ = benchmark
+def test_settings_that_no_figure_could_be_told_of_are_errors(capsys):
     for wrong in (
         ("--profile", "--checkpointing"),
         ("--fsdp", "--mode", "LoRA"),
@@ -201,12 +188,7 @@ def test_settings_that_no_figure_could_be_told_of_are_errors(benchmark, capsys):
     assert "--weights fp32: mode full only" in capsys.readouterr().err
 
 
-def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from benchmarks import charts
-
+def test_the_chart_shows_what_was_measured_of_one_commit(tmp_path):
     common = {"config": "7B", "launch": "Liger", "mode": "full", "gpu": "a GPU", "commit": "1"}
     rows = [
         {**common, "contender": contender, "metric": metric, "median": "2.5"}
@@ -232,11 +214,6 @@ def test_the_chart_shows_what_was_measured_of_one_commit(benchmark, tmp_path):
 
 
 def test_the_chart_of_few_tokens_has_a_panel_for_each_mode(tmp_path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from benchmarks import charts
-
     lines = ["config,shape,contender,mode,launch,metric,median,gpu,commit"]
     for shape, mode in (("2,64", "full"), ("2,128", "full"), ("4,64", "LoRA")):
         for contender, launch in (("grouped_mm", "eager"), ("sonicmoe-hf", "reduce-overhead")):

@@ -6,13 +6,12 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import torch
-from moe_problems import layer, routing_ids, run, stored
+from moe_problems import AdaptedLayer, layer, routing_ids, run
 
 from sonicmoe_hf.kernels.hopper.config import MIN_WIDE_DEPTH
 from sonicmoe_hf.kernels.interface import Rows
 from sonicmoe_hf.layer.config import TokenRounding
-from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
-from sonicmoe_hf.layer.routing import Routing, rounded_routing
+from sonicmoe_hf.layer.routing import rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
 
 H, I, E, K = 256, MIN_WIDE_DEPTH + 8, 8, 2  # down takes wide tiles of many rows, as up_backward_input does
@@ -37,26 +36,6 @@ def keep_tensors_apart():
     op.pack_all = pack_apart
 
 
-def step_with_adapters(tokens, layout, rank, backend):
-    """out and gradients of a layer with frozen experts and adapters of both weights."""
-    expert, _ = routing_ids(tokens, E, K, "top_k", "cuda", empty=(0,))
-    tensors, dout = layer(tokens, H, I, E, tokens * K, torch.bfloat16, "cuda", bias=False)
-    sizes = ((E, rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank))
-    a1, b1, a2, b2 = leaves = [(torch.randn(size, device="cuda") / 16).requires_grad_() for size in sizes]
-    x, weight = (tensors[name].requires_grad_() for name in ("x", "weight"))
-    out = moe_experts(
-        x,
-        stored(tensors["gate_up"], layout),
-        stored(tensors["down"], layout),
-        Routing(expert, weight.view(tokens, K)),
-        layout=layout,
-        backend=backend,
-        gate_up_adapter=LowRank(a1, b1),
-        down_adapter=LowRank(a2, b2),
-    )
-    return [out, *torch.autograd.grad(out, [x, weight, *leaves], dout)]
-
-
 def main(backend):
     for tokens, layout, kind, dtype in (
         (1, "concatenated", "top_k", torch.bfloat16),
@@ -72,7 +51,8 @@ def main(backend):
             assert all(t.isfinite().all() for t in found.values())
     for tokens in (FEW, TALL, MANY):
         for layout, rank in (("concatenated", 5), ("transposed_interleaved", 100)):
-            assert all(t.isfinite().all() for t in step_with_adapters(tokens, layout, rank, backend))
+            found = AdaptedLayer(rank, layout, tokens, H, I, E, K, empty=(0,), bias=False).step(backend)
+            assert all(t.isfinite().all() for t in found.values())
     logits = torch.randn(999, 60, device="cuda", requires_grad=True)
     index = logits.detach().topk(4).indices
     family, router = FAMILIES["qwen3_moe"], SimpleNamespace(norm_topk_prob=True)

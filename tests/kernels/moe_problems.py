@@ -12,7 +12,8 @@ from sonicmoe_hf.kernels.interface import Activation, is_gated
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.dispatch import dispatch
 from sonicmoe_hf.layer.experts_op import Inputs, Options
-from sonicmoe_hf.layer.moe_experts import moe_experts
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.layer.packed_weight import PackedWeight
 from sonicmoe_hf.layer.routing import Routing
 
 INPUTS = ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias")
@@ -84,6 +85,64 @@ def run(tensors, dout, ids, layout, activation, backend, sentinels=True, save="p
     )
     gradients = torch.autograd.grad(out, list(leaves.values()), dout)
     return {"out": out.detach(), **{f"d{name}": g for name, g in zip(leaves, gradients)}}
+
+
+def adapter(num_experts, rank, size_in, size_out, device):
+    """Factors as PEFT stores them: A with the expert slowest, B with the expert fastest."""
+    a = torch.randn(rank * num_experts, size_in, device=device) * size_in**-0.5
+    b = torch.randn(size_out, rank * num_experts, device=device) * rank**-0.5
+    return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
+
+
+class AdaptedLayer:
+    """A layer of frozen experts, packed in a format or not, with adapters of a rank of both weights, or none."""
+
+    def __init__(
+        self, rank, layout, T, H, I, E=16, K=4, device="cuda", dtype=torch.bfloat16, format=None, empty=(0, 7),
+        bias=True, scales=(0.5, 2.0), activation="swiglu",
+    ):  # fmt: skip
+        self.layout, self.scales, self.activation = layout, scales, activation
+        self.expert, _ = routing_ids(T, E, K, "top_k", device, empty)
+        tensors, self.dout = layer(T, H, I, E, T * K, dtype, device, bias, activation)
+        self.weights = [stored(tensors.pop(name), layout) for name in ("gate_up", "down")]
+        if format is not None:
+            is_transposed = LAYOUTS[layout][0]
+            self.weights = [PackedWeight.quantize(w, format, is_transposed=is_transposed) for w in self.weights]
+        self.x, self.weight, *self.biases = tensors.values()
+        width = 2 * I if is_gated(activation) else I
+        sizes = ((H, width), (I, H)) if rank else ()
+        self.factors = dict(zip(("a1", "b1", "a2", "b2"), (f for s in sizes for f in adapter(E, rank, *s, device))))
+
+    def leaves(self, dtype=torch.bfloat16):
+        """What has gradients, by name: x in this dtype, the routing weights and the factors."""
+        leaves = {"x": self.x.to(dtype), "weight": self.weight, **self.factors}
+        return {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
+
+    def out(self, backend, leaves, dense=False):
+        """dense: of packed weights the values that they stand for."""
+        x, weight, *factors = leaves.values()
+        adapters = [LowRank(*factors[i : i + 2], scale) for i, scale in zip((0, 2), self.scales) if factors]
+        weights = [
+            (w.dequantize(x.dtype) if dense else w) if isinstance(w, PackedWeight) else w.to(x.dtype)
+            for w in self.weights
+        ]
+        return moe_experts(
+            x,
+            *weights,
+            Routing(self.expert, weight.view(self.expert.shape)),
+            **dict(zip(("gate_up_bias", "down_bias"), (bias.to(x.dtype) for bias in self.biases))),
+            **dict(zip(("gate_up_adapter", "down_adapter"), adapters)),
+            activation=self.activation,
+            layout=self.layout,
+            backend=backend,
+        )
+
+    def step(self, backend, dtype=torch.bfloat16):
+        """out and the gradient of every leaf, by name."""
+        leaves = self.leaves(dtype)
+        out = self.out(backend, leaves)
+        gradients = torch.autograd.grad(out, list(leaves.values()), self.dout.to(dtype))
+        return {"out": out.detach(), **dict(zip(leaves, gradients))}
 
 
 def forward_of(expert, backend):

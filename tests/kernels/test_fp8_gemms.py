@@ -5,6 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from fp8_problems import check, check_backward
 from hopper_simulator.layers import pairs_of, rows_of, use_simulator
 from kernel_helpers import relative_error
 from moe_problems import poisoned
@@ -69,7 +70,7 @@ def test_up_and_down(kernels, device, H, I, rank):
     adapters = adapters_of((2 * I, H), rank, rows.token.numel(), 1, device)
     packed = packed_weights(H, I, device)
     with poisoned():
-        fp8_trial.check(scale_rows(x), *packed, rows, adapters, kernels)
+        check(scale_rows(x), *packed, rows, adapters, kernels)
     assert kernels is triton or rows.scheduler_state[0] == 0
 
 
@@ -83,7 +84,7 @@ def test_backward(kernels, device, H, I, rank):
     adapters = adapters_of((I, H), rank, P, 1e-11, device)
     weights = [transposed(*packed[:2]) for packed in packed_weights(H, I, device)]
     with poisoned():
-        fp8_trial.check_backward(scale_rows(dout, SMALLEST_GRADIENT), *weights, h, routed, rows, adapters, kernels)
+        check_backward(scale_rows(dout, SMALLEST_GRADIENT), *weights, h, routed, rows, adapters, kernels)
     assert kernels is triton or rows.scheduler_state[0] == 0
 
 

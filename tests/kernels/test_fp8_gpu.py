@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fp8_problems import check, check_gradients
 from kernel_helpers import relative_error
 
 from benchmarks.layer import fp8_trial
@@ -22,11 +23,17 @@ def kernels(request):
     return {"hopper": hopper, "triton": triton}[request.param]
 
 
+def problem(sizes):
+    """The shape, and fp8_trial's problem of it, in which every third of more than four experts has no rows."""
+    shape = fp8_trial.shape_of(",".join(map(str, sizes)))
+    return shape, *fp8_trial.problem(shape, skipped=range(0, shape.E, 3) if shape.E > 4 else ())
+
+
 @pytest.mark.parametrize("rank", [0, 16, 104])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
-    """fp8_trial.check compares, and says why its bounds are what they are; every third expert may have no rows."""
-    x, gate_up, down, rows = fp8_trial.problem(fp8_trial.shape_of(",".join(map(str, sizes))))
+    """`check` compares, and says why its bounds are what they are; every third expert may have no rows."""
+    _, x, gate_up, down, rows = problem(sizes)
     P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
     if rank:
         adapters = [
@@ -34,16 +41,15 @@ def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
             for n in (gate_up.shape[1], down.shape[1])
         ]
     scaled = fp8_trial.quantized(x, gate_up, down)
-    errors = fp8_trial.check(*scaled, rows, adapters, kernels)
-    assert errors == fp8_trial.check(*scaled, rows, adapters, kernels), "another result the second time"
+    errors = check(*scaled, rows, adapters, kernels)
+    assert errors == check(*scaled, rows, adapters, kernels), "another result the second time"
 
 
 @pytest.mark.parametrize("rank", [0, 16, 104])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_kernels_of_backward_are_as_near_as_roundings_are(kernels, sizes, rank):
     """fp8_trial.check_gradients; with adapters, of one size with da' and dx."""
-    shape = fp8_trial.shape_of(",".join(map(str, sizes)))
-    x, gate_up, down, rows = fp8_trial.problem(shape)
+    shape, x, gate_up, down, rows = problem(sizes)
     P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
     if rank:
         adapters = [
@@ -53,7 +59,7 @@ def test_kernels_of_backward_are_as_near_as_roundings_are(kernels, sizes, rank):
             )
             for n in (shape.I, shape.H)
         ]
-    fp8_trial.check_gradients(shape, *fp8_trial.quantized(x, gate_up, down)[1:], rows, adapters, kernels)
+    check_gradients(shape, *fp8_trial.quantized(x, gate_up, down)[1:], rows, adapters, kernels)
 
 
 def test_rows_are_scaled_as_in_pytorch():

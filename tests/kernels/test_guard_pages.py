@@ -9,9 +9,9 @@ import pytest
 import torch
 from guarded import exit_code_of, guard
 from helpers.marks import rest_slow
-from moe_problems import layer, routing_ids
+from moe_problems import adapter, layer, routing_ids
 from rounding_problems import matrix
-from test_rank import SCALE, adapter
+from test_rank import SCALE
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting

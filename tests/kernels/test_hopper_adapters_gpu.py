@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from kernel_helpers import errors, same_bits
-from moe_problems import layer, poisoned, routing_ids, stored
+from moe_problems import AdaptedLayer, layer, poisoned, routing_ids, stored
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
 from sonicmoe_hf.checkpoints.comparing import relative_error
@@ -17,8 +17,6 @@ from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_b
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.lora_operands import pack
-from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
-from sonicmoe_hf.layer.routing import Routing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,35 +173,8 @@ def test_few_rows_per_expert_and_other_orders_fall_back():
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
 def test_a_layer_with_frozen_experts_and_trained_adapters(hopper, layout):
     """Gradients of the adapters, x and the routing weights; eager in fp32 is exact, eager in bf16 is what is allowed."""
-    T, H, I, E, K, rank = 2000, 256, 192, 16, 4, 16
-    expert, _ = routing_ids(T, E, K, "top_k", "cuda", empty=(3,))
-    tensors, dout = layer(T, H, I, E, T * K, torch.bfloat16, "cuda", bias=False)
-    gate_up, down = (stored(tensors[name], layout) for name in ("gate_up", "down"))
-    factors = {
-        "a1": torch.randn(E, rank, H, device="cuda") * H**-0.5,
-        "b1": torch.randn(E, 2 * I, rank, device="cuda") / 4,
-        "a2": torch.randn(E, rank, I, device="cuda") * I**-0.5,
-        "b2": torch.randn(E, H, rank, device="cuda") / 4,
-    }
-
-    def step(backend, dtype):
-        leaves = {"x": tensors["x"].to(dtype), "weight": tensors["weight"].view(T, K), **factors}
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
-        out = moe_experts(
-            leaves["x"],
-            gate_up.to(dtype),
-            down.to(dtype),
-            Routing(expert, leaves["weight"]),
-            layout=layout,
-            gate_up_adapter=LowRank(leaves["a1"], leaves["b1"], 0.5),
-            down_adapter=LowRank(leaves["a2"], leaves["b2"], 0.5),
-            backend=backend,
-        )
-        gradients = torch.autograd.grad(out, list(leaves.values()), dout.to(dtype))
-        return {"out": out.detach(), **dict(zip(leaves, gradients))}
-
-    exact = step("eager", torch.float32)
-    allowed = errors(step("eager", torch.bfloat16), exact)
-    found = step("hopper", torch.bfloat16)
-    assert {n: (e, allowed[n]) for n, e in errors(found, exact).items() if e > 1.1 * allowed[n]} == {}
-    assert same_bits(step("hopper", torch.bfloat16), found)
+    problem = AdaptedLayer(16, layout, 2000, 256, 192, empty=(3,), bias=False, scales=(0.5, 0.5))
+    exact = problem.step("eager", torch.float32)
+    allowed, found = (errors(problem.step(backend), exact) for backend in ("eager", "hopper"))
+    assert {n: (e, allowed[n]) for n, e in found.items() if e > 1.1 * allowed[n]} == {}
+    assert same_bits(problem.step("hopper"), problem.step("hopper"))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers.marks import rest_slow
 from kernel_helpers import errors, relative_error
-from moe_problems import layer, poisoned, routing_ids
-from test_rank import adapter
+from moe_problems import adapter, layer, poisoned, routing_ids
 
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, nf4, quantized

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.marks import rest_slow
 from kernel_helpers import errors
-from moe_problems import layer, poisoned, routing_ids
+from moe_problems import adapter, layer, poisoned, routing_ids
 from test_triton import SHAPES, TOLERANCE, logical_view
 
 from sonicmoe_hf.kernels import eager
@@ -15,13 +15,6 @@ from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.lora_operands import pack
 
 SCALE = 0.7
-
-
-def adapter(num_experts, rank, size_in, size_out, device):
-    """Factors as PEFT stores them: A with the expert slowest, B with the expert fastest."""
-    a = torch.randn(rank * num_experts, size_in, device=device) * size_in**-0.5
-    b = torch.randn(size_out, rank * num_experts, device=device) * rank**-0.5
-    return a.view(num_experts, rank, size_in), b.view(size_out, rank, num_experts).permute(2, 0, 1)
 
 
 @pytest.mark.parametrize(

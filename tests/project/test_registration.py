@@ -170,8 +170,11 @@ ORDERS = {
 
 
 FORKS = """
-import json, os, pathlib, traceback
+import importlib, importlib.util, json, os, pathlib, traceback
 
+for name in ("accelerate", "bitsandbytes"):  # what PEFT imports takes longer than PEFT
+    if importlib.util.find_spec(name):
+        importlib.import_module(name)
 assert "peft" not in sys.modules and "sonicmoe_hf" not in sys.modules
 for name, code in json.loads(sys.argv[2]).items():  # one after the other, as the first saves what others load
     if not (child := os.fork()):
