@@ -3,7 +3,7 @@ routers have a forward equal to DeepSeek-V3's, line by line."""
 
 import torch
 
-from .family import Family, NativeFamily, Weighting, modeling_module, only_in_groups
+from .family import Family, Weighting, modeling_module, native_family, only_in_groups
 
 
 def _scores(router, logits_TE):
@@ -19,16 +19,11 @@ def _weighting(router):
     return Weighting(bool(router.norm_topk_prob), 1e-20, float(router.routed_scaling_factor))
 
 
-DEEPSEEK_V3 = NativeFamily(
-    name="deepseek_v3",
-    module=modeling_module("deepseek_v3"),
+DEEPSEEK_V3 = native_family(
+    "deepseek_v3",
+    "DeepseekV3",
     block="DeepseekV3MoE",
     router="DeepseekV3TopkRouter",
-    experts="DeepseekV3Experts",
-    pretrained="DeepseekV3PreTrainedModel",
-    config="DeepseekV3Config",
-    model="DeepseekV3Model",
-    causal_lm="DeepseekV3ForCausalLM",
     hub_layout="per_expert",
     scores=_scores,
     weighting=_weighting,

@@ -103,6 +103,20 @@ def softmax_family(
     )
 
 
+def native_family(name: str, prefix: str, **facts) -> NativeFamily:
+    """A family with a native layout, whose classes are all named `prefix` and what they are."""
+    return NativeFamily(
+        name=name,
+        module=modeling_module(name),
+        experts=f"{prefix}Experts",
+        pretrained=f"{prefix}PreTrainedModel",
+        config=f"{prefix}Config",
+        model=f"{prefix}Model",
+        causal_lm=f"{prefix}ForCausalLM",
+        **facts,
+    )
+
+
 def only_in_groups(ranking_TE: torch.Tensor, group_scores_TG: torch.Tensor, topk_group: int) -> torch.Tensor:
     """`ranking_TE`, with -inf for the experts of all but the `topk_group` groups with the highest scores."""
     chosen_TG = group_scores_TG.topk(topk_group, dim=-1, sorted=False).indices

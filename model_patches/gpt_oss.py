@@ -3,18 +3,13 @@
 Its experts' clamped gate is told from the module by sonicmoe_hf/patching/experts.py.
 """
 
-from .family import NativeFamily, modeling_module, normalised_weighting, softmax_scores
+from .family import native_family, normalised_weighting, softmax_scores
 
-GPT_OSS = NativeFamily(
-    name="gpt_oss",
-    module=modeling_module("gpt_oss"),
+GPT_OSS = native_family(
+    "gpt_oss",
+    "GptOss",
     block="GptOssMLP",
     router="GptOssTopKRouter",
-    experts="GptOssExperts",
-    pretrained="GptOssPreTrainedModel",
-    config="GptOssConfig",
-    model="GptOssModel",
-    causal_lm="GptOssForCausalLM",
     hub_layout="gpt_oss",
     router_attribute="router",
     scores=softmax_scores,  # raw logits are not comparable between tokens
