@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from ..kernels.quantized import FORMATS
-from ..layer.config import ROUNDINGS, SAVE_POLICIES, TokenRounding, check_choice
+from ..layer.config import ROUNDINGS, TokenRounding
 
 VARIABLE = "SONICMOE_HF_RUN"
 ROUTINGS = ("top_k", "token_rounding", *ROUNDINGS)
@@ -29,10 +28,6 @@ class RunSettings:
     adapt_experts: int | None = None
 
     def __post_init__(self):
-        check_choice("--routing", self.routing, ROUTINGS)
-        check_choice("--save", self.save, SAVE_POLICIES)
-        if self.experts_quantization is not None:
-            check_choice("--experts-quantization", self.experts_quantization, FORMATS)
         if self.tile is not None and self.routing == "top_k":
             raise ValueError("--tile is of token rounding; add --routing, such as --routing nearest")
 

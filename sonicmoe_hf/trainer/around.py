@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 
-class _Around:
-    """A Trainer's method, in whose place `function(trainer, method, ...)` is called."""
-
-    def __init__(self, trainer: Any, name: str, function: Callable):
-        self.trainer, self.method, self.function = trainer, getattr(trainer, name), function
-
-    def __call__(self, *args, **kwargs):
-        return self.function(self.trainer, self.method, *args, **kwargs)
-
-
 def put_around(trainer: Any, name: str, function: Callable) -> None:
-    """Have `function(trainer, method, ...)` called wherever the method `name` of this Trainer is; only the first such
-    call for a method has an effect."""
-    if not isinstance(getattr(trainer, name), _Around):
-        setattr(trainer, name, _Around(trainer, name, function))
+    """Have `function(trainer, method, ...)` called wherever the method `name` of this Trainer is; doing so again changes
+    nothing."""
+    method = getattr(trainer, name)
+    if getattr(method, "func", None) is not function:
+        setattr(trainer, name, functools.partial(function, trainer, method))

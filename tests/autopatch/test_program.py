@@ -210,8 +210,6 @@ def test_what_cannot_be_run_is_refused_with_the_remedy(capsys):
         with pytest.raises(SystemExit) as exit:
             main(words.split())
         assert exit.value.code == 2
-    with pytest.raises(ValueError, match="--save is 'everything'"):
-        RunSettings(save="everything")
 
 
 @pytest.mark.parametrize(
