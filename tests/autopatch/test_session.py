@@ -33,6 +33,11 @@ def build(family="qwen3_moe", **changes):
     return models.build(family, **changes).train()
 
 
+def dense_model():
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return AutoModelForCausalLM.from_config(config)
+
+
 def train_step(session, model):
     model(**BATCH).loss.backward()
     session.report()  # the optimiser's step
@@ -64,8 +69,7 @@ def test_the_backend_is_told_for_the_dtype_of_accelerates_mixed_precision(make_s
 
 def test_a_model_without_experts_is_told_why_nothing_is_patched(make_session, capsys):
     session = make_session()
-    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    model = AutoModelForCausalLM.from_config(config)
+    model = dense_model()
     session.built(model)
     session.report()  # the optimiser's first step
     said = capsys.readouterr().err
@@ -145,8 +149,7 @@ def test_models_are_patched_after_one_that_could_not_be_loaded(make_session, tmp
 
 def test_experts_are_packed_as_they_are_loaded_and_dense_models_are_left_alone(make_session, tmp_path, capsys):
     build(moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
-    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    dense_model().save_pretrained(tmp_path / "dense")
     session = make_session(experts_quantization="mxfp4")
     with pytest.raises(RuntimeError, match="--experts-quantization mxfp4 had no effect"):
         session.report()

@@ -1,6 +1,7 @@
 """Our implementation of expert parallelism on gloo ranks: it computes what one rank with all the experts computes."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -37,6 +38,14 @@ OTHER_LENGTHS = [{"rows": 4, "padding": True, "seed": 1}, {"rows": 2, "length": 
 def load(folder, sizes, routing=None, implementation="sonicmoe_hf", **options):
     config = DistributedConfig(**sizes, ep_implementation=implementation)
     return sonicmoe_hf.from_pretrained(folder, routing=routing, distributed_config=config, **options).train()
+
+
+def saved_and_patched(folder, family="qwen3_moe", routing=None):
+    """One rank's model, which the ranks load from the folder."""
+    model = build(family)
+    model.save_pretrained(folder)
+    sonicmoe_hf.patch_model(model, routing)
+    return model
 
 
 @contextlib.contextmanager
@@ -82,9 +91,7 @@ def shared_steps(rank, folder):
 
 @pytest.mark.parametrize("family", [*CONFIGS, "nemotron_h"])
 def test_ranks_that_share_a_batch_compute_what_one_rank_does(ranks, family, tmp_path):
-    model = build(family)
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
+    model = saved_and_patched(tmp_path, family)
     expected = []
     for routing in (None, POLICY, STOCHASTIC):
         sonicmoe_hf.set_routing(model, routing)
@@ -116,13 +123,12 @@ def own_steps(rank, folder, batches, checkpointing=None):
     return found
 
 
-def assert_mean_of_ranks(results, model, batches):
-    sonicmoe_hf.patch_model(model)
+def assert_mean_of_ranks(results, model, batches, names=lambda gradients: gradients):
     for number, routing in enumerate((None, POLICY, None, POLICY)):
         sonicmoe_hf.set_routing(model, routing)
         losses, expected = mean_of_ranks(model, batches)
         for own_loss, found in zip(losses, results, strict=True):
-            assert_all_close(found[number], {"loss": own_loss, **expected}, 1e-5, PARTIAL_SUMS)
+            assert_all_close(found[number], {"loss": own_loss, **names(expected)}, 1e-5, PARTIAL_SUMS)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +142,7 @@ def assert_mean_of_ranks(results, model, batches):
     ],
 )
 def test_ranks_with_batches_of_their_own_get_the_mean_gradients(ranks, family, batches, checkpointing, tmp_path):
-    model = build(family)
-    model.save_pretrained(tmp_path)
+    model = saved_and_patched(tmp_path, family)
     assert_mean_of_ranks(ranks.run(own_steps, str(tmp_path), batches, checkpointing), model, batches)
 
 
@@ -146,12 +151,7 @@ def test_native_experts_take_part(ranks, tmp_path):
     _, folder = save_both(model, tmp_path)
     sonicmoe_hf.patch_model(model)
     results = ranks.run(own_steps, str(folder), OWN_BATCH)
-    for number, routing in enumerate((None, POLICY, None, POLICY)):
-        sonicmoe_hf.set_routing(model, routing)
-        losses, expected = mean_of_ranks(model)
-        for own_loss, found in zip(losses, results):
-            wanted = {"loss": own_loss, **in_native_names(expected, "qwen3_moe")}
-            assert_all_close(found[number], wanted, 1e-5, PARTIAL_SUMS)
+    assert_mean_of_ranks(results, model, OWN_BATCH, functools.partial(in_native_names, family="qwen3_moe"))
 
 
 def routes():
@@ -171,9 +171,7 @@ def autocast_steps(rank, folder, sizes):
 
 
 def test_under_autocast_tokens_travel_in_its_dtype(ranks, tmp_path):
-    model = build("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
+    model = saved_and_patched(tmp_path)
     with torch.autocast("cpu", torch.bfloat16), sonicmoe_hf.replay_routing(model, [routes()] * WORLD):
         losses, expected = mean_of_ranks(model)
     for own_loss, (found, dtypes) in zip(losses, ranks.run(autocast_steps, str(tmp_path), APART)):
@@ -195,9 +193,7 @@ def replayed_step(rank, folder):
 
 
 def test_a_rank_whose_experts_nobody_wants_takes_part(ranks, tmp_path):
-    model = build("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
+    model = saved_and_patched(tmp_path)
     with sonicmoe_hf.replay_routing(model, [torch.tensor([0, 2]).expand(2, 96, 2)] * WORLD):
         losses, expected = mean_of_ranks(model)
     assert not expected["model.layers.0.mlp.experts.down_proj"][4:].any()
@@ -241,9 +237,7 @@ def experts_steps(rank, folder):
 
 
 def test_ranks_list_any_number_of_pairs_a_token_and_one_may_have_no_tokens(ranks, tmp_path):
-    model = build("gpt_oss")
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
+    model = saved_and_patched(tmp_path, "gpt_oss")
     experts = next(find_layers(model)).experts
     results = ranks.run(experts_steps, str(tmp_path))
     cases = [(is_list, sizes) for _ in range(2) for is_list in (False, True) for sizes in NUM_TOKENS]
@@ -275,9 +269,7 @@ def adapted_steps(rank, folder, sizes):
 @pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_adapted_experts_get_one_ranks_gradients(ranks, family, sizes, tmp_path):
-    model = build(family)
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model)
+    model = saved_and_patched(tmp_path, family)
     model = with_lora(model)
     results = ranks.run(adapted_steps, str(tmp_path), sizes)
     for number, routing in enumerate((None, POLICY)):
@@ -302,9 +294,7 @@ def balanced_steps(rank, folder, sizes):
 
 @pytest.mark.parametrize("sizes", [SHARED, APART], ids=["shared batch", "own batches"])
 def test_load_is_counted_and_balanced_as_on_one_rank(ranks, sizes, tmp_path):
-    model = build("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = saved_and_patched(tmp_path, routing=POLICY)
     callback = counting(model)
     LoadBalancing(0.5).start(model)
     losses, expected = mean_of_ranks(model, OWN_BATCH if sizes == APART else OWN_BATCH[:1])

@@ -4,7 +4,6 @@ last checkpoint resumes."""
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
 from helpers.models import build
-from helpers.ranks import IMPORTED_ONCE, WORLD
+from helpers.ranks import IMPORTED_ONCE, WORLD, join
 from safetensors.torch import load_file
 from test_expert_parallel import APART, load
 from test_expert_parallel import pytestmark as pytestmark
@@ -27,13 +26,7 @@ LOST_AT = 2  # steps that are done when the last rank is lost, in the forward of
 
 def train(rank, folder, run, lost_by):
     """One rank's four steps, with checkpoints every two. With `lost_by`, a signal, the last rank sends it to itself."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store-{run}-{lost_by}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT))
+    join(rank, WORLD, f"{folder}/store-{run}-{lost_by}", timeout=timedelta(seconds=TIMEOUT))
     model = with_lora(load(f"{folder}/base", APART, experts_quantization="nf4"), target_modules=["q_proj"])
     trainer = trainer_of(model, f"{folder}/{run}", 4, 2)
 

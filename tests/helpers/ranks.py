@@ -25,7 +25,8 @@ SECONDS = 120  # for one function; a rank that waits for a dead one would wait f
 SECONDS_AFTER_FAILURE = 5
 
 
-def _serve(rank, world, folder, pipe):
+def join(rank, world, store, **options):
+    """Make this process a rank of a gloo group that meets at a file: no port to be taken by somebody else meanwhile."""
     environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -38,8 +39,11 @@ def _serve(rank, world, folder, pipe):
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name of this host to be resolvable
     torch.set_num_threads(1)
-    # a file as the meeting point: no port to be taken by somebody else meanwhile
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, **options)
+
+
+def _serve(rank, world, folder, pipe):
+    join(rank, world, f"{folder}/store")
     while (task := pipe.recv()) is not None:
         function, args = task
         try:

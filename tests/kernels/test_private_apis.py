@@ -17,11 +17,20 @@ import torch
         ("triton.compiler", "CompiledKernel"),
         ("triton.backends.nvidia.driver", "CudaLauncher"),
         ("triton.tools.tensor_descriptor", "TensorDescriptor"),
+        ("cutlass._mlir.dialects.llvm", "inline_asm"),
+        ("cutlass.cutlass_dsl", "dsl_user_op"),
+        ("cutlass.cutlass_dsl", "T"),
+        ("cutlass.memory", "SmemAllocator"),
+        ("cutlass.tensor_utils", "LayoutEnum"),
+        ("cutlass.cute.runtime", "make_fake_compact_tensor"),
+        ("cutlass.cute.runtime", "make_fake_stream"),
+        ("cutlass.cute.runtime", "load_module"),
     ],
 )
-def test_triton_has(module, name):
-    pytest.importorskip("triton")
-    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/triton/launch.py"
+def test_triton_and_the_cute_dsl_have(module, name):
+    pytest.importorskip(module.partition(".")[0])
+    user = "triton/launch.py" if module.startswith("triton") else "hopper/ptx.py"
+    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/{user}"
 
 
 def test_a_compiled_triton_kernel_is_launched_with_these_arguments():
@@ -53,24 +62,6 @@ def test_a_triton_function_tells_its_parameters_and_the_hooks_their_listeners():
     assert [parameter.do_not_specialize for parameter in kernel.params] == [False, True, False], "JITFunction.params"
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     assert all(isinstance(hook.calls, list) for hook in hooks), f"triton {triton.__version__}: knobs.runtime's hooks"
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("cutlass._mlir.dialects.llvm", "inline_asm"),
-        ("cutlass.cutlass_dsl", "dsl_user_op"),
-        ("cutlass.cutlass_dsl", "T"),
-        ("cutlass.memory", "SmemAllocator"),
-        ("cutlass.tensor_utils", "LayoutEnum"),
-        ("cutlass.cute.runtime", "make_fake_compact_tensor"),
-        ("cutlass.cute.runtime", "make_fake_stream"),
-        ("cutlass.cute.runtime", "load_module"),
-    ],
-)
-def test_the_cute_dsl_has(module, name):
-    pytest.importorskip("cutlass")
-    assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone: see kernels/hopper/ptx.py"
 
 
 def test_a_compiled_cute_kernel_can_be_exported():

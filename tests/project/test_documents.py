@@ -8,7 +8,6 @@ import shlex
 import datasets
 import pytest
 import torch
-import yaml
 from helpers.examples import EXAMPLES, TEXT, TINY_SIZES, load
 from helpers.terminal import ON_A_CPU, make_folders, output_of, sessions
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer
@@ -252,12 +251,3 @@ def test_the_reference_has_every_public_name():
     in_modules = {"moe_experts"} | {name for name in sonicmoe_hf.__all__ if name.endswith("Error")}
     assert {"functional", "errors"} <= listed
     assert listed - {"errors"} == set(sonicmoe_hf.__all__) - in_modules
-
-
-def test_templates_of_issues_are_forms():
-    for path in (EXAMPLES.parent / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
-        form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if path.name != "config.yml":
-            assert form["name"] and form["description"]
-            identifiers = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-            assert len(set(identifiers)) == len(identifiers) > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.adapters import with_lora
 from helpers.models import batch, build
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -60,11 +61,7 @@ def adapted_plain():
 
 def adapted_eager():
     """Experts of the interface that another implementation computes."""
-    torch.manual_seed(0)
-    config = LoraConfig(
-        r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], init_lora_weights=False
-    )
-    model = get_peft_model(build("qwen3_moe", implementation="eager"), config)
+    model = with_lora(build("qwen3_moe", implementation="eager"))
     return model, model(**batch()).logits.square().sum()
 
 

@@ -7,11 +7,11 @@ import pickle
 
 import pytest
 import torch
+from helpers.adapters import with_lora
 from helpers.models import batch, loss_and_gradients
 from helpers.native import save_both
 from helpers.parallel import gradients
 from helpers.streamed import host_weights, small, streamed
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -211,12 +211,8 @@ def test_an_unpatched_model_says_that_its_experts_are_on_the_host(late_copies):
 
 
 def test_merging_in_memory_is_an_error_before_anything_is_merged(late_copies):
-    model = streamed()
-    peft = get_peft_model(
-        model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    )
     with pytest.raises(UnsupportedModelError, match="sonicmoe-hf merge BASE ADAPTER DST"):
-        peft.merge_and_unload()
+        with_adapters(0).merge_and_unload()
 
 
 def test_autocast_of_experts_in_another_dtype_is_an_error(late_copies):
@@ -334,15 +330,7 @@ def test_the_saved_config_says_nothing_of_where_experts_lived(late_copies, tmp_p
 
 
 def with_adapters(experts_memory):
-    torch.manual_seed(0)
-    model = get_peft_model(
-        streamed(experts_memory),
-        LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model
+    return with_lora(streamed(experts_memory), ["mlp.experts.down_proj"], target_modules=["q_proj"])
 
 
 def under_ddp(rank):
