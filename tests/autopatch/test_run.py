@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.programs import make_model, texts, write_rows
+from helpers.terminal import assert_prints_what_is_shown, sessions
 
 import sonicmoe_hf
 
@@ -15,6 +16,13 @@ pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
 RUN = [sys.executable, "-m", "sonicmoe_hf", "run"]
 PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k"
+SHOWN = {
+    "max_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.01,
+    "use_cpu": True,
+    "bf16": False,
+}  # in docs/trainers.md
 TRAINING = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01,
             "report_to": "none", "use_cpu": True, "bf16": False}  # fmt: skip
 ACCELERATE = """
@@ -58,10 +66,10 @@ from transformers import AutoModelForCausalLM
 import trl
 
 options = json.loads(sys.argv[1])
-for kind, data, more in (("SFT", "texts", {"gradient_checkpointing": True}), ("DPO", "pairs", {})):
-    model = AutoModelForCausalLM.from_pretrained("model", dtype="float32")
+for kind, data in (("SFT", "texts"), ("DPO", "pairs")):
+    model = AutoModelForCausalLM.from_pretrained("small-qwen3-moe", dtype="float32")
     sonicmoe_hf.patch_model(model)
-    settings = getattr(trl, f"{kind}Config")(f"{kind.lower()}-by-hand", **options, **more)
+    settings = getattr(trl, f"{kind}Config")(f"{kind.lower()}-by-hand", **options[kind])
     trainer = getattr(trl, f"{kind}Trainer")(model=model, args=settings, train_dataset=load_dataset(data)["train"])
     sonicmoe_hf.attach(trainer)
     trainer.train()
@@ -73,7 +81,7 @@ for kind, data, more in (("SFT", "texts", {"gradient_checkpointing": True}), ("D
 def folder(tmp_path_factory):
     """A folder with a model of trained-like weights, its tokenizer, texts and pairs of a chosen and a rejected text."""
     folder = tmp_path_factory.mktemp("run")
-    make_model(folder / "model")
+    make_model(folder / "small-qwen3-moe")
     write_rows(folder / "texts", [{"text": text} for text in texts()])
     write_rows(folder / "pairs", [{"prompt": text, "chosen": f" yes {text}", "rejected": " no"} for text in texts()])
     (folder / "loop.py").write_text(ACCELERATE)
@@ -111,11 +119,11 @@ def last_line(done):
 
 @pytest.fixture(scope="module")
 def losses_by_hand(folder):
-    return last_line(launch(sys.executable, "loop.py", "model", "by hand", cwd=folder))
+    return last_line(launch(sys.executable, "loop.py", "small-qwen3-moe", "by hand", cwd=folder))
 
 
 def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(folder, losses_by_hand):
-    run = launch(*RUN, "--", "loop.py", "model", "run", cwd=folder)
+    run = launch(*RUN, "--", "loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand
     assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
 
@@ -123,15 +131,15 @@ def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(f
 def test_the_same_in_children_of_accelerate_launch(folder, losses_by_hand):
     accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
                   "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
-    run = launch(*RUN, "--", "-m", *accelerate, "loop.py", "model", "run", cwd=folder)
+    run = launch(*RUN, "--", "-m", *accelerate, "loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand
     assert run.stderr.count(PATCHED) == 1
 
 
 def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(folder):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    run = launch(*torchrun, "-m", "sonicmoe_hf", "run", "--", "loop.py", "model", "run", cwd=folder)
-    by_hand = launch(*torchrun, "loop.py", "model", "by hand", cwd=folder)
+    run = launch(*torchrun, "-m", "sonicmoe_hf", "run", "--", "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    by_hand = launch(*torchrun, "loop.py", "small-qwen3-moe", "by hand", cwd=folder)
     assert last_line(run) == last_line(by_hand) and len(last_line(run)[0]) == 2
     assert run.stderr.count(PATCHED) == 1
 
@@ -139,27 +147,49 @@ def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_b
 @pytest.fixture(scope="module")
 def trained_by_hand(folder):
     """The folder, in which one process has trained by TRL's trainers what its commands train."""
-    launch(sys.executable, "by_hand.py", json.dumps(TRAINING), cwd=folder)
+    options = {"SFT": {**SHOWN, "report_to": "none", "gradient_checkpointing": True}, "DPO": TRAINING}
+    launch(sys.executable, "by_hand.py", json.dumps(options), cwd=folder)
     return folder
 
 
-@pytest.mark.parametrize(("command", "data"), [("sft", "texts"), ("dpo", "pairs")])
-def test_trls_command_has_the_losses_of_the_same_run_by_hand(command, data, trained_by_hand):
-    folder = trained_by_hand
-    options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
-    options += ["--output_dir", f"{command}-run", "--dataset_name", folder / data, "--model_name_or_path", "model"]
-    run = launch(*RUN, "--", "trl", command, *options, cwd=folder)
-    assert run.stderr.count(PATCHED) == 1
-    logs, expected = (losses(folder / name) for name in (f"{command}-run/checkpoint-3", f"{command}-by-hand"))
-    assert len(logs) == len(expected) == 3
-    for log, other in zip(logs, expected, strict=True):
+def assert_same_losses(folder, output, by_hand, steps):
+    logs, expected = (losses(folder / name) for name in (output, by_hand))
+    assert len(logs) == len(expected) == steps
+    for log, other in zip(logs, expected):
         # fp32, whose sums the CPU orders by where a process happens to have its tensors: 4e-7 has been seen
         assert log == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.pinned
+def test_trls_sft_prints_what_the_document_shows_and_has_the_losses_of_the_same_run_by_hand(
+    trained_by_hand, monkeypatch
+):
+    monkeypatch.chdir(trained_by_hand)
+    (session,) = [session for session in sessions() if session.command.split()[1] == "run"]
+    assert_prints_what_is_shown(session)
+    assert session.output.count(PATCHED) == 1
+    assert_same_losses(trained_by_hand, "outputs/sft/checkpoint-2", "sft-by-hand", 2)
+
+
+def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
+    options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
+    options += ["--dataset_name", trained_by_hand / "pairs", "--model_name_or_path", "small-qwen3-moe"]
+    run = launch(*RUN, "--", "trl", "dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
+    assert run.stderr.count(PATCHED) == 1
+    assert_same_losses(trained_by_hand, "dpo-run/checkpoint-3", "dpo-by-hand", 3)
+
+
 def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(folder):
     options = [word for name, value in {**TRAINING, "max_steps": 1}.items() for word in (f"--{name}", value)]
-    options += ["--dataset_name", folder / "texts", "--model_name_or_path", "model", "--use_peft", "--lora_dropout", 0]
+    options += [
+        "--dataset_name",
+        folder / "texts",
+        "--model_name_or_path",
+        "small-qwen3-moe",
+        "--use_peft",
+        "--lora_dropout",
+        0,
+    ]
     options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
     for own, name, targets in (([], "alone", None), (["--adapt-experts", 4], "experts", 2)):
         run = launch(*RUN, *own, "--", "trl", "sft", *options, "--output_dir", name, cwd=folder)

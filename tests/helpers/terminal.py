@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from peft import get_peft_model
 from transformers import DeepseekV3Config, Qwen3MoeConfig
@@ -33,6 +34,7 @@ MARK = "<!-- terminal -->\n```text\n"
 SESSION = re.compile(MARK + r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```\n", flags=re.DOTALL)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 LARGER = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 4}
+NUMBER = r"(?<=': ')(\d+\.\d+)(?=')"  # in what a Trainer logs
 LOGGED = ("loss", "grad_norm", "moe/load_max_over_mean", "moe/dead_experts")  # of what a Trainer prints
 
 
@@ -122,6 +124,13 @@ def sessions() -> list[Session]:
         for path in sorted((ROOT / "docs").glob("*.md"))
         for session in SESSION.findall(path.read_text(encoding="utf-8"))
     ]
+
+
+def assert_prints_what_is_shown(session: Session) -> None:
+    """Its command, run in the present folder; losses are in fp32, whose sums a CPU may order in another way."""
+    printed, shown = (re.split(NUMBER, text) for text in (output_of(session.command), session.output))
+    assert printed[::2] == shown[::2], f"{session.document}: PYTHONPATH=.:tests python -m helpers.terminal"
+    assert list(map(float, printed[1::2])) == pytest.approx(list(map(float, shown[1::2])), rel=1e-2)
 
 
 def _write() -> None:
