@@ -19,7 +19,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODELS = {name: (model.model_type, model.sizes) for name, model in models.MODELS.items()}
 MODELS["gpt-oss-120b"] = ("gpt_oss", {**MODELS["gpt-oss-20b"][1], "num_local_experts": 128})
 METHODS = {"full": "full", "LoRA": "lora", "QLoRA": "qlora"}
-TRAIN_STEPS = tuple(sorted(path.name for path in RESULTS.glob("train_step*.csv")))
+TRAIN_STEPS, SMALL_BATCHES = (
+    sorted(path.name for path in RESULTS.glob(f"{kind}*.csv")) for kind in ("train_step", "small_batches")
+)
 ROUNDED = 64  # rows more for each expert at most: half a tile, rounding to the nearest multiple
 PLANNED = "sonicmoe-hf", "sonicmoe_hf", "FSDP2"  # whose peaks these are; others' kernels keep other tensors
 COMPILED = "torch.compile decides what is kept, and fuses the loss; the plan offers no compiled way"
@@ -44,6 +46,7 @@ def of_train_step(name):
         layers, tokens = map(int, row["shape"].split(","))
         settings = row["launch"].split(", ")
         attention = next((words.split()[0] for words in settings if words.endswith(" attention")), None)
+        packed = next((words.split()[0] for words in settings if words.endswith(" experts")), None)
         method = METHODS[row["mode"]]
         training = Training(
             method=method,
@@ -52,7 +55,7 @@ def of_train_step(name):
             liger=settings[0].startswith("Liger"),
             parallel="FSDP2" if "FSDP2" in settings else "one GPU",
             gpus=2 if "2 GPUs" in settings else 1,
-            experts=models.MODELS[row["config"]].packed if method == "qlora" else "bf16",
+            experts=packed or models.MODELS[row["config"]].packed if method == "qlora" else "bf16",
             extra_rows=ROUNDED if "nearest" in row["contender"] else 0,
             attention=attention,
             targets=("q_proj", "v_proj"),
@@ -135,13 +138,13 @@ def of_streaming():
         yield f"streaming.csv {row['config']} {row['shape']} {row['contender']}", row, sizes, training
 
 
-def of_small_batches():
-    for row in rows_of("small_batches.csv"):
+def of_small_batches(name):
+    for row in rows_of(name):
         layers, tokens = map(int, row["shape"].split(","))
         training = Training(method="full", tokens=tokens, checkpointing=False, liger=False)
         if row["launch"] == "eager":  # compiled ones are EXEMPT
             yield (
-                f"small_batches.csv {row['shape']} {row['contender']}",
+                f"{name} {row['config']} {row['shape']} {row['contender']}",
                 row,
                 sizes_of(row["config"], layers),
                 training,
@@ -196,7 +199,7 @@ def measured():
         of_expert_parallel(),
         of_recipes(),
         of_streaming(),
-        of_small_batches(),
+        *map(of_small_batches, SMALL_BATCHES),
     ):
         for label, row, sizes, training in source:
             of_ours = row["contender"].split(",")[0] in PLANNED or row["contender"].endswith("sonicmoe-hf")
@@ -223,9 +226,8 @@ def test_every_file_with_peaks_is_compared():
         "expert_parallel.csv",
         "recipes.csv",
         "streaming.csv",
-        "small_batches.csv",
     }
-    assert with_peaks == {*TRAIN_STEPS, *others}
+    assert with_peaks == {*TRAIN_STEPS, *SMALL_BATCHES, *others}
 
 
 def test_every_recipe_is_planned_or_exempt_with_a_reason():
