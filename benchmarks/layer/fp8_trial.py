@@ -3,10 +3,10 @@
     python -m benchmarks.layer.fp8_trial [--shape T,H,I,E,K ...] [--rounds 15] [--csv FILE]
 
 Contenders take turns: one call at a time, and "hot", a tenth of a second of calls without a pause. What they compute is
-compared in tests/kernels/test_fp8_gpu.py. Forward: FP8's time includes that of x's values and
-scales; those of a come from `up` itself. Both store h and a, and bf16's weights are dense. Backward and layer: of frozen
-FP8 experts, which bf16 expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s,
-and errors against the unrounded product in fp32, those of "errors" with the packed weights' values.
+compared in tests/kernels/test_fp8_gpu.py. Forward: FP8's time includes that of x's values and scales; those of a come
+from `up` itself. Both store h and a, and bf16's weights are dense. Backward and layer: of frozen FP8 experts, which bf16
+expands and FP8 transposes. Random data and routing. Writes fp8_trial.csv: milliseconds, TFLOP/s, and errors against the
+unrounded product in fp32, those of "errors" with the packed weights' values.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def activated(h):
 
 
 def problem(shape, seed=0, skipped=()):
-    """x, gate_up, down and the rows on a GPU; experts in `skipped` have none. Large weights are filled
-    expert by expert."""
+    """x, gate_up, down and the rows on a GPU; experts in `skipped` have none. Large weights are filled expert by
+    expert."""
     T, H, I, E, K = shape
     generator = torch.Generator("cuda").manual_seed(seed)
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, set_seed
 import sonicmoe_hf
 from benchmarks.common.command import Command
 from benchmarks.common.table import Rows
-from sonicmoe_hf.demo.corpus import HELD_OUT_EVERY, blocks, standard_library, train_tokenizer
+from sonicmoe_hf.demo.corpus import blocks, held_out_apart, standard_library, train_tokenizer
 from sonicmoe_hf.demo.model import VOCAB_SIZE, small_config
 
 CONTENDERS = ("bf16", "nf4", "mxfp4")
@@ -74,9 +74,8 @@ def texts_of(files: list[Path] | None) -> tuple[list[str], list[str], str]:
         return *standard_library(), "standard library"
     whole = "".join(file.read_text(encoding="utf-8") for file in files)
     pieces = [whole[first : first + PIECE] for first in range(0, len(whole), PIECE)]
-    texts = [piece for number, piece in enumerate(pieces) if number % HELD_OUT_EVERY]
     name = f"{', '.join(file.name for file in files)} ({hashlib.sha256(whole.encode()).hexdigest()[:12]})"
-    return texts, pieces[::HELD_OUT_EVERY], name
+    return *held_out_apart(pieces), name
 
 
 def start(options, dtype=torch.bfloat16, **sizes):

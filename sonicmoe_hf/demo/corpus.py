@@ -27,8 +27,12 @@ def standard_library(folder: Path | None = None) -> tuple[list[str], list[str]]:
             f"{folder} holds {len(texts)} Python sources; the demo reads the standard library's own text there. "
             "Run it with a Python that ships its sources (python.org, conda, Debian's python3)"
         )
-    held_out = texts[::HELD_OUT_EVERY]
-    return [text for index, text in enumerate(texts) if index % HELD_OUT_EVERY], held_out
+    return held_out_apart(texts)
+
+
+def held_out_apart(texts: list[str]) -> tuple[list[str], list[str]]:
+    """(training texts, held-out texts)."""
+    return [text for index, text in enumerate(texts) if index % HELD_OUT_EVERY], texts[::HELD_OUT_EVERY]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

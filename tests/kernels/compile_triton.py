@@ -337,9 +337,9 @@ def main(target: int, labels, packed, with_others: bool):
 
 
 if __name__ == "__main__":
-    is_whole = sys.argv[1] != "representative"
-    for target in map(int, sys.argv[1 if is_whole else 2 :]):
-        if is_whole:
-            main(target, VARIANTS | SCALED, PACKED, True)
-        else:
+    is_representative = "representative" in sys.argv
+    for target in map(int, sys.argv[1 + is_representative :]):
+        if is_representative:
             main(target, REPRESENTATIVE[target], REPRESENTATIVE_PACKED.get(target, ()), target == 89)
+        else:
+            main(target, VARIANTS | SCALED, PACKED, True)

@@ -30,7 +30,7 @@ def problem(sizes):
 
 
 @pytest.mark.parametrize("rank", [0, 16, 104])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", (*SIZES, (2000, 2048, 384, 8, 4)))
 def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
     """`check` compares, and says why its bounds are what they are; every third expert may have no rows."""
     _, x, gate_up, down, rows = problem(sizes)
@@ -48,7 +48,7 @@ def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
 @pytest.mark.parametrize("rank", [0, 16, 104])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_kernels_of_backward_are_as_near_as_roundings_are(kernels, sizes, rank):
-    """fp8_trial.check_gradients; with adapters, of one size with da' and dx."""
+    """`check_gradients`; with adapters, of one size with da' and dx."""
     shape, x, gate_up, down, rows = problem(sizes)
     P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
     if rank:
