@@ -34,16 +34,6 @@ class Factors(NamedTuple):
         """Those of one expert."""
         return self._replace(a=self.a[number], b=self.b[number])
 
-    def product(self, rows: slice = slice(None), out: torch.Tensor | None = None) -> torch.Tensor:
-        """scale * B A in fp32, as the weight is stored.
-
-        Args:
-            rows: which output features of the weight.
-            out: memory to compute in: fp32, of the shape of scale * B A for a weight that is not transposed.
-        """
-        product = torch.matmul(self.b[..., rows, :].float(), self.a.float(), out=out).mul_(self.scale)
-        return product.transpose(-1, -2) if self.is_transposed else product
-
     def padded(self, rank: int) -> Factors:
         """The same product by factors of a larger rank: zeros beside what is there."""
         more = rank - self.rank
