@@ -18,7 +18,7 @@ from ..layer.experts_module import has_gate, is_experts, weight_names
 from .adapter import EXPERT, Adapter, decoder_name, is_interleaved
 from .factors import Factors, as_alpha, gate_and_up
 from .hub_names import HubNames
-from .peft_form import wrapped
+from .peft_form import rewritten_config, wrapped
 from .rules import PREFIX, endings, is_in_router
 
 ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
@@ -45,7 +45,6 @@ CLASSES = {"vllm": (*VLLM_PER_EXPERT, *VLLM_FUSED), "sglang": SGLANG}
 SGLANG_FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of experts that the hub's checkpoint holds as one weight
 EMBEDDINGS = ("embed_tokens", "lm_head")
-NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")  # target_modules says all
 MERGED = "merge it, and serve the result: sonicmoe-hf merge BASE ADAPTER DST, or PEFT's merge_and_unload"
 
 
@@ -124,20 +123,9 @@ def engine_form(adapter: Adapter, model: PreTrainedModel, engine: str) -> Engine
         if name not in linear and f"{PREFIX}{name}.lora_A.weight" in tensors and EXPERT.match(name)
     ]
     fused = [name for name in pairs if pairs[name].a.dim() == 3 and "{expert}" not in name]
-    config = {
-        **adapter.config,
-        **dict.fromkeys(NOT_NEEDED),
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "target_modules": [
-            *sorted(endings(linear, every, parts=(1, 2))),
-            *sorted(endings(single, every, parts=(1, 3))),
-        ],
-        "target_parameters": sorted(endings(fused, map(hub.parameter, model.state_dict()), parts=(3,))) or None,
-    }
+    target_modules = [*sorted(endings(linear, every, parts=(1, 2))), *sorted(endings(single, every, parts=(1, 3)))]
+    target_parameters = sorted(endings(fused, map(hub.parameter, model.state_dict()), parts=(3,)))
+    config = rewritten_config(adapter.config, rank, alpha, target_modules, target_parameters)
     return EngineAdapter(tensors, config, _hints(engine, rank, is_3d))
 
 

@@ -13,6 +13,8 @@ from .adapter import Adapter
 from .factors import Factors, as_alpha, to_peft
 from .rules import PREFIX, endings
 
+REPLACED_BY_TARGETS = ("exclude_modules", "layers_to_transform", "layers_pattern")
+
 
 def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
     """The tensors of a module whose parameters have these factors: PEFT's wrapper of the first is the innermost."""
@@ -21,6 +23,25 @@ def wrapped(module: str, adapted: list[Factors]) -> dict[str, torch.Tensor]:
         wrapper = f"{PREFIX}{module}.{'base_layer.' * depth}"
         tensors[f"{wrapper}lora_A.weight"], tensors[f"{wrapper}lora_B.weight"] = to_peft(factors)
     return tensors
+
+
+def rewritten_config(
+    config: dict, rank: int, alpha: float, target_modules: list[str], target_parameters: list[str], **patterns: dict
+) -> dict:
+    """An adapter_config.json for other factors of the same adapter: the targets name all that is adapted, and scales are
+    alpha / rank. patterns: rank_pattern and alpha_pattern, for a file whose factors differ."""
+    return {
+        **config,
+        **dict.fromkeys(REPLACED_BY_TARGETS),
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        **patterns,
+        "target_modules": target_modules,
+        "target_parameters": target_parameters or None,
+    }
 
 
 def peft_form(adapter: Adapter, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
@@ -50,17 +71,15 @@ def peft_form(adapter: Adapter, model: nn.Module) -> tuple[dict[str, torch.Tenso
     common = Counter(settings.values()).most_common()
     rank, alpha = next((each for each, _ in common if each == default), common[0][0])
     everything = [name for name, _ in model.named_parameters()] + list(modules)
-    config = {
-        **adapter.config,
-        **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern")),
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": False,
-        "rank_pattern": _pattern({name: own for name, (own, _) in settings.items()}, rank, everything),
-        "alpha_pattern": _pattern({name: own for name, (_, own) in settings.items()}, alpha, everything),
-        "target_modules": sorted(endings(linear, modules, parts=(1, 2))),
-        "target_parameters": sorted(endings(parameters, everything, parts=(3,))),
-    }
+    config = rewritten_config(
+        adapter.config,
+        rank,
+        alpha,
+        sorted(endings(linear, modules, parts=(1, 2))),
+        sorted(endings(parameters, everything, parts=(3,))),
+        rank_pattern=_pattern({name: own for name, (own, _) in settings.items()}, rank, everything),
+        alpha_pattern=_pattern({name: own for name, (_, own) in settings.items()}, alpha, everything),
+    )
     return tensors, config
 
 
