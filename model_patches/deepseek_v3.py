@@ -3,7 +3,7 @@ routers have a forward equal to DeepSeek-V3's, line by line."""
 
 import torch
 
-from .family import Family, Weighting, modeling_module, native_family, only_in_groups
+from .family import Weighting, family, native_family, only_in_groups
 
 
 def _scores(router, logits_TE):
@@ -49,16 +49,5 @@ SAME_ROUTER = (  # model_type, block, router, base class of the models
 )
 FAMILIES = (
     DEEPSEEK_V3,
-    *(
-        Family(
-            name=name,
-            module=modeling_module(name),
-            block=block,
-            router=router,
-            pretrained=pretrained,
-            scores=_scores,
-            weighting=_weighting,
-        )
-        for name, block, router, pretrained in SAME_ROUTER
-    ),
+    *(family(*names, scores=_scores, weighting=_weighting) for names in SAME_ROUTER),
 )

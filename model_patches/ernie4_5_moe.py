@@ -2,7 +2,7 @@
 
 from sonicmoe_hf.errors import UnsupportedModelError
 
-from .family import Family, TokenTypes, Weighting, modeling_module, softmax_family, softmax_scores
+from .family import TokenTypes, Weighting, family, softmax_family, softmax_scores
 
 
 def _weighting(router):
@@ -16,12 +16,11 @@ def _weighting(router):
 
 FAMILIES = (
     softmax_family("ernie4_5_moe", "Ernie4_5_Moe", "Ernie4_5_MoePreTrainedModel", _weighting),
-    Family(
-        name="ernie4_5_vl_moe",
-        module=modeling_module("ernie4_5_vl_moe"),
-        block="Ernie4_5_VLMoeSparseMoeBlock",
-        router="Ernie4_5_VLMoeMoeTopKRouter",
-        pretrained="Ernie4_5_VLMoePreTrainedModel",
+    family(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeSparseMoeBlock",
+        "Ernie4_5_VLMoeMoeTopKRouter",
+        "Ernie4_5_VLMoePreTrainedModel",
         token_types=TokenTypes("moe_mm_token_type_ids", "vision_moe"),
         scores=softmax_scores,
         weighting=_weighting,

@@ -88,19 +88,18 @@ def normalised_weighting(router: nn.Module) -> Weighting:
     return Weighting(normalised=True)
 
 
+def family(name: str, block: str, router: str, pretrained: str, folder: str | None = None, **facts) -> Family:
+    """A family by its classes' names. folder: of transformers.models, where it is not `name`."""
+    module = modeling_module(folder or name)
+    return Family(name=name, module=module, block=block, router=router, pretrained=pretrained, **facts)
+
+
 def softmax_family(
     name: str, prefix: str, pretrained: str, weighting: Callable[[nn.Module], Weighting], folder: str | None = None
 ) -> Family:
     """A family with softmax scores whose block and router are `prefix`SparseMoeBlock and `prefix`TopKRouter."""
-    return Family(
-        name=name,
-        module=modeling_module(folder or name),
-        block=f"{prefix}SparseMoeBlock",
-        router=f"{prefix}TopKRouter",
-        pretrained=pretrained,
-        scores=softmax_scores,
-        weighting=weighting,
-    )
+    block, router = f"{prefix}SparseMoeBlock", f"{prefix}TopKRouter"
+    return family(name, block, router, pretrained, folder, scores=softmax_scores, weighting=weighting)
 
 
 def native_family(name: str, prefix: str, **facts) -> NativeFamily:
