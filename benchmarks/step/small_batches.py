@@ -8,7 +8,8 @@ Models at full width with random weights (models.py), one sequence of T random t
 AdamW and zero_grad. Experts get the rows of a balanced model. Executions: eager; layers, torch.compile of every decoder
 layer; reduce-overhead, torch.compile(model, mode="reduce-overhead"), which records CUDA graphs. Each number of tokens is
 compiled for on its own. Rows: milliseconds of a step, those in which the GPU was busy (a trace of other steps), their
-ratio, peak memory, the first step, the loss, and how many graphs broke or were left uncaptured.
+ratio, those that Python takes to issue a step to an idle GPU, peak memory, the first step, the loss, and how many graphs
+broke or were left uncaptured.
 
 --check compares loss and gradients of both compiled forms with eager ones, and fails where they differ, where a graph
 breaks, or where Inductor does not capture what it compiled. Every measured contender is checked so first, with two layers
@@ -43,6 +44,7 @@ TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 EXECUTIONS = ("eager", "layers", "reduce-overhead")
 WARMUP = 4  # compiling, CUDA graphs' own warm-up, recording them, replaying them
 PROFILED = 3
+HOST_STEPS = 10
 CHECKED_LAYERS, CHECKED_TOKENS = 2, 1024
 # Both are in bf16 with the same routing, and differ in where sums are rounded: 2^-9 at each of some tens of roundings.
 CHECK_TOLERANCE = 0.05
@@ -191,6 +193,17 @@ def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
     return 1e-6 * total / PROFILED
 
 
+def host_milliseconds(call, optimizer, tokens, autocast: bool) -> list[float]:
+    """How long Python takes to issue a step to an idle GPU; longer where more launches wait than CUDA's queue holds."""
+    taken = []
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        one_step(call, optimizer, tokens, autocast)
+        taken.append(1e3 * (time.perf_counter() - began))
+    return taken
+
+
 def measure(model, run: Run, options) -> dict:
     """metric -> values of one run."""
     forget()
@@ -219,6 +232,7 @@ def measure(model, run: Run, options) -> dict:
             values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
             busy = busy_milliseconds(call, optimizer, tokens, autocast)
             values |= {"busy_ms": busy, "ms_over_busy": statistics.median(values["ms"]) / busy}
+            values["host_ms"] = host_milliseconds(call, optimizer, tokens, autocast)
     finally:
         for handle in handles:
             handle.remove()
