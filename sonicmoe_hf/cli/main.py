@@ -32,19 +32,12 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(self, message)
 
 
-class _VersionAction(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-        print(f"sonicmoe-hf {__version__} ({packages})")
-        parser.exit()
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `sonicmoe-hf`."""
     parser = _Parser(prog="sonicmoe-hf", description="SonicMoE for Hugging Face Transformers")
-    parser.add_argument(
-        "--version", action=_VersionAction, nargs=0, default=argparse.SUPPRESS, help="print versions and exit"
-    )
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    version = f"sonicmoe-hf {__version__} ({packages})"
+    parser.add_argument("--version", action="version", version=version, help="print versions and exit")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(subparsers)

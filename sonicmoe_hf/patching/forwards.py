@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -55,12 +56,7 @@ def _is_interface(forward: Callable) -> bool:
 
 def _innermost(experts: nn.Module) -> Callable:
     """The forward that a call of these experts ends in, below the wrappers of accelerate and of `functools.wraps`."""
-    forward = vars(experts).get("forward", type(experts).forward)
-    while not _is_interface(forward):
-        if not hasattr(forward, "__wrapped__"):
-            break
-        forward = forward.__wrapped__
-    return forward
+    return inspect.unwrap(vars(experts).get("forward", type(experts).forward), stop=_is_interface)
 
 
 def _is_ligers(function: Any) -> bool:

@@ -19,17 +19,8 @@ from .around import put_around
 FILE = "rank{rank}-of-{world}.pt"
 
 
-def _of_rank(value: Any) -> Any:
-    """A state dict with this rank's part of every sharded tensor."""
-    if isinstance(value, dict):
-        return {key: _of_rank(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_of_rank(one) for one in value]
-    return local_part(value)
-
-
 def _sharded_as(parameter: Any, value: Any) -> Any:
-    """What `_of_rank` made of a tensor that is sharded as its parameter."""
+    """A tensor that is sharded as its parameter, from this rank's part of it."""
     if not hasattr(parameter, "device_mesh") or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor
@@ -51,8 +42,11 @@ class RankStates(TrainerCallback):
         self.trainer = trainer
 
     def on_save(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        from accelerate.utils import recursively_apply
+
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        states = {"optimizer": _of_rank(optimizer.state_dict()), "lr_scheduler": lr_scheduler.state_dict()}
+        parts = recursively_apply(local_part, optimizer.state_dict())
+        states = {"optimizer": parts, "lr_scheduler": lr_scheduler.state_dict()}
         torch.save(states, folder / _file_of(args))
         save_random_state(self.trainer, str(folder))
 

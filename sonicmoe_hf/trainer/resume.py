@@ -7,7 +7,6 @@ are in memory and warns. PEFT, FSDP and DeepSpeed save and load by the module's 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..patching.support import find_layers
 from ..private.transformers import (
@@ -68,8 +68,7 @@ def checkpoint_files(folder: Path) -> list[str]:
             return [str(folder / name)]
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (folder / name).is_file():
-            weight_map = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"]
-            return [str(folder / shard) for shard in sorted(set(weight_map.values()))]
+            return get_checkpoint_shard_files(folder, folder / name)[0]
     return []
 
 
