@@ -97,7 +97,7 @@ def row_order(experts: nn.Module, name: str) -> str:
 
 def matrix_shape(experts: nn.Module, weight: torch.Tensor) -> tuple[int, int, int]:
     """(E, out, in) of an experts module's weight."""
-    num_experts, *sides = weight.shape
+    num_experts, *sides = whole_shape(weight)
     size_out, size_in = reversed(sides) if is_transposed(experts) else sides
     return num_experts, size_out, size_in
 

@@ -25,6 +25,8 @@ from ..layer.experts_module import (
     has_gate,
     is_experts,
     is_native,
+    is_transposed,
+    matrix_shape,
     num_experts_in,
     weight_names,
     whole_shape,
@@ -178,7 +180,7 @@ def experts_facts(experts: Any) -> ExpertsFacts:
     else:
         activation, interleaved = Activation(_activation_name(experts, is_gated=False)), False
     order = "interleaved" if interleaved else "concatenated"
-    layout = f"transposed_{order}" if getattr(experts, "is_transposed", False) else order
+    layout = f"transposed_{order}" if is_transposed(experts) else order
     return ExpertsFacts(activation, layout, getattr(experts, "has_bias", False))
 
 
@@ -202,9 +204,7 @@ def sizes_of(experts: nn.Module) -> Sizes:
     """E, H, I and biases of experts, whatever their layout."""
     facts = experts_facts(experts)
     _, down = weight_names(experts)
-    num_experts, hidden, intermediate = whole_shape(getattr(experts, down))
-    if facts.layout.startswith("transposed"):
-        hidden, intermediate = intermediate, hidden
+    num_experts, hidden, intermediate = matrix_shape(experts, getattr(experts, down))
     return Sizes(num_experts, hidden, intermediate, facts.has_bias)
 
 

@@ -8,6 +8,7 @@ that state: a hook added or removed has compiled code compiled again.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -95,12 +96,9 @@ class ModelEntryHook:
     Before the first call, and the first under a policy, it also checks that the layers support it: quantizers,
     use_kernels, parallelism and Liger may have changed them since patching. Later and compiled calls check only whether a
     forward of the experts was replaced again.
-
-    parameters: the names of the model's forward's parameters, in order.
     """
 
-    def __init__(self, parameters: list[str]):
-        self.parameters = parameters
+    def __init__(self) -> None:
         self.is_checked = False
         self.checked_policy: TokenRounding | None = None
         self.layers: list[Layer] = []
@@ -111,6 +109,7 @@ class ModelEntryHook:
     def bind(self, state: PatchState, name: str, model: nn.Module) -> None:
         """Take the settings of a model in which `model`, the hook's module, is called `name`."""
         self.state, self.name = state, name
+        self.parameters = list(inspect.signature(type(model).forward).parameters)[1:]  # without self
         self._list_forwards(model)
 
     def _list_forwards(self, model: nn.Module) -> None:

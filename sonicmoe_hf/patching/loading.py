@@ -88,7 +88,8 @@ def from_pretrained(
         check_not_packed(pretrained_model_name_or_path, kwargs)  # now that the hub's files are here
     if any(map(is_fp8_experts, model.modules())):
         raise UnsupportedModelError(f"{pretrained_model_name_or_path} has FP8 experts: {REMEDIES['fp8']}")
-    if not _names_attention(kwargs):
+    named_by_config = getattr(kwargs.get("config"), "_attn_implementation", None)
+    if kwargs.get("attn_implementation") is None and named_by_config is None:
         take_sinks(model)
     if loading is not None:
         loading.finish(model)
@@ -112,8 +113,3 @@ def with_experts_memory(kwargs: dict[str, Any], experts_memory: str | int) -> tu
     if kwargs.get("device_map") is None and torch.cuda.is_available():
         kwargs = {**kwargs, "device_map": {"": torch.cuda.current_device()}}
     return kwargs, LoadingPlacement(experts_memory)
-
-
-def _names_attention(kwargs: dict[str, Any]) -> bool:
-    config = kwargs.get("config")
-    return kwargs.get("attn_implementation") is not None or getattr(config, "_attn_implementation", None) is not None

@@ -8,7 +8,6 @@ model, which note gradients and padding. No forward is rewritten.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -96,11 +95,6 @@ def _state(root: nn.Module) -> PatchState | None:
     return next((entry.state for entry in entries if entry is not None), None)
 
 
-def _parameters(model: nn.Module) -> list[str]:
-    """The names of the parameters of the model's forward."""
-    return list(inspect.signature(type(model).forward).parameters)[1:]
-
-
 def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> None:
     """On every experts module's own config: Transformers' setter asks the source file of the model's class."""
     every: list[Any] = every_experts(root)
@@ -117,10 +111,6 @@ def _use_our_experts(root: PreTrainedModel, save: str, compute: str | None) -> N
     for experts in every:
         set_experts_implementation(experts.config, IMPLEMENTATION)
         known_facts(experts)  # compiled code looks at what is kept, and else at all that it follows from
-
-
-def _fp8_experts(root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in root.named_modules() if is_fp8_experts(module)]
 
 
 def routers(model: nn.Module) -> Iterator[tuple[Family, str, Any]]:
@@ -146,7 +136,7 @@ def _install(root: PreTrainedModel, state: PatchState) -> None:
     for name, module in root.named_modules():
         if isinstance(module, PreTrainedModel) and not every.isdisjoint(module.modules()):
             if installed(module, ModelEntryHook) is None:
-                entry, exit = ModelEntryHook(_parameters(module)), ModelExitHook()
+                entry, exit = ModelEntryHook(), ModelExitHook()
                 note_installed(module, entry, module.register_forward_pre_hook(entry, with_kwargs=True))
                 note_installed(module, exit, module.register_forward_hook(exit, always_call=True))
             installed(module, ModelEntryHook).bind(state, name, module)
@@ -188,7 +178,7 @@ def patch_model(
     check_choice("experts_compute", experts_compute, COMPUTE_CHOICES)
     root = _root(model)
     layers = undo_liger_and_check(root, policy)
-    fp8_experts = _fp8_experts(root)
+    fp8_experts = [(name, module) for name, module in root.named_modules() if is_fp8_experts(module)]
     if fp8_experts:
         take_weights(fp8_experts, root.dtype)
         ignore_packed_in_ddp(root)
@@ -256,7 +246,6 @@ def check_routers_live(
     """Check that every layer of a patched model can do what the policy asks, and that every router has its hook.
 
     remedy: what the error says to do where a layer cannot round tokens.
-
 
     Raises:
         UnsupportedModelError: a layer cannot. ValueError: the model is not patched.

@@ -33,12 +33,6 @@ def _layers(model: nn.Module) -> dict[str, int]:
     return {hook.layer_name: layer.router.num_experts for hook, layer in zip(router_hooks(model), find_layers(model))}
 
 
-def _device_of_routing(model: nn.Module) -> torch.device | None:
-    """Where the first router computes; None where its weight is offloaded, and only its call tells."""
-    weight = next(find_layers(model)).router.weight
-    return None if weight.is_meta else weight.device
-
-
 def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """The indices on the device. From the host's memory to a GPU over pinned memory: otherwise the host waits until the
     GPU has done all that was asked of it before."""
@@ -48,12 +42,16 @@ def _moved(index_LTK: torch.Tensor, device: torch.device | None) -> torch.Tensor
     return index_LTK.to(device=device)
 
 
-def _calls_of(
-    routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor],
-    layers: dict[str, int],
-    device: torch.device | None,
-):
-    """{layer: [indices [T, K]]} for each call, checked, and moved to the device at once."""
+def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
+    """{layer: [indices [T, K], int32 or as given]} for each call of a routing that fits this model, moved to where its
+    first router computes.
+
+    Raises:
+        UnsupportedModelError, ValueError: as `replay_routing`.
+    """
+    layers = _layers(model)
+    weight = next(find_layers(model)).router.weight
+    device = None if weight.is_meta else weight.device  # of an offloaded router only its call tells
     if isinstance(routing, RecordedRouting) and routing.is_from_server:
         routing = routing.tensors()
     if isinstance(routing, RecordedRouting):
@@ -74,15 +72,6 @@ def _calls_of(
                 raise ValueError(f"{name} has {num_experts} experts, but its routing names expert {highest}")
         calls.append({name: [index_TK] for name, index_TK in zip(layers, _moved(index_LTK, device))})
     return calls
-
-
-def checked_calls(model: nn.Module, routing: RecordedRouting | torch.Tensor | Sequence[torch.Tensor]):
-    """{layer: [indices [T, K], int32 or as given]} for each call of a routing that fits this model.
-
-    Raises:
-        UnsupportedModelError, ValueError: as `replay_routing`.
-    """
-    return _calls_of(routing, _layers(model), _device_of_routing(model))
 
 
 @contextlib.contextmanager

@@ -269,7 +269,8 @@ def check_accelerated(model: nn.Module) -> list[LayerSupport]:
 def undo_liger_and_check(
     model: nn.Module, policy: TokenRounding | None, remedy: str = "use routing=None"
 ) -> list[LayerSupport]:
-    """Undo what Liger did to the experts, and check that every layer can do what is asked; see `check_rounding`.
+    """Undo what Liger did to the experts, and check that every layer can be accelerated, and round tokens if the policy
+    says so. remedy: what the error says to do where a layer cannot round.
 
     Raises:
         UnsupportedModelError: one cannot; but for Liger the model is as it was.
@@ -277,12 +278,7 @@ def undo_liger_and_check(
     for module in experts_and_wrappers(model):
         unbind_liger(module)
     layers = check_accelerated(model)
-    check_rounding(layers, policy, remedy)
-    return layers
-
-
-def check_rounding(layers: list[LayerSupport], policy: TokenRounding | None, remedy: str = "use routing=None") -> None:
-    """Raise UnsupportedModelError, with the remedy, where the policy wants token rounding and a layer cannot do it."""
     refused = [layer for layer in layers if not layer.token_rounding]
     if policy is not None and refused:
         raise UnsupportedModelError(f"no token rounding in {refused[0].name}: {refused[0].reason}; {remedy}")
+    return layers

@@ -15,8 +15,7 @@ from ..checkpoints.config_only import build_on_meta
 from ..checkpoints.layouts import NATIVE_PREFIX
 from ..errors import DoctorError
 from ..formats.declared import declared_quantization
-from ..layer.experts_module import weight_names, whole_shape
-from ..patching.experts import experts_facts
+from ..layer.experts_module import matrix_shape, weight_names
 from ..patching.support import LayerSupport, supported_layers, supports
 
 DEQUANTIZED = ("mxfp4", "fp8")  # examples/finetune.py --dequantize
@@ -119,14 +118,15 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
     """
     support = supports(model)
     _check_supported(name, support)
-    layers = list(supported_layers(model, support, "accelerated"))
+    layers = supported_layers(model, support, "accelerated")
     config: Any = model.config.get_text_config()
     try:
         declared = declared_quantization(model.config)
         quantization = None if declared is None else declared.format()
     except ValueError as error:
         raise DoctorError(f"{name}: {error}") from error
-    shapes = [shape for layer in layers for shape in _weights_of(layer.experts)]
+    every_experts = [layer.experts for layer in layers]
+    shapes = [matrix_shape(each, getattr(each, name)) for each in every_experts for name in weight_names(each)]
     num_experts, up, experts_hidden = shapes[0]
     inner = shapes[1][2]
     routers = [layer.router.top_k for layer in layers if layer.router is not None]
@@ -138,7 +138,7 @@ def sizes_of_model(name: str, model: PreTrainedModel) -> ModelSizes:
         raise DoctorError(f"{name}: its config does not say how many heads its attention has (num_attention_heads)")
     mixers, names = _projections(model, MIXERS), {name.rpartition(".")[2] for name, _ in model.named_modules()}
     outputs = [p for p in mixers if p.features_out == config.hidden_size and p.name.startswith("o")]
-    experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    experts = {id(parameter) for each in every_experts for parameter in each.parameters()}
     parameters = list(model.parameters())
     embeddings = {id(parameter): parameter for parameter in _embeddings(model)}
     return ModelSizes(
@@ -195,13 +195,6 @@ def _check_supported(name: str, support: list[LayerSupport]) -> None:
     for layer in support:
         if not layer.accelerated:
             raise DoctorError(f"{name}: sonicmoe_hf does not compute {layer.name}: {layer.reason}")
-
-
-def _weights_of(experts: nn.Module) -> list[tuple[int, int, int]]:
-    """(E, out, in) of both weights."""
-    transposed = experts_facts(experts).layout.startswith("transposed")
-    shapes = [tuple(whole_shape(getattr(experts, weight))) for weight in weight_names(experts)]
-    return [(count, b, a) if transposed else (count, a, b) for count, a, b in shapes]
 
 
 def _embeddings(model: PreTrainedModel):

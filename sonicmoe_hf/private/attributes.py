@@ -6,7 +6,7 @@ HOOKS = "_sonicmoe_hf_hooks"  # what it installed there: (hook, the handle that 
 # experts modules
 SAVE = "_sonicmoe_hf_save"  # what patched experts keep for backward: "preactivation" or "input"
 COMPUTE = "_sonicmoe_hf_compute"  # what patched experts multiply in: None or "fp8"
-KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.KnownFacts)
+KNOWN_FACTS = "_sonicmoe_hf_known_facts"  # (the act_fn that they hold for, patching.experts.known_facts)
 UNPATCHED = "_sonicmoe_hf_unpatched"  # what their config named before patch_model
 FP8_PARAMETERS = "_sonicmoe_hf_fp8_parameters"  # of FP8Experts held as packed weights: what each was, by name
 HAS_FP8_HOOKS = "_sonicmoe_hf_has_fp8_hooks"  # True: their state dicts have the hooks that name these bytes
