@@ -3,8 +3,9 @@
     python compile_triton.py 90 ...                  everything for these targets
     python compile_triton.py representative 90 ...   REPRESENTATIVE: variants by target; for sm_89 also what has none
 
-One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N|instructions N (bytes; `matrix` counts the
-tensor cores' instructions in PTX, `instructions` all of the machine code's but its padding). Run it in a process of its own: where Triton interprets, it cannot compile.
+One line a kernel: target|name|variant|registers N|stack N|shared N|matrix N (bytes; `matrix` counts the tensor cores'
+instructions in PTX), and where everything is compiled |instructions N, all of the machine code's but its padding: reading
+that code takes as long as the compile. Run it in a process of its own: where Triton interprets, it cannot compile.
 """
 
 from __future__ import annotations
@@ -298,48 +299,49 @@ def compile_launch(target, kernel, tensors, numbers, constants, options):
     return triton_compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def report(target, name, variant, compiled):
+def report(target, name, variant, compiled, with_instructions):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        shown = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        wanted = ["-res-usage", *["-sass"] * with_instructions]
+        command = [knobs.nvidia.cuobjdump.path, *wanted, file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (re.search(rf"{key}:(\d+)", shown).group(1) for key in ("REG", "STACK"))
     matrix = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
-    instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)[@A-Z]", shown))
     figures = f"registers {registers}|stack {stack}|shared {compiled.metadata.shared}|matrix {matrix}"
-    print(f"{target}|{name}|{variant}|{figures}|instructions {instructions}", flush=True)
+    if with_instructions:
+        figures += f"|instructions {len(re.findall(r'/[*][0-9a-f]{4,}[*]/ +(?!NOP)[@A-Z]', shown))}"
+    print(f"{target}|{name}|{variant}|{figures}", flush=True)
 
 
-def compile_calls(target, label, calls):
+def compile_calls(target, label, calls, with_instructions):
     for name, call in calls:
         for kernel, *arguments in launches_of(call):
             compiled = compile_launch(target, kernel, *arguments)
             # the product of a function that launches several kernels goes by the function's name
             is_product = kernel.__name__.startswith("gemm_")
-            report(target, name if is_product else f"{name}: {kernel.__name__}", label, compiled)
+            report(target, name if is_product else f"{name}: {kernel.__name__}", label, compiled, with_instructions)
 
 
-def main(target: int, labels, packed, with_others: bool):
+def main(target: int, labels, packed, with_others: bool, with_instructions: bool):
     config.gpu_kind = lambda device: GPU_KINDS[target]
     config.multiplies_fp8 = lambda device: target >= 89
     for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]:
         for kept in vars(module).values():
             getattr(kept, "cache_clear", lambda: None)()
     if with_others:
-        compile_calls(target, "", others())
+        compile_calls(target, "", others(), with_instructions)
     for label, name in product(packed, FORMATS):
-        compile_calls(target, f"{name}, {label}", packed_products(name, *PACKED[label]))
+        compile_calls(target, f"{name}, {label}", packed_products(name, *PACKED[label]), with_instructions)
     for label in labels:
         calls = scaled_products(*SCALED[label]) if label in SCALED else products(VARIANTS[label])
-        compile_calls(target, label, calls)
+        compile_calls(target, label, calls, with_instructions)
 
 
 if __name__ == "__main__":
     is_representative = "representative" in sys.argv
     for target in map(int, sys.argv[1 + is_representative :]):
         if is_representative:
-            main(target, REPRESENTATIVE[target], REPRESENTATIVE_PACKED.get(target, ()), target == 89)
+            main(target, REPRESENTATIVE[target], REPRESENTATIVE_PACKED.get(target, ()), target == 89, False)
         else:
-            main(target, VARIANTS | SCALED, PACKED, True)
+            main(target, VARIANTS | SCALED, PACKED, True, True)
