@@ -24,7 +24,10 @@ import json, os, sys
 print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "stdin": sys.stdin.read(),
                   "pid": os.getpid(), "spec": getattr(__spec__, "name", None)}))
 """
-START = """import sys
+START = f"""import sys, types
+package = types.ModuleType("sonicmoe_hf")  # without its own start, which imports Transformers
+package.__path__ = [{str(ROOT / "sonicmoe_hf")!r}]
+sys.modules["sonicmoe_hf"] = package
 from sonicmoe_hf.autopatch.program import run_program
 from sonicmoe_hf.autopatch.settings import RunSettings
 sys.exit(run_program(sys.argv[1:], RunSettings()))
