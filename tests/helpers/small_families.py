@@ -22,7 +22,7 @@ SIZES = {
     "n_shared_experts": 1, "moe_num_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1,
     "moe_layer_start_index": 1, "num_dense_layers": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mamba_num_heads": 4, "mamba_n_heads": 4, "mamba_head_dim": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_heads": 2, "linear_head_dim": 8, "mamba_num_heads": 4, "mamba_n_heads": 4, "mamba_head_dim": 8,
     "ssm_state_size": 8, "mamba_d_state": 8, "n_groups": 2, "mamba_n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8,
     "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "hidden_size_per_layer_input": 0, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "depth": 1, "num_heads": 4, "out_hidden_size": 32,
@@ -76,6 +76,8 @@ CHANGES = {
     "deepseek_ocr2": {"text_config": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]}},
     "deepseek_v2": {"topk_method": "greedy", "topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "dots3_note": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
     "ernie4_5_vl_moe": {
         "text_config": {
             "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": [16, 12],
