@@ -1,5 +1,6 @@
 """Triton kernels run interpreted where there is no GPU; ../conftest.py imports them so."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -89,6 +90,9 @@ def _interpreted(monkeypatch):
 
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(interpreter, "_patch_builtin", replace_builtins)
+        # it computes every sum of integers again in int64, to assert that none overflowed, and asserts nothing
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op_of(interpreter))
         cast = cast_of(interpreter)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)

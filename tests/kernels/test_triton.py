@@ -78,7 +78,7 @@ def asserting(monkeypatch):
 
     if torch.cuda.is_available():
         pytest.skip("a device-side assertion ends a process's use of the GPU: see test_triton_gpu.py")
-    options = dataclasses.replace(interpreter_builder.options, debug=True, sanitize_overflow=False)
+    options = dataclasses.replace(interpreter_builder.options, debug=True)
     monkeypatch.setattr(interpreter_builder, "options", options)
 
 
