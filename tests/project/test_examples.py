@@ -43,34 +43,6 @@ def small_corpus(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_the_standard_library_is_split_without_overlap_and_in_the_same_way_every_time(monkeypatch):
-    monkeypatch.undo()
-    texts, held_out = corpus.standard_library()
-    assert len(texts) > 10 * len(held_out) > 0
-    assert not set(texts) & set(held_out)
-    assert corpus.standard_library() == (texts, held_out)
-
-
-def test_a_python_without_sources_is_told_so(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    with pytest.raises(FileNotFoundError, match="ships its sources"):
-        corpus.standard_library(tmp_path)
-
-
-def test_the_tokenizer_gives_back_any_text_and_trains_the_same_way_every_time():
-    text = "def naïve():\n\treturn '雪 = snow'\r\n"
-    tokenizer = corpus.train_tokenizer([TEXT, text], 300)
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert corpus.train_tokenizer([TEXT, text], 300).get_vocab() == tokenizer.get_vocab()
-
-
-def test_blocks_are_one_stream_without_padding():
-    tokenizer = corpus.train_tokenizer([TEXT], 300)
-    rows = corpus.blocks([TEXT, TEXT], tokenizer, 8)
-    stream = 2 * [*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id]
-    assert torch.cat([row["input_ids"] for row in rows]).tolist() == stream[: 8 * len(rows)]
-
-
 @pytest.mark.slow
 def test_the_demo_passes_its_own_checks_and_leaves_pictures_numbers_and_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BATCH_SIZE", 4)

@@ -43,15 +43,9 @@ from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.formats import HUB
 from sonicmoe_hf.kernels.quantized import quantize
 
-SIZES = {  # 192 and 144: blocks that are cut off, in both of the experts' products
-    "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2},
-    "deepseek_v3": {
-        "hidden_size": 144,
-        "moe_intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
-    },
-}
+# 192 and 144: blocks that are cut off, in both of the experts' products
+CUT_OFF = {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2}
+SIZES = {"qwen3_moe": CUT_OFF, "deepseek_v3": {**CUT_OFF, "first_k_dense_replace": 1}}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
 BATCH = batch(2, 8)
 
