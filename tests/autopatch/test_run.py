@@ -26,37 +26,51 @@ SHOWN = {
 TRAINING = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.01,
             "report_to": "none", "use_cpu": True, "bf16": False}  # fmt: skip
 ACCELERATE = """
-import json, os, sys
+import json, os, socket, sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM
 
-accelerator = Accelerator(cpu=True)
-set_seed(0)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-if sys.argv[2] == "by hand":
-    import sonicmoe_hf
-    sonicmoe_hf.patch_model(model)
-else:
-    assert "sonicmoe_hf.patching.patch" in sys.modules
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rows = torch.randint(300, (16, 12), generator=torch.Generator().manual_seed(1))
-batches = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)
-model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-model.train()
-losses = []
-for batch in batches:
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
-assert (accelerator.num_processes == 1) == (len(losses[0]) == 1)
-if accelerator.is_main_process:
-    print(json.dumps(losses), flush=True)
-accelerator.end_training()
-os._exit(0)  # gloo's threads sometimes abort as Python ends
+def train():
+    accelerator = Accelerator(cpu=True)
+    set_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    if sys.argv[2] == "by hand":
+        import sonicmoe_hf
+        sonicmoe_hf.patch_model(model)
+    else:
+        assert "sonicmoe_hf.patching.patch" in sys.modules
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.randint(300, (16, 12), generator=torch.Generator().manual_seed(1))
+    batches = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    model.train()
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
+    assert (accelerator.num_processes == 1) == (len(losses[0]) == 1)
+    if accelerator.is_main_process:
+        print(json.dumps(losses), flush=True)
+    accelerator.end_training()
+    os._exit(0)  # gloo's threads sometimes abort as Python ends
+
+if sys.argv[2] == "by hand":  # two ranks first, then this process alone: importing is what takes time
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in "01":
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            train()
+    assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0]
+train()
 """
 BY_HAND = """
 import json, sys
@@ -119,12 +133,14 @@ def last_line(done):
 
 @pytest.fixture(scope="module")
 def losses_by_hand(folder):
-    return last_line(launch(sys.executable, "loop.py", "small-qwen3-moe", "by hand", cwd=folder))
+    """The losses on two gloo ranks, and those of one process."""
+    done = launch(sys.executable, "loop.py", "small-qwen3-moe", "by hand", cwd=folder)
+    return [json.loads(line) for line in done.stdout.strip().splitlines()[-2:]]
 
 
 def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(folder, losses_by_hand):
     run = launch(*RUN, "--", "loop.py", "small-qwen3-moe", "run", cwd=folder)
-    assert last_line(run) == losses_by_hand
+    assert last_line(run) == losses_by_hand[1]
     assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
 
 
@@ -132,15 +148,16 @@ def test_the_same_in_children_of_accelerate_launch(folder, losses_by_hand):
     accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
                   "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
     run = launch(*RUN, "--", "-m", *accelerate, "loop.py", "small-qwen3-moe", "run", cwd=folder)
-    assert last_line(run) == losses_by_hand
+    assert last_line(run) == losses_by_hand[1]
     assert run.stderr.count(PATCHED) == 1
 
 
-def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(folder):
+def test_two_gloo_ranks_that_a_launcher_starts_have_the_losses_of_the_same_run_by_hand_and_one_of_them_reports(
+    folder, losses_by_hand
+):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     run = launch(*torchrun, "-m", "sonicmoe_hf", "run", "--", "loop.py", "small-qwen3-moe", "run", cwd=folder)
-    by_hand = launch(*torchrun, "loop.py", "small-qwen3-moe", "by hand", cwd=folder)
-    assert last_line(run) == last_line(by_hand) and len(last_line(run)[0]) == 2
+    assert last_line(run) == losses_by_hand[0] and len(losses_by_hand[0][0]) == 2
     assert run.stderr.count(PATCHED) == 1
 
 
@@ -174,7 +191,7 @@ def test_trls_sft_prints_what_the_document_shows_and_has_the_losses_of_the_same_
 def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
     options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
     options += ["--dataset_name", trained_by_hand / "pairs", "--model_name_or_path", "small-qwen3-moe"]
-    run = launch(*RUN, "--", "trl", "dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
+    run = launch(*RUN, "--", "-m", "trl.scripts.dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
     assert run.stderr.count(PATCHED) == 1
     assert_same_losses(trained_by_hand, "dpo-run/checkpoint-3", "dpo-by-hand", 3)
 
@@ -192,7 +209,7 @@ def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(
     ]
     options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
     for own, name, targets in (([], "alone", None), (["--adapt-experts", 4], "experts", 2)):
-        run = launch(*RUN, *own, "--", "trl", "sft", *options, "--output_dir", name, cwd=folder)
+        run = launch(*RUN, *own, "--", "-m", "trl.scripts.sft", *options, "--output_dir", name, cwd=folder)
         config = json.loads((folder / name / "adapter_config.json").read_text())
         assert len(config["target_parameters"] or []) == (targets or 0)
         assert ("experts: frozen, with LoRA of rank 4" in run.stderr) == (targets is not None)
