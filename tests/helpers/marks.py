@@ -5,5 +5,14 @@ import pytest
 
 def rest_slow(cases, fast=1):
     """The parameters of a test, of which all but the first `fast` carry the marker `slow`: they show the same on more."""
+    return _rest(cases, fast, pytest.mark.slow)
+
+
+def rest_pinned(cases, everywhere=1):
+    """The same with the marker `pinned`: with other versions the first show what they all do."""
+    return _rest(cases, everywhere, pytest.mark.pinned)
+
+
+def _rest(cases, first, mark):
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=() if index < fast else pytest.mark.slow) for index, case in enumerate(cases)]
+    return [pytest.param(*case, marks=() if index < first else mark) for index, case in enumerate(cases)]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.marks import rest_slow
+from helpers.marks import rest_pinned, rest_slow
 from kernel_helpers import errors
 from moe_problems import by_reference, layer, poisoned, routing_ids, run, stored
 
@@ -40,7 +40,7 @@ def logical_view(tensor, layout):
     return stored(tensor, layout).transpose(1, 2) if LAYOUTS[layout][0] else tensor
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@pytest.mark.parametrize("together", rest_pinned([True, False]), ids=["together", "apart"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", DISPATCHED)
 def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind, together):
@@ -115,7 +115,8 @@ def test_pairs_without_tokens_have_rows_of_no_token(device):
 
 @pytest.mark.parametrize("layout", rest_slow(LAYOUTS, 2))
 @pytest.mark.parametrize(
-    "shape, kind", [("odd", "list"), ("even", "list"), ("all experts", "top_k"), ("one row", "sentinels")]
+    "shape, kind",
+    rest_pinned([("odd", "list"), ("even", "list"), ("all experts", "top_k"), ("one row", "sentinels")], 2),
 )
 def test_every_kernel_agrees_with_the_eager_backend(device, layout, shape, kind):
     T, H, I, E, K = SHAPES[shape]

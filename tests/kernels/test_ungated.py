@@ -4,6 +4,7 @@ what is not finite, are beside the gated ones in test_triton.py and test_special
 
 import pytest
 import torch
+from helpers.marks import rest_pinned
 from kernel_helpers import errors
 from moe_problems import by_reference, layer, poisoned, routing_ids, run, stored, upcast
 
@@ -138,7 +139,7 @@ def test_packed_weights_are_read_as_their_values(device, name, T, rank):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("layout", ORDERS)
+@pytest.mark.parametrize("layout", rest_pinned(ORDERS))
 def test_a_layer_of_packed_weights_is_the_layer_of_their_values(layout, name):
     T, H, I, E, K = 20, 64, 64, 2, 1
     ids, _ = routing_ids(T, E, K, "top_k")
