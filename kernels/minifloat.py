@@ -14,7 +14,7 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
     bounds = (table[:-1] + table[1:]) / 2
     bounds[1::2] = bounds[1::2].nextafter(bounds.new_zeros(()))  # there a tie goes up, to the even code
-    codes = torch.bucketize(values.abs(), bounds, out_int32=True).to(torch.uint8) | torch.signbit(values) << 3
+    codes = torch.bucketize(values.abs(), bounds, out_int32=True).to(torch.uint8) | torch.signbit(values).byte() << 3
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 

@@ -29,7 +29,6 @@ from .hub import local_folder
 from .layouts import layout_groups
 from .packed_config import check_format, quantization_config
 from .plan import TARGETS, Planned
-from .relayout import Relayout
 from .rewriting import ChangedParameters, Rewriting
 from .roundings import LayerRounding
 from .source import Source
@@ -154,7 +153,7 @@ def write_checkpoint(
         len(planned),
         nbytes,
         len(shards),
-        notices + target.rewriting.notices(),
+        notices + target.rewriting.roundings.notices(),
         target.rewriting.roundings.layers(),
     )
 
@@ -188,12 +187,11 @@ def target_of(
         if keeps and changed is None:
             notices = [f"the experts' {quantize} blocks are those of {source.folder}"]
     wanted = None if dtype is None else DTYPES[dtype]
-    rewriting: Rewriting
-    if source.layout == target_layout and quantize is None and changed is None:
-        rewriting = Rewriting(source, source.groups, dtype=wanted)
-    else:
+    groups, format = source.groups, None if quantize is None else PACKED[quantize]
+    if source.layout != target_layout or format is not None:
         groups = layout_groups(source.model, source.family, target_layout, source.blocks)
-        rewriting = Relayout(source, groups, wanted, quantize, changed)
+    experts = {target for target in groups if source.is_experts(target)}
+    rewriting = Rewriting(source, source.groups, groups, changed, wanted, format=format, experts=experts)
     return Target(*layouts, rewriting, _config(source, layout, dtype, packed), notices)
 
 
@@ -210,7 +208,7 @@ def own_target(
     Raises:
         CheckpointError: the format is to be kept of weights that are not quantized, or by this package, for training.
     """
-    rewriting = Rewriting(stored, groups, changed, keeps_format)
+    rewriting = Rewriting(stored, groups, groups, changed, keeps_format=keeps_format)
     if not keeps_format:
         notices, config = _quantization_notices(stored, None), dense_config(stored, stored.config)
         return Target(*layouts, rewriting, config, notices)

@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 )
 
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
 NOT_INVERTED = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, StopIteration, ValueError)
 Tensors = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,7 +57,7 @@ class WeightGroup:
     they are stored as [E, out, in] whatever dense ones are, so nothing transposes them.
     """
 
-    order, is_transposed = "whole", False
+    order = "whole"
 
     def __init__(self, converter: WeightConverter | None, target: str, state: Tensors, config: PreTrainedConfig):
         self._converter, self._config = converter, config
@@ -69,6 +70,7 @@ class WeightGroup:
         each_alone = converter is None or _takes_each_expert_alone(converter.operations)
         is_3d = all(len(shape) == 3 for shape in self._of_targets.values())
         self.num_experts = state[target].shape[0] if each_alone and is_3d else None
+        self.is_transposed = converter is None and is_3d and config.model_type in TRANSPOSED
         self._is_checked = False
 
     def add(self, pattern: str, name: str, shape: tuple[int, ...]) -> None:

@@ -88,7 +88,7 @@ def _experts_weights(source: Source) -> tuple[int, int]:
     """Of the experts' weights, biases left out: (how many values, the bytes that store them)."""
     stored = [name for name, target in source.targets.items() if source.is_experts(target)]
     values = sum(torch.Size(source.groups[source.targets[name]].shapes[name]).numel() for name in stored)
-    return values, sum(source.tensors[part].nbytes for name in stored for part in source.weights[name])
+    return values, sum(source.tensors[part].nbytes for name in stored for part in source.weights[name].parts)
 
 
 def _outlook(source: Source, target: Target) -> str:

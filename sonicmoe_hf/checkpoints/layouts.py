@@ -87,7 +87,6 @@ def layout_groups(
         group.add(name, name, tuple(parameter.transpose(1, 2).shape if turned else parameter.shape))
         if target.endswith(f".experts.{EXPERT_WEIGHTS[0]}"):
             group.order = "concatenated" if layout == "fused" else "interleaved"
-        group.is_transposed = layout == "gpt_oss" and target.endswith(EXPERT_WEIGHTS)
         groups[target] = group
     return groups
 

@@ -5,6 +5,7 @@ Transformers read them. The rest stays dense."""
 from __future__ import annotations
 
 from ..errors import CheckpointError
+from ..formats import Format
 from ..formats.quantizer import ExpertsQuantizationConfig
 from ..kernels.quantized import FP8_BLOCK
 from .source import Source
@@ -17,7 +18,7 @@ def check_format(source: Source, format: str, layout: str) -> None:
     """Raise CheckpointError where the experts of `source` cannot be packed in the format in "native" or "hub" layout."""
     if layout == "hub":
         _check_hub_format(source, format)
-    if source.quantization not in (None, format) and (layout == "hub" or source.packed_format is not None):
+    if source.quantization not in (None, format) and (layout == "hub" or isinstance(source.format, Format)):
         raise CheckpointError(
             f"the experts would be packed as {format}, but are {source.quantization} already, and rounding twice loses "
             "more: keep that format, or convert the bf16 checkpoint"
@@ -52,9 +53,10 @@ def quantization_config(source: Source, format: str, layout: str) -> dict:
         return {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_DENSE}
     dense = {
         source.targets.get(name, name).removesuffix(".weight")
-        for name in source.weights  # layers for multi-token prediction are among them, with experts of their own
+        for name, weight in source.weights.items()
+        # layers for multi-token prediction are among them, with experts of their own
         if name.endswith(".weight")
-        and len(source.shape_of(name)) == 2
+        and len(weight.shape) == 2
         and not source.is_experts(source.targets.get(name, name))
     }
     return {

@@ -50,13 +50,15 @@ def shell(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def made_together(shells: dict[str, torch.Tensor], make: Callable[[], list[torch.Tensor]]) -> Iterator[Planned]:
-    """Tensors that stand for one weight, like `shells` on the meta device: they are asked for one after the other."""
+def made_together(shells: dict[str, torch.Tensor], fill: Callable[[list[torch.Tensor]], None]) -> Iterator[Planned]:
+    """Tensors that stand for one weight, like `shells` on the meta device, which `fill` fills: they are asked for one
+    after the other."""
     made: dict[str, torch.Tensor] = {}
 
     def one(name: str, out: torch.Tensor) -> None:
         if name not in made:
-            made.update(zip(shells, make()))
+            made.update((name, torch.empty_like(shell, device="cpu")) for name, shell in shells.items())
+            fill(list(made.values()))
         out.copy_(made.pop(name))
 
     for name, shell in shells.items():

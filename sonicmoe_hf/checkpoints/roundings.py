@@ -28,9 +28,10 @@ class LayerRounding(NamedTuple):
 
 
 class Roundings:
-    """The sums of a conversion, by weight."""
+    """The sums of a conversion to a format, by weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, format: str):
+        self._format = format
         self._sums: dict[str, list[float]] = {}
 
     def add(self, name: str, before: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
@@ -53,30 +54,30 @@ class Roundings:
             if change
         ]
 
-    def notices(self, format: str) -> list[str]:
+    def notices(self) -> list[str]:
         """What a user should hear, in sentences."""
         layers = self.layers()
         if not layers:
-            return [self._loss(format)] if self._sums else []
+            return [self._loss()] if self._sums else []
         worst = min(layers, key=lambda layer: layer.survived)
         lost = [layer for layer in layers if layer.survived < 0.5]
         ratios = sorted(layer.error / layer.change for layer in layers)
         notices = [
-            f"rounding to {format} is {ratios[0]:.2g} to {ratios[-1]:.2g} times as large as the adapter's change, of "
-            f"which at least {max(0.0, worst.survived):.0%} is left in each layer ({worst.layer} has the least)"
+            f"rounding to {self._format} is {ratios[0]:.2g} to {ratios[-1]:.2g} times as large as the adapter's change, "
+            f"of which at least {max(0.0, worst.survived):.0%} is left in each layer ({worst.layer} has the least)"
         ]
         if lost:
             notices.append(
-                f"warning: rounding to {format} ate more than half of the adapter's change in {len(lost)} of "
+                f"warning: rounding to {self._format} ate more than half of the adapter's change in {len(lost)} of "
                 f"{len(layers)} layers: {REMEDY}"
             )
         return notices
 
-    def _loss(self, format: str) -> str:
+    def _loss(self) -> str:
         """Of weights that nothing changed, of which a part each was added."""
         errors, _, _, squares = map(sum, zip(*self._sums.values()))
         loss = math.sqrt(errors / squares) if squares else 0.0
         return (
-            f"the experts are {format} now, and differ from the weights before by {loss:.1%} (root mean square, over "
-            "the first expert of each weight)"
+            f"the experts are {self._format} now, and differ from the weights before by {loss:.1%} (root mean square, "
+            "over the first expert of each weight)"
         )

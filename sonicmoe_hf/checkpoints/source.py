@@ -10,16 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
-from ..formats import Format
-from ..formats.format import Stored
-from ..formats.fp8 import BLOCK, HubFP8
 from ..model_patches import NativeFamily
 from ..patching.experts import sizes_of
 from ..patching.support import find_layers
 from ..private.transformers import ignored_on_load, strictly_fp32_modules
 from .config_only import build_from_config
 from .configs import family_of, hub_config
-from .converters import Shapes
 from .files import CONFIG_FILE
 from .layouts import EXPERT_WEIGHTS, detect_layout, layout_groups
 from .stored import StoredWeights
@@ -85,11 +81,6 @@ class Source(StoredWeights):
         block, _, name = target.rpartition(".experts.")
         return block in self.blocks and name in EXPERT_WEIGHTS
 
-    def has_blocks_of(self, name: str, format: Format) -> bool:
-        """Whether a weight of experts is stored in the blocks of this format."""
-        has_own_size = isinstance(self.hub_format, HubFP8) and self.hub_format.block != BLOCK
-        return self.is_quantized(name) and self.quantization == format.name and not has_own_size
-
     def _check_names_and_shapes(self, ignored: list[str]) -> None:
         shapes = {name: shape for group in self.groups.values() for name, shape in group.shapes.items()}
         missing = sorted(set(shapes) - set(self.weights) - self._tied_to_stored())
@@ -99,25 +90,15 @@ class Source(StoredWeights):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise CheckpointError(f"{self.folder}: {names[0]}{more} {what} in a {self.family.name} model")
-        if self.format is not None and not any(map(self.is_quantized, self.weights)):
+        if self.format is not None and not any(weight.format for weight in self.weights.values()):
             raise CheckpointError(f"{self.folder} is declared to be in {self.format.name.upper()}, but no weight is")
-        for weight, parts in self.weights.items():
-            if not self.is_packed(weight):
-                self._check_part(weight, self.shape_of(weight), shapes.get(weight, self.shape_of(weight)))
-            dtype = self.tensors[parts[0]].dtype
-            if len(parts) > 1:
-                for part, (shape, dtypes) in self._parts(weight, shapes).items():
-                    self._check_part(part, self.tensors[part].shape or (1,), shape or (1,), dtypes)
-            elif not (self.is_unused(weight) or (dtype.is_floating_point and dtype.itemsize >= 2)):
-                raise CheckpointError(f"{self.folder}: {weight} has dtype {dtype}; weights are floats")
-
-    def _parts(self, weight: str, shapes: Shapes) -> Stored:
-        """Of the tensors that store a quantized weight, the shapes and dtypes."""
-        if self.packed_format is not None and weight in shapes:
-            experts, *sizes = shapes[weight]
-            shape = (experts, *reversed(sizes)) if self.is_transposed else (experts, *sizes)
-            return self.packed_format.stored(weight, shape, self.groups[self.targets[weight]].order)
-        return {} if self.hub_format is None else self.hub_format.stored(weight, self.shape_of(weight))
+        for name, weight in self.weights.items():
+            order = self.groups[self.targets[name]].order if name in shapes else "whole"
+            for part, (shape, dtypes) in weight.stored_as(shapes.get(name, weight.shape), order).items():
+                self._check_part(part, self.tensors[part].shape or (1,), shape or (1,), dtypes)
+            is_float = weight.dtype.is_floating_point and weight.dtype.itemsize >= 2
+            if not (weight.format or self.is_unused(name) or is_float):
+                raise CheckpointError(f"{self.folder}: {name} has dtype {weight.dtype}; weights are floats")
 
     def _check_part(
         self, name: str, found: tuple[int, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()

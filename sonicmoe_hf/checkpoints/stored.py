@@ -10,14 +10,135 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError
 from ..formats import PACKED, Format, HubFormat
-from ..formats.grid import Grid
-from ..formats.mxfp4 import mxfp4_grid
-from ..kernels.quantized import Quantized, dequantize_expert, weight_shape
+from ..formats.format import Stored
+from ..kernels.quantized import Quantized, dequantize, dequantize_expert, weight_shape
 from .configs import quantization_of
+from .converters import TRANSPOSED
 from .files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, opened, read_headers, read_json, refuse_model_beside_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TRANSPOSED = ("gpt_oss",)  # families whose dense experts are [E, in, out], and packed ones [E, out, in]
+
+
+class Weight:
+    """A weight of a checkpoint: one tensor of its files.
+
+    Attributes:
+        name: the weight's. parts: names of the tensors that hold it, its scales behind it. format: a Format or HubFormat
+            of quantized weights, None of others.
+    """
+
+    def __init__(self, stored: StoredWeights, name: str, format: Any = None):
+        self._stored, self.name, self.format = stored, name, format
+        self.parts = [name] if format is None else format.names(name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it has once it is read."""
+        return self._stored.tensors[self.name].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What it has once it is read."""
+        return self._stored.tensors[self.name].shape
+
+    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+        """By name of its parts, the shapes and dtypes that they must have where the weight is of this shape, and its rows
+        in an order of ORDERS. Any dtype will do where none is said."""
+        return {self.name: (shape, ())}
+
+    def raw(self, expert: int | None = None) -> list[torch.Tensor]:
+        """Its parts, or one expert's [1, ...] of them, in the file's mapped memory."""
+        return [self._stored.raw(part, expert) for part in self.parts]
+
+    def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight, or one expert's [1, ...] of one that holds all; it owns its memory.
+
+        dtype: of what a quantized weight becomes; None is its `dtype`.
+        """
+        return self.raw(expert)[0].clone()
+
+    def rows(self, expert: int | None) -> list[torch.Tensor]:
+        """What stores it in our layout, each tensor as [rows, ...], or one expert's [1, rows, ...] of one that holds
+        all."""
+        return self.raw(expert)
+
+
+class PackedExperts(Weight):
+    """The weight of all experts, packed [E, out, in] under their parameter's name: here, or as gpt-oss has it."""
+
+    def __init__(self, stored: StoredWeights, name: str, format: Format):
+        super().__init__(stored, name, format)
+        self._is_transposed = stored.config.get("model_type") in TRANSPOSED
+
+    def _turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A dense weight's shape from the packed one's, and back."""
+        return (shape[0], *shape[:0:-1]) if self._is_transposed else shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Weight."""
+        return self._stored.dense_dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Weight."""
+        shapes = (self._stored.tensors[part].shape for part in self.parts)
+        stored = Quantized(*(torch.empty(shape, device="meta") for shape in shapes))
+        return self._turned(weight_shape(stored, self.format.name))
+
+    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+        """See Weight."""
+        return self.format.stored(self.name, self._turned(shape), order)
+
+    def _packed(self, expert: int | None) -> Quantized:
+        packed = Quantized(*self.raw(expert))
+        try:
+            self.format.check(self.name, packed)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        return packed
+
+    def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See Weight."""
+        dtype, name = dtype or self.dtype, self.format.name
+        if expert is not None and self.format.is_whole:
+            weight = dequantize_expert(self._packed(None), name, dtype, expert)[None]
+        else:
+            weight = dequantize(self._packed(expert), name, dtype)
+        return weight.transpose(1, 2) if self._is_transposed else weight
+
+    def rows(self, expert: int | None) -> list[torch.Tensor]:
+        """See Weight."""
+        return self.format.rows(self._packed(expert))
+
+
+class HubMatrix(Weight):
+    """A matrix [out, in] in a format of the hub: an expert's projection, or a linear layer's weight."""
+
+    dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See Weight."""
+        return self.format.dense_shape(super().shape)
+
+    def stored_as(self, shape: tuple[int, ...], order: str) -> Stored:
+        """See Weight."""
+        return self.format.stored(self.name, shape)
+
+    def read(self, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See Weight."""
+        return self.format.dense(*self.raw()).to(dtype or self.dtype)
+
+    def rows(self, expert: int | None) -> list[torch.Tensor]:
+        """See Weight."""
+        rows, format = self.format.pack(*self.raw()), PACKED[self.format.name]
+        for part, tensor in zip(format.parts, rows):
+            if not format.is_sound(part, tensor):
+                raise CheckpointError(
+                    f"{self.name} has NaN or infinite values in its {part}: the checkpoint is damaged"
+                )
+        return [part for part in rows if part is not None]
 
 
 class StoredWeights:
@@ -26,9 +147,9 @@ class StoredWeights:
     Attributes:
         folder, config: where it is, and its config.json. tensors: every tensor's header.
         declared: what its config declares of its quantization; None where it is not quantized.
-        packed_format: of experts stored [E, ...] under their parameter's name. hub_format: how weights are stored each
-            for itself, in every linear layer. Both are None where nothing is quantized.
-        weights: by name of a weight, the names of the tensors that hold it, its scales behind it.
+        format: of experts stored [E, ...] under their parameter's name, or how weights are stored each for itself, in
+            every linear layer; None where nothing is quantized.
+        weights: by name.
         keep_fp32: modules of the model that are never cast, where it is known.
     Raises:
         CheckpointError: a file is missing, damaged or contradicts another, or a quantized weight is not as declared.
@@ -47,19 +168,12 @@ class StoredWeights:
             )
         self.declared = quantization_of(self.config, folder)
         try:
-            self.packed_format = None if self.declared is None else self.declared.packed()
-            self.hub_format = None if self.declared is None else self.declared.hub()
+            self.format = None if self.declared is None else self.declared.stored()
         except CheckpointError as error:
             raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
         self.tensors = read_headers(folder)
-        self.weights = self._names_by_weight()
+        self.weights = self._by_name()
         self._open: tuple[str, Any] | None = None
-        self._last_packed: tuple[tuple[str, int | None], Quantized] | None = None
-
-    @property
-    def format(self) -> Format | HubFormat | None:
-        """What quantized weights are stored in; None where there are none."""
-        return self.packed_format or self.hub_format
 
     @property
     def quantization(self) -> str | None:
@@ -71,67 +185,33 @@ class StoredWeights:
         """Whether quantize_experts or conversion packed the experts."""
         return self.declared is not None and self.declared.is_packed_here
 
-    def _names_by_weight(self) -> dict[str, list[str]]:
-        by_weight: dict[str, list[str]] = {}
+    def _by_name(self) -> dict[str, Weight]:
+        kind: type[Weight] = HubMatrix if isinstance(self.format, HubFormat) else PackedExperts
+        weights: dict[str, Weight] = {}
         beside: set[str] = set()
         for name, header in self.tensors.items():
             weight = None if self.format is None else self.format.weight_of(name, header.dtype)
-            if weight is None and header.dtype == torch.float8_e4m3fn and self.hub_format is None:
+            if weight is None and header.dtype == torch.float8_e4m3fn and kind is not HubMatrix:
                 raise CheckpointError(
                     f"{name} is float8, but config.json declares no fp8 quantization; add quantization_config as the "
                     "original has it"
                 )
-            stored = [name] if self.format is None or weight is None else self.format.names(weight)
-            if missing := [each for each in stored if each not in self.tensors]:
+            found = Weight(self, name) if weight is None else kind(self, weight, self.format)
+            if missing := [part for part in found.parts if part not in self.tensors]:
                 raise CheckpointError(f"{self.folder}: {missing[0]} is missing, a part of a quantized weight")
-            by_weight[weight or name] = stored
-            beside.update(stored[1:])
-        return {weight: stored for weight, stored in by_weight.items() if weight not in beside}
+            weights[found.name] = found
+            beside.update(found.parts[1:])
+        return {name: weight for name, weight in weights.items() if name not in beside}
 
     def is_unused(self, name: str) -> bool:
         """Whether the tensor is for inference in the format alone."""
-        return self.hub_format is not None and name.endswith(self.hub_format.unused)
-
-    def is_packed(self, name: str) -> bool:
-        """Whether the experts' weight `name` is stored as packed weights are."""
-        return self.packed_format is not None and self.is_quantized(name)
-
-    def is_quantized(self, name: str) -> bool:
-        """Whether the weight has scales."""
-        return len(self.weights.get(name, ())) > 1
-
-    def grid(self, name: str) -> Grid:
-        """The values that a quantized weight can have, or one expert's of a packed one."""
-        if self.hub_format is None:
-            return mxfp4_grid()
-        return self.hub_format.grid(*map(self.raw, self.weights[name][1:]))
+        return isinstance(self.format, HubFormat) and name.endswith(self.format.unused)
 
     @property
     def dense_dtype(self) -> torch.dtype:
         """What quantized weights become: bf16; of experts that were packed here, the dtype that the model computes in."""
         declared = self.config.get("dtype") or self.config.get("torch_dtype") if self.packed_here else None
         return DTYPES.get(declared, torch.bfloat16) if isinstance(declared, str) else torch.bfloat16
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a weight once it is read."""
-        if self.is_packed(name):
-            return self.dense_dtype
-        return torch.bfloat16 if self.is_quantized(name) else self.tensors[name].dtype
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight once it is read."""
-        if self.packed_format is not None and self.is_packed(name):
-            shapes = (self.tensors[part].shape for part in self.packed_format.names(name))
-            stored = Quantized(*(torch.empty(shape, device="meta") for shape in shapes))
-            num_experts, size_out, size_in = weight_shape(stored, self.packed_format.name)
-            return (num_experts, size_in, size_out) if self.is_transposed else (num_experts, size_out, size_in)
-        shape = self.tensors[name].shape
-        return self.hub_format.dense_shape(shape) if self.hub_format is not None and self.is_quantized(name) else shape
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether experts that are packed [E, out, in] are [E, in, out] once they are read."""
-        return self.config.get("model_type") in TRANSPOSED
 
     def _handle(self, name: str):
         """The open file that has the tensor. One file is open at a time: its mapped pages count as memory."""
@@ -151,55 +231,6 @@ class StoredWeights:
             raise CheckpointError(
                 f"{self.folder / self.tensors[name].file}: {name} cannot be read: {error}"
             ) from error
-
-    def stored(self, name: str) -> torch.Tensor:
-        """A whole tensor as it is stored; it owns its memory."""
-        return self.raw(name).clone()
-
-    def read(self, name: str, expert: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A weight, or one expert's [1, ...] of one that holds all; it owns its memory.
-
-        dtype: of what a quantized weight becomes; None is `dtype_of`.
-        """
-        dtype = dtype or self.dtype_of(name)
-        if self.is_packed(name):
-            experts = range(self.shape_of(name)[0]) if expert is None else [expert]
-            weight = torch.stack([self._dense_expert(name, each, dtype) for each in experts])
-            return weight.transpose(1, 2) if self.is_transposed else weight
-        if self.hub_format is not None and self.is_quantized(name):
-            return self.hub_format.dense(*map(self.raw, self.weights[name])).to(dtype)
-        return self.raw(name, expert).clone()
-
-    def _dense_expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        packed, place = self._packed(name, expert)
-        return dequantize_expert(packed, str(self.quantization), dtype, place)
-
-    def _packed(self, name: str, expert: int) -> tuple[Quantized, int]:
-        """What is stored of a packed weight, and the expert's place in it. NF4: of all experts, since its scales have
-        scales that cross experts; else of this expert alone. The last one is kept."""
-        assert self.packed_format is not None
-        own = None if self.packed_format.name == "nf4" else expert
-        if self._last_packed is None or self._last_packed[0] != (name, own):
-            self._last_packed = None
-            packed = Quantized(*(self.raw(part, own).clone() for part in self.packed_format.names(name)))
-            try:
-                self.packed_format.check(name, packed)
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-            self._last_packed = (name, own), packed
-        return self._last_packed[1], expert if own is None else 0
-
-    def packed_rows(self, name: str, expert: int | None) -> list[torch.Tensor]:
-        """What stores a quantized weight, each as [rows, ...]; one expert's [1, rows, ...] of one that holds all."""
-        if self.packed_format is not None and self.is_packed(name):
-            return self.packed_format.rows(self._packed(name, expert or 0)[0])
-        assert self.hub_format is not None
-        format = PACKED[self.hub_format.name]
-        rows = [part for part in self.hub_format.pack(*map(self.stored, self.weights[name])) if part is not None]
-        for part, tensor in zip(format.parts, rows):
-            if not format.is_sound(part, tensor):
-                raise CheckpointError(f"{name} has NaN or infinite values in its {part}: the checkpoint is damaged")
-        return rows
 
     def close(self) -> None:
         """Close the file that is open."""

@@ -62,16 +62,15 @@ class Declared(NamedTuple):
             return f"compressed-tensors, {_scheme(self.entries.get('config_groups') or {})}"
         return self.method
 
-    def packed(self) -> Format | None:
-        """Of experts stored [E, ...] under their parameter's name: packed here, or gpt-oss's; None of others."""
-        return PACKED[self.format()] if self.is_packed_here or self.method == "mxfp4" else None
-
-    def hub(self) -> HubFormat | None:
-        """How every expert's projections, and linear layers, are stored each for itself; None of other checkpoints.
+    def stored(self) -> Format | HubFormat | None:
+        """How experts are stored [E, ...] under their parameter's name, packed here or gpt-oss's; or every expert's
+        projections, and linear layers, each for itself; None of other checkpoints.
 
         Raises:
             CheckpointError: it is another kind of ModelOpt's; FP8 whose blocks are no sizes, or with experts in FP4.
         """
+        if self.is_packed_here or self.method == "mxfp4":
+            return PACKED[self.format()]
         if self.method == MODELOPT:
             self.check_nvfp4()
             return HUB["nvfp4"]

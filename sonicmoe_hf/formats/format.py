@@ -40,7 +40,7 @@ class Format:
     name: in kernels.quantized.FORMATS. parts: what follows a parameter's name in those of the tensors that store it, in
     the order of Quantized. values: what bytes of a part stand for, where they are floats. loss: percent of normally
     distributed weights that rounding changes (root mean squares of error and weight). element_size: bytes a weight that
-    device_map counts with, somewhat more than is stored.
+    device_map counts with, somewhat more than is stored. is_whole: whether what is stored ties experts together.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Format:
     values: ClassVar[dict[str, torch.dtype]] = {}
     loss: int
     element_size = 0.6  # 4.13, 4.25 and 4.5 bits
+    is_whole, has_our_blocks = False, True
 
     def names(self, weight: str) -> list[str]:
         """The names of the tensors that store the parameter `weight`."""
@@ -104,6 +105,10 @@ class Format:
         rows of a dense weight moves these."""
         return [part for part in packed if part is not None]
 
+    def is_that_of(self, format: Format | HubFormat | None) -> bool:
+        """Whether what is stored in `format` has the blocks of this one."""
+        return format is not None and format.name == self.name and format.has_our_blocks
+
     # A rank's part of the experts: whatever belongs to one expert alone goes along with it.
 
     def check_share(self, experts: slice, values_per_expert: int) -> None:
@@ -135,6 +140,7 @@ class HubFormat:
     dtype: torch.dtype
     scales: tuple[str, ...]
     unused: tuple[str, ...] = ()
+    has_our_blocks = True
 
     def names(self, weight: str) -> list[str]:
         """The names of the tensors that store `weight`."""

@@ -36,7 +36,7 @@ class HubFP8(HubFormat):
     name, dtype, scales = "fp8", torch.float8_e4m3fn, ("_scale_inv",)
 
     def __init__(self, block: tuple[int, int] = BLOCK, has_powers: bool = False):
-        self.block, self.has_powers = block, has_powers
+        self.block, self.has_powers, self.has_our_blocks = block, has_powers, block == BLOCK
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """See HubFormat. The last blocks are cut off."""

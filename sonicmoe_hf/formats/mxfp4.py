@@ -22,18 +22,17 @@ class MXFP4(Format):
     name, parts, loss = "mxfp4", ("blocks", "scales"), 12
     values: ClassVar = {"scales": torch.float8_e8m0fnu}
 
+    def grid(self, *scales: torch.Tensor) -> Grid:
+        """Of one expert: codes [rows, columns / 32, 16], scales [rows, columns / 32]."""
 
-def mxfp4_grid() -> Grid:
-    """Of one expert: codes [rows, columns / 32, 16], scales [rows, columns / 32]."""
+        def fresh(largest: torch.Tensor) -> torch.Tensor:
+            exponent = ceiled_exponent(largest / E2M1_MAX).clamp(-POWER_BIAS, POWER_BIAS)
+            return torch.where(largest > 0, exponent + POWER_BIAS, 0).to(torch.uint8)
 
-    def fresh(largest: torch.Tensor) -> torch.Tensor:
-        exponent = ceiled_exponent(largest / E2M1_MAX).clamp(-POWER_BIAS, POWER_BIAS)
-        return torch.where(largest > 0, exponent + POWER_BIAS, 0).to(torch.uint8)
+        def codes(scaled: torch.Tensor) -> torch.Tensor:
+            return to_e2m1(scaled).unflatten(-1, (-1, BLOCK // 2))
 
-    def codes(scaled: torch.Tensor) -> torch.Tensor:
-        return to_e2m1(scaled).unflatten(-1, (-1, BLOCK // 2))
-
-    return Grid(1, BLOCK, fresh, powers_of_two, codes, lambda codes: from_e2m1(codes.flatten(-2)))
+        return Grid(1, BLOCK, fresh, powers_of_two, codes, lambda codes: from_e2m1(codes.flatten(-2)))
 
 
 class HubFP4(HubFP8):

@@ -16,7 +16,7 @@ BLOCK = FORMATS["nf4"]
 class NF4(Format):
     """Experts, whose state belongs to the whole weight."""
 
-    name, parts, loss = "nf4", ("codes", "absmax", "state"), 9
+    name, parts, loss, is_whole = "nf4", ("codes", "absmax", "state"), 9, True
 
     def check(self, name: str, packed: Quantized, first: int = 0) -> None:
         """See Format; ValueError also where the code book is not NF4's, which the kernels know."""

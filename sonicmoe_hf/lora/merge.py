@@ -91,7 +91,7 @@ def _target(stored: StoredWeights, adapter: Path, layout: str | None, quantize: 
         merged = Merged(source, source.model, adapter, source.groups)
         return target_of(source, layout or ("hub" if quantize else own), quantize=quantize, changed=merged)
     model = build_on_meta(str(stored.folder))
-    shapes = {name: stored.shape_of(name) for name in stored.weights}
+    shapes = {name: weight.shape for name, weight in stored.weights.items()}
     groups = {target: group for group in weight_groups(model, shapes) for target in group.targets}
     return own_target(stored, groups, Merged(stored, model, adapter, groups), (family, own, own), keeps)
 
@@ -123,9 +123,9 @@ class Merged:
     def _is_the_bases(self, name: str) -> bool:
         """Whether the adapter's whole weight is the base's own, which PEFT saves beside adapters of embeddings."""
         first, *others = self._groups[name].shapes
-        if others or self._stored.is_quantized(first):
+        if others or self._stored.weights[first].format is not None:
             return False
-        weight, replacement = self._stored.read(first), self._adapter.replaced[name]
+        weight, replacement = self._stored.weights[first].read(), self._adapter.replaced[name]
         return weight.shape == replacement.shape and torch.equal(replacement.to(weight.dtype), weight)
 
     def _check(self, model: PreTrainedModel) -> None:
@@ -150,7 +150,7 @@ class Merged:
             CheckpointError: it is not finite in the dtype of the base.
         """
         changed = self._with_adapter(parameter, values, expert)
-        dtype = self._stored.dtype_of(next(iter(self._groups[parameter].shapes)))
+        dtype = self._stored.weights[next(iter(self._groups[parameter].shapes))].dtype
         if not finite_bounds(changed, dtype):
             raise CheckpointError(
                 f"{parameter} with the adapter added has NaN or infinite values in {dtype}; look for them in the adapter "

@@ -25,9 +25,8 @@ from safetensors.torch import save_file
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
 from sonicmoe_hf.cli.main import main
-from sonicmoe_hf.formats import HUB
+from sonicmoe_hf.formats import HUB, PACKED
 from sonicmoe_hf.formats.fp8 import HubFP8
-from sonicmoe_hf.formats.mxfp4 import mxfp4_grid
 from sonicmoe_hf.kernels.quantized import dequantize, quantize
 
 BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
@@ -182,7 +181,7 @@ def test_powers_of_two_stay_powers_of_two():
 def test_of_powers_of_two_the_smallest_that_holds_a_blocks_largest_value_is_taken():
     """1 holds 448 of E4M3 and 6 of E2M1; half of it half as much, and of more it takes 2."""
     held = torch.tensor([1.0, 0.5, 1.001, 0.999])
-    for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (mxfp4_grid(), 6)):
+    for grid, largest in ((HubFP8(BLOCK).grid(held.to(torch.uint8)), 448), (PACKED["mxfp4"].grid(), 6)):
         assert grid.fresh(held * largest).tolist() == [127, 126, 128, 127]
     powers = HubFP8(BLOCK, has_powers=True).grid(held).fresh(held * 448)
     assert powers.tolist() == [1.0, 0.5, 2.0, 1.0]
@@ -193,7 +192,7 @@ def test_four_bits_are_rounded_at_least_as_well_as_anew(format):
     weight = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 3, 32:] = 0.0  # NVFP4's scale of these is zero
     packed = quantize(weight, format)
-    grid = mxfp4_grid() if format == "mxfp4" else HUB["nvfp4"].grid(packed.scales, packed.state)
+    grid = PACKED["mxfp4"].grid() if format == "mxfp4" else HUB["nvfp4"].grid(packed.scales, packed.state)
     scales = packed.scales[0] if format == "mxfp4" else packed.scales[0].view(torch.float8_e4m3fn)
     values = dequantize(packed, format, torch.float32)[0]
     same = grid.round(values, scales)
