@@ -35,6 +35,7 @@ def starts_of(position_ids: torch.Tensor, batch_size: int) -> torch.Tensor | Non
     last, state = _last, (position_ids._version, batch_size)
     if last is not None and last.position_ids() is position_ids and last.state == state:
         return last.starts
-    starts = sequence_starts(begins_of(position_ids, batch_size))
+    with torch.inference_mode(False):  # a later step may save them for its backward
+        starts = sequence_starts(begins_of(position_ids, batch_size))
     _last = _Answer(weakref.ref(position_ids), state, starts)
     return starts

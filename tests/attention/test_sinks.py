@@ -290,6 +290,13 @@ def test_positions_that_changed_in_place_or_are_of_another_batch_are_looked_at_a
     assert starts_of(positions, 2).tolist() == [0, 1, 5, 6, 10]
 
 
+def test_positions_read_under_inference_mode_serve_a_later_backward():
+    values = torch.tensor([[0, 1, 2, 0, 1]])
+    with torch.inference_mode():
+        starts_of(values, 1)
+    assert not starts_of(values, 1).is_inference()
+
+
 class ChoosesKeys(Attention):
     class config:
         model_type = "deepseek_v4"
