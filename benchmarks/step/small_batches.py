@@ -8,8 +8,11 @@ Models at full width with random weights (models.py), one sequence of T random t
 AdamW and zero_grad. Experts get the rows of a balanced model. Executions: eager; layers, torch.compile of every decoder
 layer; reduce-overhead, torch.compile(model, mode="reduce-overhead"), which records CUDA graphs. Each number of tokens is
 compiled for on its own. Rows: milliseconds of a step, those in which the GPU was busy (a trace of other steps), their
-ratio, those that Python takes to issue a step to an idle GPU, peak memory, the first step, the loss, and how many graphs
-broke or were left uncaptured.
+ratio, peak memory, the first step, the loss, and how many graphs broke or were left uncaptured.
+
+--in-turn has the contenders in memory together and takes a step of each in turn, on an idle GPU, because a host's speed
+varies by more than they differ. Rows: milliseconds of a step, and those after which Python has issued it, which are more
+than Python takes where over 1,024 launches wait: take few layers.
 
 --check compares loss and gradients of both compiled forms with eager ones, and fails where they differ, where a graph
 breaks, or where Inductor does not capture what it compiled. Every measured contender is checked so first, with two layers
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -44,7 +48,6 @@ TOKENS = (64, 256, 512, 1024, 2048, 4096, 8192)
 EXECUTIONS = ("eager", "layers", "reduce-overhead")
 WARMUP = 4  # compiling, CUDA graphs' own warm-up, recording them, replaying them
 PROFILED = 3
-HOST_STEPS = 10
 CHECKED_LAYERS, CHECKED_TOKENS = 2, 1024
 # Both are in bf16 with the same routing, and differ in where sums are rounded: 2^-9 at each of some tens of roundings.
 CHECK_TOLERANCE = 0.05
@@ -193,17 +196,6 @@ def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
     return 1e-6 * total / PROFILED
 
 
-def host_milliseconds(call, optimizer, tokens, autocast: bool) -> list[float]:
-    """How long Python takes to issue a step to an idle GPU; longer where more launches wait than CUDA's queue holds."""
-    taken = []
-    for _ in range(HOST_STEPS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        one_step(call, optimizer, tokens, autocast)
-        taken.append(1e3 * (time.perf_counter() - began))
-    return taken
-
-
 def measure(model, run: Run, options) -> dict:
     """metric -> values of one run."""
     forget()
@@ -232,12 +224,62 @@ def measure(model, run: Run, options) -> dict:
             values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
             busy = busy_milliseconds(call, optimizer, tokens, autocast)
             values |= {"busy_ms": busy, "ms_over_busy": statistics.median(values["ms"]) / busy}
-            values["host_ms"] = host_milliseconds(call, optimizer, tokens, autocast)
     finally:
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
     return values
+
+
+def measure_in_turn(built: dict, run: Run, options) -> dict[str, dict]:
+    """contender -> metric -> values of `run`; built: contender -> model."""
+    forget()
+    autocast, handles, steps = run.mode != "full", [], {}
+    taken: dict[str, dict[str, list[float]]] = {name: {"ms": [], "issue_ms": []} for name in built}
+    try:
+        for name, model in built.items():
+            tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+            handles += steer(model, models.SpreadLoad(), tokens)
+            call = masked(compiled(model, run.execution), run, tokens)
+            steps[name] = partial(one_step, call, optimizer_of(model), tokens, autocast)
+            for _ in range(WARMUP):
+                steps[name]()
+        names = list(built)
+        for number in range(options.steps):
+            for name in names if number % 2 else reversed(names):
+                synchronize()
+                began = time.perf_counter()
+                steps[name]()
+                issued = time.perf_counter()
+                synchronize()
+                taken[name]["issue_ms"].append(1e3 * (issued - began))
+                taken[name]["ms"].append(1e3 * (time.perf_counter() - began))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return taken
+
+
+def contenders_of(options) -> Sequence[str]:
+    return options.contender or (OURS, "grouped_mm")
+
+
+def runs_of(options, layers: int, contender: str) -> list[Run]:
+    return [
+        Run(options.model, layers, tokens, options.mode, contender, execution)
+        for execution in options.execution or EXECUTIONS
+        for tokens in options.tokens
+    ]
+
+
+def run_in_turn(options, layers: int, table: Table) -> None:
+    """--in-turn."""
+    runs = {name: runs_of(options, layers, name) for name in contenders_of(options)}
+    built = {name: build(own[0], options) for name, own in runs.items()}
+    for run in next(iter(runs.values())):
+        for name, values in measure_in_turn(built, run, options).items():
+            table.add(run.model, f"{run.layers},{run.tokens}", name, run.mode, f"{run.execution}, in turn", values)
+        table.write()
 
 
 def options_of(arguments=None):
@@ -249,6 +291,7 @@ def options_of(arguments=None):
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help=f"default: {OURS}; grouped_mm")
     parser.add_argument("--execution", action="append", choices=EXECUTIONS, help="default: all")
     parser.add_argument("--steps", type=int, default=10, help="timed, after the warm-up")
+    parser.add_argument("--in-turn", action="store_true", help="contenders' steps in turn, to compare their host time")
     parser.add_argument("--check", action="store_true", help="only check, with two layers")
     parser.add_argument("--no-check", action="store_true", help="measure without")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
@@ -262,12 +305,10 @@ def main():
     sizes = MODELS[options.model]
     layers = options.layers or (sizes.trained_layers if options.mode == "full" else sizes.layers)
     table, wrong = Table(options.csv), []
-    for contender in options.contender or (OURS, "grouped_mm"):
-        runs = [
-            Run(options.model, layers, tokens, options.mode, contender, execution)
-            for execution in options.execution or EXECUTIONS
-            for tokens in options.tokens
-        ]
+    if options.in_turn:
+        return run_in_turn(options, layers, table)
+    for contender in contenders_of(options):
+        runs = runs_of(options, layers, contender)
         try:
             if not options.no_check:
                 wrong += [f"{contender}, {what}" for what in check(runs[0], options)]

@@ -37,6 +37,22 @@ def test_rows_of_other_runs_stay_and_those_of_the_same_are_replaced(monkeypatch,
         assert sorted(row["shape"] for row in csv.DictReader(file) if row["metric"] == "ms") == ["1,32", "1,64"]
 
 
+def test_contenders_in_turn(monkeypatch, tmp_path):
+    path = tmp_path / "a.csv"
+    run(monkeypatch, "--in-turn", "--contender", "grouped_mm", "--execution", "eager", "--csv", str(path))
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["contender"], row["launch"], row["metric"]) for row in rows] == [
+        (contender, "eager, in turn", metric)
+        for contender in ("sonicmoe-hf", "grouped_mm")
+        for metric in ("ms", "issue_ms")
+    ]
+    issued, ended = (
+        [float(row["median"]) for row in rows if row["metric"] == metric] for metric in ("issue_ms", "ms")
+    )
+    assert all(0 < first < last for first, last in zip(issued, ended))
+
+
 def test_a_compiled_step_that_computes_something_else_fails_the_check(monkeypatch):
     """Nothing is compiled here: eager results stand for the compiled ones, as they are and changed."""
     right, factors = small_batches.loss_and_gradients, []
