@@ -19,9 +19,14 @@ def _weighting(router):
     return Weighting(False, 0.0, float(router.routed_scaling_factor))
 
 
-SAME_ROUTER = (  # model_type, block, router, base class of the models
-    ("deepseek_v2", "DeepseekV2Moe", "DeepseekV2TopkRouter", "DeepseekV2PreTrainedModel"),
-    ("deepseek_ocr2", "DeepseekOcr2TextMoe", "DeepseekOcr2TextTopkRouter", "DeepseekOcr2TextPreTrainedModel"),
-    ("unlimited_ocr", "UnlimitedOcrTextMoe", "UnlimitedOcrTextTopkRouter", "UnlimitedOcrTextPreTrainedModel"),
+SAME_ROUTER = (  # model_type, beginning of its classes' names
+    ("deepseek_v2", "DeepseekV2"),
+    ("deepseek_ocr2", "DeepseekOcr2Text"),
+    ("unlimited_ocr", "UnlimitedOcrText"),
 )
-FAMILIES = tuple(family(*names, scores=_scores, weighting=_weighting) for names in SAME_ROUTER)
+FAMILIES = tuple(
+    family(
+        name, f"{prefix}Moe", f"{prefix}TopkRouter", f"{prefix}PreTrainedModel", scores=_scores, weighting=_weighting
+    )
+    for name, prefix in SAME_ROUTER
+)

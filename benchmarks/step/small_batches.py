@@ -12,7 +12,7 @@ ratio, peak memory, the first step, the loss, and how many graphs broke or were 
 
 --in-turn has the contenders in memory together and takes a step of each in turn, on an idle GPU, because a host's speed
 varies by more than they differ. Rows: milliseconds of a step, and those after which Python has issued it, which are more
-than Python takes where over 1,024 launches wait: take few layers.
+than Python takes where over 1,024 launches wait: take few layers. Nothing is checked first.
 
 --check compares loss and gradients of both compiled forms with eager ones, and fails where they differ, where a graph
 breaks, or where Inductor does not capture what it compiled. Every measured contender is checked so first, with two layers
@@ -178,11 +178,19 @@ def check(run: Run, options) -> list[str]:
     return wrong
 
 
-def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
+def stepping(model, run: Run, options):
+    """(the hooks' handles, what takes a step and returns its loss) of a model as `run` has it."""
+    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
+    handles = steer(model, models.SpreadLoad(), tokens)
+    call = masked(compiled(model, run.execution), run, tokens)
+    return handles, partial(one_step, call, optimizer_of(model), tokens, run.mode != "full")
+
+
+def busy_milliseconds(step) -> float:
     """The time in which kernels and copies ran, of a step."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(PROFILED):
-            one_step(call, optimizer, tokens, autocast)
+            step()
         torch.cuda.synchronize()
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
@@ -199,15 +207,13 @@ def busy_milliseconds(call, optimizer, tokens, autocast: bool) -> float:
 def measure(model, run: Run, options) -> dict:
     """metric -> values of one run."""
     forget()
-    on_gpu, autocast = options.device == "cuda", run.mode != "full"
-    tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-    handles = steer(model, models.SpreadLoad(), tokens)
-    call, optimizer = masked(compiled(model, run.execution), run, tokens), optimizer_of(model)
+    on_gpu = options.device == "cuda"
+    handles, step = stepping(model, run, options)
     clock = Clock(1 + options.steps)
     try:
         began = time.perf_counter()
         for number in range(WARMUP):
-            loss = one_step(call, optimizer, tokens, autocast)
+            loss = step()
             synchronize()
             if number == 0:
                 first_step_s = time.perf_counter() - began
@@ -215,14 +221,14 @@ def measure(model, run: Run, options) -> dict:
             torch.cuda.reset_peak_memory_stats()
         clock.note()
         for _ in range(options.steps):
-            loss = one_step(call, optimizer, tokens, autocast)
+            loss = step()
             clock.note()
         values = {"ms": clock.milliseconds(), "first_step_s": first_step_s, "loss": loss.item()}
         skips, breaks = uncaptured()
         values |= {"graphs_not_captured": skips, "graph_breaks": breaks}
         if on_gpu:
             values["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
-            busy = busy_milliseconds(call, optimizer, tokens, autocast)
+            busy = busy_milliseconds(step)
             values |= {"busy_ms": busy, "ms_over_busy": statistics.median(values["ms"]) / busy}
     finally:
         for handle in handles:
@@ -234,14 +240,12 @@ def measure(model, run: Run, options) -> dict:
 def measure_in_turn(built: dict, run: Run, options) -> dict[str, dict]:
     """contender -> metric -> values of `run`; built: contender -> model."""
     forget()
-    autocast, handles, steps = run.mode != "full", [], {}
+    handles, steps = [], {}
     taken: dict[str, dict[str, list[float]]] = {name: {"ms": [], "issue_ms": []} for name in built}
     try:
         for name, model in built.items():
-            tokens = sequences(run.tokens, model.config.vocab_size, options.device)
-            handles += steer(model, models.SpreadLoad(), tokens)
-            call = masked(compiled(model, run.execution), run, tokens)
-            steps[name] = partial(one_step, call, optimizer_of(model), tokens, autocast)
+            own, steps[name] = stepping(model, run, options)
+            handles += own
             for _ in range(WARMUP):
                 steps[name]()
         names = list(built)
@@ -274,9 +278,10 @@ def runs_of(options, layers: int, contender: str) -> list[Run]:
 
 def run_in_turn(options, layers: int, table: Table) -> None:
     """--in-turn."""
-    runs = {name: runs_of(options, layers, name) for name in contenders_of(options)}
-    built = {name: build(own[0], options) for name, own in runs.items()}
-    for run in next(iter(runs.values())):
+    first, *_ = names = contenders_of(options)
+    runs = runs_of(options, layers, first)
+    built = {name: build(runs[0]._replace(contender=name), options) for name in names}
+    for run in runs:
         for name, values in measure_in_turn(built, run, options).items():
             table.add(run.model, f"{run.layers},{run.tokens}", name, run.mode, f"{run.execution}, in turn", values)
         table.write()

@@ -142,7 +142,7 @@ def of_small_batches(name):
     for row in rows_of(name):
         layers, tokens = map(int, row["shape"].split(","))
         adapters = {"experts_r": 16, "targets": ("q_proj", "v_proj")} if row["mode"] == "LoRA" else {}
-        training = Training(method=row["mode"].lower(), tokens=tokens, checkpointing=False, liger=False, **adapters)
+        training = Training(method=METHODS[row["mode"]], tokens=tokens, checkpointing=False, liger=False, **adapters)
         if row["launch"] == "eager":  # compiled ones are EXEMPT
             yield (
                 f"{name} {row['config']} {row['shape']} {row['contender']}",
