@@ -226,21 +226,27 @@ def rounded_once(tensors, dout, ids, layout, activation):
 
 
 @contextlib.contextmanager
+def allocations_as(change, *others):
+    """Tensors that torch allocates without values, or by these other functions of it, are what `change` makes of them."""
+
+    def changed(allocate):
+        return lambda *args, **kwargs: change(allocate(*args, **kwargs))
+
+    with contextlib.ExitStack() as patches:
+        for owner, name in (
+            (torch.Tensor, "new_empty"),
+            *((torch, name) for name in ("empty", "empty_like", *others)),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, changed(getattr(owner, name))))
+        yield
+
+
 def poisoned():
     """Memory that is allocated without a value holds NaN, and a number that is no index."""
 
-    def poison(allocate):
-        def allocate_poisoned(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if tensor.is_floating_point():
-                return tensor.fill_(float("nan"))
-            return tensor.fill_(1 if tensor.dtype == torch.bool else min(1 << 30, torch.iinfo(tensor.dtype).max))
+    def poison(tensor):
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(1 if tensor.dtype == torch.bool else min(1 << 30, torch.iinfo(tensor.dtype).max))
 
-        return allocate_poisoned
-
-    with (
-        mock.patch.object(torch, "empty", poison(torch.empty)),
-        mock.patch.object(torch, "empty_like", poison(torch.empty_like)),
-        mock.patch.object(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty)),
-    ):
-        yield
+    return allocations_as(poison)
