@@ -9,15 +9,14 @@ import pytest
 import torch
 from guarded import exit_code_of, guard
 from helpers.marks import rest_slow
-from moe_problems import adapter, layer, routing_ids
+from kernel_products import operands, products
+from moe_problems import layer, routing_ids
 from rounding_problems import matrix
-from test_rank import SCALE
 
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand, Weighting
 from sonicmoe_hf.kernels.quantized import FORMATS, quantize
 from sonicmoe_hf.layer.config import ROUNDINGS, TokenRounding
-from sonicmoe_hf.layer.lora_operands import pack
 
 pytestmark = [
     pytest.mark.pinned,
@@ -40,42 +39,11 @@ def every_dispatch(kind):
             dispatched(T, E, K, kind, may_alias)
 
 
-def every_product(T, H, I, E, K, kind):
+def every_product(T, H, I, E, K, kind, layout="concatenated", rank=0):
     ids, rows = dispatched(T, E, K, kind)
-    tensors, dout = layer(T, H, I, E, ids[0].numel(), torch.float32)
-    x, gate_up, down, weight, gate_up_bias, down_bias = map(guard, tensors.values())
-    dout, act = guard(dout), Activation()
-    h, a = kernels.up(x, gate_up, gate_up_bias, rows, act, False, True, True)
-    kernels.combine(kernels.down(a, down, down_bias, rows), weight, rows, T)
-    dh, a, _ = kernels.down_backward(dout, down, down_bias, h, weight, rows, act, False, True, True, True)
-    kernels.combine(kernels.up_backward_input(dh, gate_up, rows), None, rows, T)
-    kernels.gate_up_gradient(dh, x, rows, gate_up)
-    kernels.down_gradient(dout, a, rows, down)
-    kernels.gate_up_bias_gradient(dh, rows, gate_up_bias)
-    kernels.down_bias_gradient(dout, weight, rows, down_bias)
-
-
-def every_product_of_adapters(T, H, I, E, K, rank, transposed):
-    _, rows = dispatched(T, E, K, "sentinels")
-    tensors, dout = layer(T, H, I, E, T * K, torch.float32)
-    if transposed:
-        tensors |= {name: tensors[name].mT.contiguous().mT for name in ("gate_up", "down")}
-    x, gate_up, down, weight, *_ = map(guard, tensors.values())
-    dout, act = guard(dout), Activation()
-    (a1, b1), (a2, b2) = (map(guard, adapter(E, rank, *sizes, "cpu")) for sizes in ((H, 2 * I), (I, H)))
-    first, second = pack(a1, b1, SCALE, gate_up, kernels), pack(a2, b2, SCALE, down, kernels)
-    u = kernels.lora_shrink(x, first.a_EKJ, rows, SCALE, True)
-    h, a = kernels.up(x, gate_up, None, rows, act, False, True, True, extra=first.forward_term(u))
-    v = kernels.lora_shrink(a, second.a_EKJ, rows, SCALE, False)
-    kernels.down(a, down, None, rows, extra=second.forward_term(v))
-    dv, _ = kernels.lora_b_backward(dout, second.b_ENJ, v, weight, rows, SCALE, True, True, b2)
-    dh, a, _ = kernels.down_backward(
-        dout, down, None, h, weight, rows, act, False, True, True, True, extra=second.backward_term(dv)
-    )
-    kernels.lora_a_gradient(dv, a, rows, False, a2)
-    du, _ = kernels.lora_b_backward(dh, first.b_ENJ, u, None, rows, SCALE, False, True, b1)
-    kernels.lora_a_gradient(du, x, rows, True, a1)
-    kernels.up_backward_input(dh, gate_up, rows, extra=first.backward_term(du))
+    t = operands(T, H, I, E, ids[0].numel(), layout, rank)
+    guarded = {name: guard(part) for name, part in t._asdict().items() if isinstance(part, torch.Tensor)}
+    products(kernels, rows, t._replace(**guarded, factors=tuple(map(guard, t.factors))))
 
 
 def every_product_of_packed_experts(name):
@@ -114,8 +82,8 @@ CASES = {
     "odd sizes": (every_product, 100, 41, 35, 3, 2, "list"),
     "multiples of 16 bytes": (every_product, 100, 44, 36, 3, 2, "sentinels"),
     "one token": (every_product, 1, 16, 16, 4, 1, "top_k"),
-    "adapters of odd rank": (every_product_of_adapters, 20, 41, 35, 3, 2, 3, False),
-    "adapters of rank 40": (every_product_of_adapters, 40, 44, 36, 2, 2, 40, True),
+    "adapters of odd rank": (every_product, 20, 41, 35, 3, 2, "sentinels", "concatenated", 3),
+    "adapters of rank 40": (every_product, 40, 44, 36, 2, 2, "sentinels", "transposed_concatenated", 40),
     "dispatch of sentinels": (every_dispatch, "sentinels"),
     "token rounding": (every_rounding, 33, 5, 2, 8),
     "token rounding of many experts": (every_rounding, 70, 33, 2, 8, ("stochastic",)),

@@ -8,8 +8,8 @@ way by 9% or more, of these sizes. Triton's own interpreter has no bf16 to test;
 import pytest
 import torch
 from kernel_helpers import errors
+from kernel_products import SCALE
 from moe_problems import adapter, layer, rounded_once, routing_ids, run, upcast
-from test_rank import SCALE
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from kernel_helpers import errors, same_bits
+from kernel_products import Operands, products
 from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
@@ -218,22 +219,12 @@ def test_many_reruns_give_the_same_bits(on_hopper_alone, layout):
 def test_the_same_rows_serve_again(on_hopper_alone, T, E, K):
     """A launch leaves the scheduler's counter at zero, for many more work tiles than blocks, for more and for fewer."""
     tensors, dout, (expert, token) = problem(T, E=E, K=K)
-    x, gate_up, down, weight = (tensors[name] for name in ("x", "gate_up", "down", "weight"))
-    kernels, act, weight = backends.load("hopper"), Activation(), weight.float().flatten()
+    kernels, t = backends.load("hopper"), Operands(**tensors, dout=dout, activation=Activation())
     rows = kernels.dispatch(expert, token, T, E, True)
-    counter = rows.scheduler_state
-
-    def everything():
-        h, a = kernels.up(x, gate_up, None, rows, act, False, True, True)
-        yield from (h, a, kernels.down(a, down, None, rows))
-        yield from kernels.down_backward(dout, down, None, h, weight, rows, act, False, True, True, True)
-        yield from (kernels.up_backward_input(h, gate_up, rows), kernels.gate_up_gradient(h, x, rows, gate_up))
-        yield kernels.down_gradient(dout, a, rows, down)
-
-    first = list(everything())
+    first = products(kernels, rows, t)
     for _ in range(3):
-        assert counter[0] == 0
-        assert all(map(torch.equal, everything(), first))
+        assert rows.scheduler_state[0] == 0
+        assert same_bits(products(kernels, rows, t), first)
 
 
 def test_nothing_synchronises(on_hopper_alone):

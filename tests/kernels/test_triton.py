@@ -1,6 +1,5 @@
 """The Triton kernels, interpreted on a CPU (or run, where there is a GPU), against the eager backend, kernel by kernel, and
-against the reference as a layer. All in fp32: the sums differ in order alone (on a GPU also by tf32x3, about 2^-21 a
-product), so a relative error of 2e-5 leaves room for sums of some thousand terms and for nothing else."""
+against the reference as a layer."""
 
 import dataclasses
 from itertools import pairwise
@@ -9,7 +8,8 @@ import pytest
 import torch
 from helpers.marks import rest_pinned, rest_slow
 from kernel_helpers import errors
-from moe_problems import by_reference, layer, poisoned, routing_ids, run, stored
+from kernel_products import SHAPES, TOLERANCE, check_products
+from moe_problems import by_reference, layer, poisoned, routing_ids, run
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
@@ -17,16 +17,6 @@ from sonicmoe_hf.kernels.interface import GATED, UNGATED, Activation
 from sonicmoe_hf.kernels.triton.config import max_row_tiles, tile_rows
 from sonicmoe_hf.layer.config import LAYOUTS
 
-TOLERANCE = 2e-5
-# T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; the same in multiples of 16 bytes, which
-# tensor descriptors ask for; one row; every expert; one expert
-SHAPES = {
-    "odd": (100, 41, 35, 3, 2),
-    "even": (100, 44, 36, 3, 2),
-    "one row": (1, 16, 16, 4, 1),
-    "all experts": (33, 32, 16, 5, 5),
-    "one expert": (130, 16, 19, 1, 1),
-}
 KINDS = ("top_k", "sentinels", "list")
 DISPATCHED = {
     **{name: (T, E, K) for name, (T, _, _, E, K) in SHAPES.items()},
@@ -34,10 +24,6 @@ DISPATCHED = {
     "several launches": (171, 6, 3),
     "more experts than pairs": (3, 130, 2),
 }
-
-
-def logical_view(tensor, layout):
-    return stored(tensor, layout).transpose(1, 2) if LAYOUTS[layout][0] else tensor
 
 
 @pytest.mark.parametrize("together", rest_pinned([True, False]), ids=["together", "apart"])
@@ -119,52 +105,7 @@ def test_pairs_without_tokens_have_rows_of_no_token(device):
     rest_pinned([("odd", "list"), ("even", "list"), ("all experts", "top_k"), ("one row", "sentinels")], 2),
 )
 def test_every_kernel_agrees_with_the_eager_backend(device, layout, shape, kind):
-    T, H, I, E, K = SHAPES[shape]
-    ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())
-    tensors, dout = layer(T, H, I, E, ids[0].numel(), torch.float32, device)
-    x, weight, bias, down_bias = (tensors[n] for n in ("x", "weight", "gate_up_bias", "down_bias"))
-    gate_up, down = logical_view(tensors["gate_up"], layout), logical_view(tensors["down"], layout)
-    interleaved, act = LAYOUTS[layout][1], Activation("clamped_swiglu", 1.702, 1.0)
-
-    def everything(kernels, rows, inputs=None):
-        """Every function's results; `inputs` are another backend's, so that errors do not pile up."""
-        h, a = kernels.up(x, gate_up, bias, rows, act, interleaved, want_h=True, want_a=True)
-        at = inputs or {"h": h, "a": a}
-        y = at["y"] = at.get("y", kernels.down(at["a"], down, down_bias, rows))
-        dh, weighted_a, dw = kernels.down_backward(
-            dout, down, down_bias, at["h"], weight, rows, act, interleaved, want_dh=True, want_a=True, want_dw=True
-        )
-        at.setdefault("dh", dh)
-        at.setdefault("weighted_a", weighted_a)
-        dx = kernels.up_backward_input(at["dh"], gate_up, rows)
-        at.setdefault("dx", dx)
-        found = {
-            "h": h,
-            "a": a,
-            "y": kernels.down(at["a"], down, down_bias, rows),
-            "out": kernels.combine(y, weight, rows, T),
-            "dh": dh,
-            "weighted_a": weighted_a,
-            "dw": dw,
-            "dx": dx,
-            "dx_T": kernels.combine(at["dx"], None, rows, T),
-            "dgate_up": kernels.gate_up_gradient(at["dh"], x, rows, gate_up),
-            "ddown": kernels.down_gradient(dout, at["weighted_a"], rows, down),
-            "dbias": kernels.gate_up_bias_gradient(at["dh"], rows, bias),
-            "ddown_bias": kernels.down_bias_gradient(dout, weight, rows, down_bias),
-        }
-        assert found["dgate_up"].stride() == gate_up.stride() and found["ddown"].stride() == down.stride()
-        num_rows = rows.offsets[-1].item()
-        per_row = ("h", "a", "y", "dh", "weighted_a", "dx")
-        return at, {name: t[:num_rows] if name in per_row else t for name, t in found.items()}
-
-    rows = eager.dispatch(*ids, T, E, True)
-    inputs, expected = everything(eager, rows)
-    with poisoned():
-        _, found = everything(kernels, kernels.dispatch(*ids, T, E, True), inputs)
-    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
-    if kind == "list":
-        assert (found["dgate_up"][1] == 0).all() and (found["ddown"][1] == 0).all()
+    check_products(device, layout, shape, kind)
 
 
 @pytest.mark.parametrize(
