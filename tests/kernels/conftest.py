@@ -3,12 +3,16 @@
 import dataclasses
 import functools
 import inspect
+from unittest import mock
 
 import numpy
 import pytest
 import torch
 
+from sonicmoe_hf.layer import backends
+
 INTERPRETED = not torch.cuda.is_available()
+GEMMS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient", "down_gradient")
 
 
 @functools.cache
@@ -105,6 +109,23 @@ def _interpreted(monkeypatch):
 @pytest.fixture
 def device():
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(params=["hopper", "triton"])
+def backend(request):
+    """The name of a backend for GPUs; on other GPUs than Hopper the test is skipped for Hopper's."""
+    if request.param == "hopper" and backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
+        pytest.skip("needs a Hopper GPU")
+    return request.param
+
+
+@pytest.fixture
+def hopper():
+    """The Hopper backend; a GEMM that falls back to Triton fails the test."""
+    from sonicmoe_hf.kernels import hopper, triton
+
+    with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, mock.Mock(side_effect=AssertionError("fell back")))):
+        yield hopper
 
 
 def pytest_collection_modifyitems(items):

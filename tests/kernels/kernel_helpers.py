@@ -1,4 +1,4 @@
-"""What several tests of kernels need: comparisons, scripts in processes of their own."""
+"""What several tests of kernels need: comparisons, what a GPU is to do or not, scripts in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from benchmarks.common.timing import recorded
 from sonicmoe_hf.checkpoints.comparing import relative_error
 
 
@@ -19,6 +20,37 @@ def errors(results, expected) -> dict[str, float]:
 def same_bits(results, expected) -> bool:
     """Whether every named tensor is equal to the expected one, bit by bit but for the sign of zeros."""
     return all(torch.equal(results[name], expected[name]) for name in expected)
+
+
+def num_launches(call) -> int:
+    """How many kernels a call launches once they are compiled."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def check_nothing_synchronises(call):
+    """The second time: the first may compile."""
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_replay(step):
+    """A captured `step` gives the bits of others, by name, when it is replayed."""
+    expected = step()
+    assert same_bits(step(), expected)
+    graph, results = recorded(step)
+    for result in results.values():
+        result.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(results, expected)
 
 
 def script_output(script, *arguments, environment=None) -> list[list[str]]:

@@ -7,7 +7,7 @@ from kernel_helpers import relative_error
 
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf import PackedWeight
-from sonicmoe_hf.kernels import eager, hopper, triton
+from sonicmoe_hf.kernels import eager, triton
 from sonicmoe_hf.kernels.interface import LoraTerm
 from sonicmoe_hf.layer import backends
 from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
@@ -16,11 +16,9 @@ pytestmark = pytest.mark.gpu
 SIZES = ((67, 336, 144, 7, 2), (300, 1024, 768, 4, 3), (3000, 784, 1040, 33, 3))  # T, H, I, E, K
 
 
-@pytest.fixture(params=["hopper", "triton"])
-def kernels(request):
-    if request.param == "hopper" and backends.choose(torch.device("cuda"), torch.bfloat16).name != "hopper":
-        pytest.skip("these kernels are for Hopper GPUs")
-    return {"hopper": hopper, "triton": triton}[request.param]
+@pytest.fixture
+def kernels(backend):
+    return backends.load(backend)
 
 
 def problem(sizes):
@@ -76,7 +74,7 @@ def test_rows_are_scaled_as_in_pytorch():
 @pytest.mark.parametrize("rank", [0, 8, 72])
 @pytest.mark.parametrize("save", ["preactivation", "input"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_layer_gives_what_the_eager_backend_gives(kernels, sizes, save, rank):
+def test_a_layer_gives_what_the_eager_backend_gives(backend, sizes, save, rank):
     """out, and the gradients of x, of the routing weights and of adapters.
 
     h and y are rounded to bf16 (0.17%), and where h's last bit differs, a's code may: 1.5% is a quarter of e4m3's error.
@@ -103,8 +101,7 @@ def test_a_layer_gives_what_the_eager_backend_gives(kernels, sizes, save, rank):
         out = moe_experts(x, *weights, (expert, routed), save=save, compute=compute, backend=backend, **adapters)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
-    name = kernels.__name__.rpartition(".")[2]
-    found, expected, bf16 = step(name), step("eager"), step(name, None)
+    found, expected, bf16 = step(backend), step("eager"), step(backend, None)
     errors = [relative_error(*pair) for pair in zip(found, expected)]
     assert errors[0] < 0.015 and max(errors) < 0.025, errors
     assert 0.01 < relative_error(found[0], bf16[0]) < 0.1, "FP8 has an error of its own"

@@ -3,8 +3,6 @@
 The bar is that of test_triton_gpu.py: 1.15 times the error of the exact result rounded to the tensors' dtype once. In fp16,
 where the epilogue reads a product that has been rounded already, twice that error for what is computed from one."""
 
-from unittest import mock
-
 import pytest
 import torch
 from kernel_helpers import errors, same_bits
@@ -12,7 +10,7 @@ from moe_problems import AdaptedLayer, layer, poisoned, routing_ids, stored
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
 from sonicmoe_hf.checkpoints.comparing import relative_error
-from sonicmoe_hf.kernels import eager, triton
+from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, row_bucket
 from sonicmoe_hf.kernels.interface import Activation, LoraTerm
 from sonicmoe_hf.layer.config import LAYOUTS
@@ -24,21 +22,8 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-GEMMS = ("up", "down", "down_backward", "up_backward_input")
 RANKS = (8, 16, 24, 64, 100, 256)
 MAX_DW_ERROR = 1e-3  # a sum of I products of da', which the epilogue sees to 2^-11
-
-
-@pytest.fixture
-def hopper():
-    """The backend; a GEMM that falls back to Triton fails the test."""
-    from sonicmoe_hf.kernels import hopper
-
-    def fell_back(*args, **kwargs):
-        raise AssertionError("fell back to Triton")
-
-    with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, fell_back)):
-        yield hopper
 
 
 class Problem:

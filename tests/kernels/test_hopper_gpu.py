@@ -1,17 +1,14 @@
 """The Hopper kernels on a Hopper GPU, by the bar of test_triton_gpu.py. Sizes are chosen so that these kernels run, not
 the Triton kernels behind them: H and I multiples of 8 above 64. Every buffer starts out as NaN, tails included."""
 
-from unittest import mock
-
 import pytest
 import torch
-from kernel_helpers import errors, same_bits
+from kernel_helpers import check_nothing_synchronises, errors, same_bits
 from kernel_products import Operands, products
 from moe_problems import layer, routing_ids, run, upcast
 from test_triton_gpu import CAP, _exact_fp32_reference, check, check_last_tokens, problem  # noqa: F401
 
 from benchmarks.common.timing import recorded
-from sonicmoe_hf.kernels import triton
 from sonicmoe_hf.kernels.hopper.config import TALL, WIDE, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket
 from sonicmoe_hf.kernels.interface import GATED, UNGATED, Activation
 from sonicmoe_hf.layer import backends
@@ -24,19 +21,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-GEMMS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient", "down_gradient")
 ORDERS = ("concatenated", "interleaved")
-
-
-@pytest.fixture
-def on_hopper_alone():
-    """A GEMM that falls back to Triton fails the test."""
-
-    def fell_back(*args, **kwargs):
-        raise AssertionError("fell back to Triton")
-
-    with mock.patch.multiple(triton, **dict.fromkeys(GEMMS, fell_back)):
-        yield
 
 
 def test_it_is_chosen_on_hopper():
@@ -47,13 +32,13 @@ def test_it_is_chosen_on_hopper():
 @pytest.mark.parametrize("T", (3001, 5003))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bias", (False, True))
-def test_sizes_and_layouts(on_hopper_alone, T, layout, bias):
+def test_sizes_and_layouts(hopper, T, layout, bias):
     check(*problem(T, empty=(0, 7), bias=bias), layout, backend="hopper")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_rows_of_deep_products(on_hopper_alone, dtype, layout):
+def test_many_rows_of_deep_products(hopper, dtype, layout):
     """down, with bias, and up_backward_input take wide tiles."""
     H, I, E, K = 512, 1544, 8, 4
     tensors, dout, ids = problem(3001, H=H, I=I, E=E, K=K, empty=(0, 7), dtype=dtype, bias=True)
@@ -63,7 +48,7 @@ def test_many_rows_of_deep_products(on_hopper_alone, dtype, layout):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weight_gradients_over_few_rows(on_hopper_alone, dtype, layout):
+def test_weight_gradients_over_few_rows(hopper, dtype, layout):
     """Over about 256 rows they take other tiles than over more."""
     H, E, K = 576, 32, 4
     tensors, dout, ids = problem(1601, H=H, I=328, E=E, K=K, empty=(0, 7, 31), dtype=dtype)
@@ -73,7 +58,7 @@ def test_weight_gradients_over_few_rows(on_hopper_alone, dtype, layout):
 
 @pytest.mark.parametrize("T, dtype", ((801, torch.bfloat16), (1101, torch.bfloat16), (1101, torch.float16)))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
+def test_products_of_about_128_rows(hopper, T, dtype, layout):
     """down, with bias, and up_backward_input take an expert's last tile of up to 64 rows with the one before."""
     H, I, E, K = 576, 328, 32, 4
     tensors, dout, ids = problem(T, H=H, I=I, E=E, K=K, empty=(*range(7), 31), dtype=dtype, bias=True)
@@ -84,7 +69,7 @@ def test_products_of_about_128_rows(on_hopper_alone, T, dtype, layout):
 
 
 @pytest.mark.parametrize("K", (2, 4))
-def test_many_short_products(on_hopper_alone, K):
+def test_many_short_products(hopper, K):
     """down and up_backward_input are scheduled statically, in many rounds; experts have about 320 or 640 rows, the last half a tile."""
     H, I, E = 520, 200, 192
     assert all(gemm_down_tiles(H, depth)[row_bucket(30720 * K, E)].static for depth in (I, 2 * I))
@@ -116,7 +101,7 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_activations(on_hopper_alone, name, layout):
+def test_activations(hopper, name, layout):
     tensors, dout, ids = problem(2000, bias=True)
     if name.startswith("clamped"):  # see test_triton_gpu.py
         tensors["gate_up_bias"] += 30 * torch.randint_like(tensors["gate_up_bias"], -1, 2)
@@ -125,45 +110,45 @@ def test_activations(on_hopper_alone, name, layout):
 
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_concatenated"))
 @pytest.mark.parametrize("name", UNGATED)
-def test_activations_without_a_gate(on_hopper_alone, name, layout):
+def test_activations_without_a_gate(hopper, name, layout):
     check(*problem(2000, bias=True, activation=name), layout, name, backend="hopper")
 
 
 @pytest.mark.parametrize(("H", "I"), [(264, 136), (72, 200), (512, 72), (2688, 1856)])
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_sizes_without_a_gate(on_hopper_alone, dtype, H, I):
+def test_sizes_without_a_gate(hopper, dtype, H, I):
     check(*problem(5003, H=H, I=I, dtype=dtype, bias=True, activation="relu2"), activation="relu2", backend="hopper")
 
 
 @pytest.mark.parametrize("kind", ("sentinels", "list"))
 @pytest.mark.parametrize("layout", ORDERS)
-def test_dropped_pairs_and_general_lists(on_hopper_alone, kind, layout):
+def test_dropped_pairs_and_general_lists(hopper, kind, layout):
     """A third of every row buffer is a tail that nothing writes: NaN here."""
     check(*problem(3000, kind=kind, empty=(15,)), layout, save="input", backend="hopper")
 
 
 @pytest.mark.parametrize(("E", "K"), [(4, 1), (8, 8), (512, 10)])
-def test_one_expert_all_experts_and_many_experts(on_hopper_alone, E, K):
+def test_one_expert_all_experts_and_many_experts(hopper, E, K):
     check(*problem(11_000 if E == 512 else 1500, E=E, K=K), backend="hopper")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(("H", "I"), [(264, 136), (72, 200), (512, 72), (1024, 768)])
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_interleaved"))
-def test_sizes_that_no_tile_divides(on_hopper_alone, dtype, H, I, layout):
+def test_sizes_that_no_tile_divides(hopper, dtype, H, I, layout):
     check(*problem(5003, H=H, I=I, dtype=dtype, bias=True), layout, "geglu", backend="hopper")
 
 
 @pytest.mark.large
 @pytest.mark.parametrize(("H", "I"), [(2048, 72), (128, 1024)])
-def test_rows_beyond_two_to_the_31_elements(on_hopper_alone, H, I):
+def test_rows_beyond_two_to_the_31_elements(hopper, H, I):
     """The limit is that of gathered operands, which have a row a token."""
     check_last_tokens(H, I, "hopper")
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("T", (16384, 65536))
-def test_deepseek_v3_sizes(on_hopper_alone, T):
+def test_deepseek_v3_sizes(hopper, T):
     """Compared where it is cheap: some tokens, whose out, dx and dweight need no others, and the weights of two experts."""
     tensors, dout, (expert, _) = problem(T, H=7168, I=2048, E=256, K=8)
     found = run(tensors, dout, (expert, None), "concatenated", "swiglu", "hopper")
@@ -190,12 +175,12 @@ def test_deepseek_v3_sizes(on_hopper_alone, T):
         assert all(error < CAP for error in errors(of_expert, {name: expected[name] for name in of_expert}).values())
 
 
-def test_one_expert_gets_everything(on_hopper_alone):
+def test_one_expert_gets_everything(hopper):
     """More row tiles than pass over all columns together."""
     check(*problem(4000, E=16, K=1, empty=tuple(range(15))), backend="hopper")
 
 
-def test_frozen_experts_and_frozen_router(on_hopper_alone):
+def test_frozen_experts_and_frozen_router(hopper):
     tensors, dout, (expert, _) = problem(3000)
     expected = run(upcast(tensors), dout.float(), (expert, None), "concatenated", "swiglu", "eager")
     for trained in ("x", "gate_up", "down", "weight"):
@@ -207,7 +192,7 @@ def test_frozen_experts_and_frozen_router(on_hopper_alone):
 
 
 @pytest.mark.parametrize("layout", ORDERS)
-def test_many_reruns_give_the_same_bits(on_hopper_alone, layout):
+def test_many_reruns_give_the_same_bits(hopper, layout):
     tensors, dout, ids = problem(3001, bias=True)
     first = run(tensors, dout, ids, layout, "swiglu", "hopper")
     for _ in range(200):
@@ -216,28 +201,23 @@ def test_many_reruns_give_the_same_bits(on_hopper_alone, layout):
 
 
 @pytest.mark.parametrize(("T", "E", "K"), [(30000, 16, 4), (5000, 16, 4), (130, 2, 1)])
-def test_the_same_rows_serve_again(on_hopper_alone, T, E, K):
+def test_the_same_rows_serve_again(hopper, T, E, K):
     """A launch leaves the scheduler's counter at zero, for many more work tiles than blocks, for more and for fewer."""
     tensors, dout, (expert, token) = problem(T, E=E, K=K)
-    kernels, t = backends.load("hopper"), Operands(**tensors, dout=dout, activation=Activation())
-    rows = kernels.dispatch(expert, token, T, E, True)
-    first = products(kernels, rows, t)
+    t = Operands(**tensors, dout=dout, activation=Activation())
+    rows = hopper.dispatch(expert, token, T, E, True)
+    first = products(hopper, rows, t)
     for _ in range(3):
         assert rows.scheduler_state[0] == 0
-        assert same_bits(products(kernels, rows, t), first)
+        assert same_bits(products(hopper, rows, t), first)
 
 
-def test_nothing_synchronises(on_hopper_alone):
+def test_nothing_synchronises(hopper):
     tensors, dout, ids = problem(2000, bias=True)
-    run(tensors, dout, ids, "concatenated", "swiglu", "hopper", sentinels=False)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(tensors, dout, ids, "concatenated", "swiglu", "hopper", sentinels=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    check_nothing_synchronises(lambda: run(tensors, dout, ids, "concatenated", "swiglu", "hopper", sentinels=False))
 
 
-def test_a_cuda_graph_replayed_with_different_routing(on_hopper_alone):
+def test_a_cuda_graph_replayed_with_different_routing(hopper):
     tensors, dout, (expert, _) = problem(3000, bias=True)
 
     def step():
@@ -284,7 +264,7 @@ def out_and_gradients(experts, implementation, x, index, weights, dout):
     return {"out": out.detach(), **dict(zip(leaves, gradients))}
 
 
-def test_gpt_oss_experts_equal_transformers_eager(on_hopper_alone):
+def test_gpt_oss_experts_equal_transformers_eager(hopper):
     """As close to Transformers' own eager experts in fp32 as those are in bf16: the tensors and weights rounded to bf16
     cost most of it, and a slope that a rounding of h moves across a limit the rest."""
     experts, x, index, weights, dout = gpt_oss_problem()

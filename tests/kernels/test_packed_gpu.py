@@ -3,19 +3,16 @@ dequantized ones, and CUDA graphs."""
 
 import pytest
 import torch
-from kernel_helpers import errors, relative_error, same_bits
+from kernel_helpers import check_replay, errors, relative_error
 from moe_problems import AdaptedLayer
-from test_launch_gpu import skip_unless_it_runs_here
 from test_quantized import every_value
 
-from benchmarks.common.timing import recorded
 from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.kernels.triton import config
 
 pytestmark = pytest.mark.gpu
-BACKENDS = pytest.mark.parametrize("backend", ("hopper", "triton"))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -33,11 +30,9 @@ def out_of(problem, backend, dense=False, dtype=torch.bfloat16):
         return {"out": problem.out(backend, problem.leaves(dtype), dense)}
 
 
-@BACKENDS
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("layout, rank", [("concatenated", 0), ("interleaved", 16), ("transposed_interleaved", 40)])
 def test_products_that_read_packed_weights_err_no_more_than_eager_ones(backend, name, layout, rank):
-    skip_unless_it_runs_here(backend)
     for T, H, I in ((1, 256, 192), (30, 2048, 768), (64, 320, 320)):  # in the last more rows than at once; steps cut
         assert config.PACKED[name] * 16 >= 4 * T
         problem = AdaptedLayer(rank, layout, T, H, I, format=name)
@@ -47,10 +42,8 @@ def test_products_that_read_packed_weights_err_no_more_than_eager_ones(backend, 
         assert found["out"] <= 1.2 * expected["out"] + 2**-10, (T, found, expected)
 
 
-@BACKENDS
 @pytest.mark.parametrize("name", FORMATS)
 def test_reading_packed_weights_agrees_with_expanding_them(backend, name, monkeypatch):
-    skip_unless_it_runs_here(backend)
     problem = AdaptedLayer(0, "concatenated", 64, 1024, 512, format=name)
     read = out_of(problem, backend)
     monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
@@ -60,10 +53,4 @@ def test_reading_packed_weights_agrees_with_expanding_them(backend, name, monkey
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_captured_forward_replays_to_the_same_bits(name):
     problem = AdaptedLayer(0, "concatenated", 16, 512, 256, format=name)
-    expected = out_of(problem, "triton")
-    assert same_bits(out_of(problem, "triton"), expected)
-    graph, results = recorded(lambda: out_of(problem, "triton"))
-    results["out"].zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert same_bits(results, expected)
+    check_replay(lambda: out_of(problem, "triton"))

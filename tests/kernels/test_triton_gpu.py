@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from kernel_helpers import errors, same_bits
+from kernel_helpers import check_nothing_synchronises, errors, num_launches, same_bits
 from moe_problems import layer, poisoned, rounded_once, routing_ids, run, upcast
 from triton import JITFunction
 
@@ -168,14 +168,10 @@ def test_it_is_chosen_for_cuda():
 def test_nothing_synchronises():
     tensors, dout, ids = problem(1000, bias=True)
     listed = routing_ids(1000, 16, 4, "list", "cuda")
-    results = []
-    for _ in range(2):  # the first time compiles
-        torch.cuda.set_sync_debug_mode("error" if results else "default")
-        try:
-            results.append(run(tensors, dout, ids, "concatenated", "swiglu", "triton", sentinels=False))
-            results.append(run(tensors, dout, listed, "concatenated", "swiglu", "triton"))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    for given, options in ((ids, {"sentinels": False}), (listed, {})):
+        check_nothing_synchronises(
+            lambda i=given, o=options: run(tensors, dout, i, "concatenated", "swiglu", "triton", **o)
+        )
 
 
 def compiled_variants():
@@ -219,41 +215,34 @@ def test_two_cuda_graphs_replayed_with_different_routing():
             assert same_bits(results, expected)
 
 
-@pytest.mark.parametrize("tokens", [2, 1000], ids=["one launch", "several"])
-@pytest.mark.parametrize("expert", [4, -1])
-def test_an_unknown_expert_fails_a_device_assertion(tokens, expert):
+def fails_a_device_assertion(expert, token, num_tokens, sentinels):
+    """What dispatch of these ids, expressions of torch, says in a process that it ends."""
     code = f"""
         import torch
         from sonicmoe_hf.kernels import triton as kernels
-        index = torch.zeros({tokens}, 1, dtype=torch.int64, device="cuda")
-        index[-1] = {expert}
-        kernels.dispatch(index, None, {tokens}, 4, False)
+        kernels.dispatch({expert}.cuda(), {token}, {num_tokens}, 4, {sentinels})
         torch.cuda.synchronize()
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
-    assert result.returncode != 0 and "names an expert that does not exist" in result.stderr
+    assert result.returncode != 0
+    return result.stderr
+
+
+@pytest.mark.parametrize("tokens", [2, 1000], ids=["one launch", "several"])
+@pytest.mark.parametrize("expert", [4, -1])
+def test_an_unknown_expert_fails_a_device_assertion(tokens, expert):
+    index = f"torch.tensor([[0]] * {tokens - 1} + [[{expert}]])"
+    assert "names an expert that does not exist" in fails_a_device_assertion(index, None, tokens, False)
 
 
 @pytest.mark.parametrize("token", [1000, -1])
 def test_an_unknown_token_fails_a_device_assertion(token):
-    code = f"""
-        import torch
-        from sonicmoe_hf.kernels import triton as kernels
-        expert, token = torch.zeros(1000, dtype=torch.int64, device="cuda"), torch.arange(1000, device="cuda")
-        token[-1] = {token}
-        kernels.dispatch(expert, token, 1000, 4, True)
-        torch.cuda.synchronize()
-    """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
-    assert result.returncode != 0 and "names a token that does not exist" in result.stderr
+    owner = f"torch.tensor([*range(999), {token}]).cuda()"
+    said = fails_a_device_assertion("torch.tensor([0] * 1000)", owner, 1000, True)
+    assert "names a token that does not exist" in said
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(64, 1), (4096, 3)])
 def test_dispatch_takes_a_handful_of_launches(tokens, most):
     expert, _ = routing_ids(tokens, 128, 8, "top_k", "cuda")
-    kernels.dispatch(expert, None, tokens, 128, False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        kernels.dispatch(expert, None, tokens, 128, False)
-        torch.cuda.synchronize()
-    launches = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(launches) <= most
+    assert num_launches(lambda: kernels.dispatch(expert, None, tokens, 128, False)) <= most
