@@ -19,10 +19,11 @@ from sonicmoe_hf.layer.lora_operands import pack
 TOLERANCE = 2e-5
 SCALE = 0.7  # of adapters
 # T, H, I, E, K: more than one tile of rows and of columns, nothing divisible; the same in multiples of 16 bytes, which
-# tensor descriptors ask for; one row; every expert; one expert
+# tensor descriptors ask for; fewer rows than a tile; one row; every expert; one expert
 SHAPES = {
     "odd": (100, 41, 35, 3, 2),
     "even": (100, 44, 36, 3, 2),
+    "small": (30, 24, 20, 4, 2),
     "one row": (1, 16, 16, 4, 1),
     "all experts": (33, 32, 16, 5, 5),
     "one expert": (130, 16, 19, 1, 1),

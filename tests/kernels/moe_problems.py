@@ -137,10 +137,10 @@ class AdaptedLayer:
             backend=backend,
         )
 
-    def step(self, backend, dtype=torch.bfloat16):
+    def step(self, backend, dtype=torch.bfloat16, dense=False):
         """out and the gradient of every leaf, by name."""
         leaves = self.leaves(dtype)
-        out = self.out(backend, leaves)
+        out = self.out(backend, leaves, dense)
         gradients = torch.autograd.grad(out, list(leaves.values()), self.dout.to(dtype))
         return {"out": out.detach(), **dict(zip(leaves, gradients))}
 

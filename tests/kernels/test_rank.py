@@ -3,8 +3,9 @@
 import pytest
 import torch
 from helpers.marks import rest_slow
-from kernel_products import SCALE, check_products
-from moe_problems import adapter, poisoned
+from kernel_helpers import errors
+from kernel_products import SCALE, TOLERANCE, check_products
+from moe_problems import AdaptedLayer, adapter, poisoned
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
@@ -35,6 +36,16 @@ def test_every_product_agrees_with_the_eager_backend(device, layout, shape, kind
     for packed, by_eager in zip(t.packed(kernels), t.packed(eager)):
         for factor, same in zip(packed[:2], by_eager[:2]):
             assert torch.equal(factor, same) and factor.stride() == same.stride()
+
+
+@pytest.mark.parametrize("layout, rank", [("concatenated", 20), ("transposed_concatenated", 3)])
+def test_a_layer_without_gates_agrees_with_the_eager_backend(device, layout, rank):
+    """In fp64, with adapters, as tests/layer compares it with merged weights: output and the gradients of what is trained."""
+    problem = AdaptedLayer(
+        rank, layout, 20, 24, 20, 3, 1, device, torch.float64, empty=(2,), bias=False, activation="relu2"
+    )
+    found, expected = problem.step("triton", torch.float32), problem.step("eager", torch.float64)
+    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
 
 
 def test_no_rows_give_zero_gradients_of_factors(device):

@@ -9,7 +9,7 @@ import torch
 from helpers.marks import rest_pinned, rest_slow
 from kernel_helpers import errors
 from kernel_products import SHAPES, TOLERANCE, check_products
-from moe_problems import by_reference, layer, poisoned, routing_ids, run
+from moe_problems import by_reference, layer, poisoned, routing_ids, run, upcast
 
 from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.kernels import triton as kernels
@@ -24,6 +24,21 @@ DISPATCHED = {
     "several launches": (171, 6, 3),
     "more experts than pairs": (3, 130, 2),
 }
+
+
+LAYERS = [  # backend, layout, activation, shape, routing, what is saved; of the eager backend with gates: tests/layer
+    *(("triton", layout, "swiglu", "small", "sentinels", "input") for layout in LAYOUTS),
+    *(
+        (backend, layout, *case)
+        for backend in ("eager", "triton")
+        for layout in ("concatenated", "transposed_concatenated")
+        for case in (
+            ("relu2", "odd", "list", "preactivation"),
+            ("silu", "even", "sentinels", "input"),
+            ("gelu_tanh", "one row", "top_k", "preactivation"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("together", rest_pinned([True, False]), ids=["together", "apart"])
@@ -145,16 +160,19 @@ def test_what_is_not_wanted_is_none_and_changes_nothing_else(device):
             assert torch.equal(result, whole) if want else result is None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_layer_agrees_with_the_reference(device, layout):
-    T, H, I, E, K = 30, 24, 20, 4, 2
-    ids = routing_ids(T, E, K, "sentinels", device)
-    tensors, dout = layer(T, H, I, E, T * K, torch.float32, device)
+@pytest.mark.parametrize("backend, layout, activation, shape, kind, save", LAYERS)
+def test_the_layer_agrees_with_the_reference(device, backend, layout, activation, shape, kind, save):
+    """1e-12: sums of a few hundred terms in fp64."""
+    (T, H, I, E, K), dtype = SHAPES[shape], torch.float64 if backend == "eager" else torch.float32
+    ids = routing_ids(T, E, K, kind, device, empty=(1,) if kind == "list" else ())
+    tensors, dout = layer(T, H, I, E, ids[0].numel(), dtype, device, activation=activation)
+    tensors = upcast(tensors, dtype)  # the routing weights too
     with poisoned():
-        found = run(tensors, dout, ids, layout, "swiglu", "triton", save="input")
-    expected = by_reference(tensors, dout, ids, layout, "swiglu")
+        found = run(tensors, dout, ids, layout, activation, backend, save=save)
+    expected = by_reference(tensors, dout, ids, layout, activation)
     found = {name: t.cpu().double() for name, t in found.items()}
-    assert {n: e for n, e in errors(found, expected).items() if e > TOLERANCE} == {}
+    tolerance = 1e-12 if backend == "eager" else TOLERANCE
+    assert {n: e for n, e in errors(found, expected).items() if e > tolerance} == {}
 
 
 def test_a_layer_without_tokens_has_zero_gradients(device):

@@ -25,6 +25,22 @@ BAD = {
     "down does not fit": ({"down": torch.randn(4, 4, 6)}, r"down \(4, 4, 6\)"),
     "as many experts in both": ({"down": torch.randn(3, 6, 4)}, r"disagree"),
     "the wrong layout": ({"layout": "transposed_interleaved"}, r"layout='transposed_interleaved'"),
+    "an order of gates for an activation without one": (
+        {"layout": "interleaved", "activation": "relu2"},
+        r"'relu2' has no gate, so layout='interleaved' .* use layout='concatenated'",
+    ),
+    "the native order for an activation without a gate": (
+        {"layout": "transposed_interleaved", "activation": "relu2"},
+        r"'relu2' has no gate, so layout='transposed_interleaved' .* use layout='concatenated'",
+    ),
+    "gates for an activation without one": (
+        {"activation": "relu2"},
+        r"\[E, I, H\] .* with activation='relu2', disagree",
+    ),
+    "no gates for an activation with one": (
+        {"gate_up": torch.randn(4, 4, 6)},
+        r"\[E, 2I, H\] .* with activation='swiglu', disagree",
+    ),
     "three dimensions": ({"x": torch.randn(1, 5, 6)}, r"have 3, 3, 3 dimensions"),
     "two dimensions": ({"gate_up": torch.randn(8, 6)}, r"have 2, 2, 3 dimensions"),
     "an unknown layout": ({"layout": "packed"}, r"layout is 'packed'; choose one of 'concatenated', 'interleaved'"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.models import assert_all_close, relative_error
-from test_moe_experts import Watching, expected, output_and_gradients, problem
+from test_moe_experts import OF_ONE_KIND, Watching, expected, output_and_gradients, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -11,7 +11,7 @@ from sonicmoe_hf.kernels import eager
 from sonicmoe_hf.layer import torch_op
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.lora_operands import side_by_side
-from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
+from sonicmoe_hf.layer.moe_experts import Activation, LowRank, moe_experts
 
 FACTORS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 T, H, I, E, K = 7, 6, 5, 4, 2
@@ -21,13 +21,13 @@ def with_factors(inputs, ranks=(3, 2), seed=0, dtype=torch.float64):
     """Inputs of `problem` and factors as PEFT stores them, of other values for every expert."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner, num_experts = inputs["x"].shape[1], min(inputs["down"].shape[1:]), len(inputs["down"])
-    hidden, inner = (hidden, inner) if hidden != inner else (hidden, hidden)
 
     def factor(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     factors = {}
-    for name, rank, size_in, size_out in (("gate_up", ranks[0], hidden, 2 * inner), ("down", ranks[1], inner, hidden)):
+    width = inputs["gate_up"].numel() // (num_experts * hidden)
+    for name, rank, size_in, size_out in (("gate_up", ranks[0], hidden, width), ("down", ranks[1], inner, hidden)):
         if rank:
             factors[f"{name}_a"] = factor(rank * num_experts, size_in)
             factors[f"{name}_b"] = factor(size_out, rank * num_experts)
@@ -61,7 +61,7 @@ def run(inputs, index, low_rank=low_rank, **options):
     )
 
 
-def merged(inputs, index, layout="concatenated"):
+def merged(inputs, index, layout="concatenated", activation=None):
     """The reference with W + scale * BA in the place of each weight."""
     whole = dict(inputs)
     for name in ("gate_up", "down"):
@@ -69,10 +69,12 @@ def merged(inputs, index, layout="concatenated"):
         if adapter is not None:
             delta = adapter.scale * adapter.b @ adapter.a
             whole[name] = inputs[name] + (delta.transpose(1, 2) if LAYOUTS[layout][0] else delta)
-    return expected(whole, index, layout=layout)
+    return expected(whole, index, layout=layout, activation=activation)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, name", [*((layout, "swiglu") for layout in LAYOUTS), *((layout, "relu2") for layout in OF_ONE_KIND)]
+)
 @pytest.mark.parametrize(
     "bias, save, ranks",
     [
@@ -80,20 +82,22 @@ def merged(inputs, index, layout="concatenated"):
         (False, "preactivation", (8, 9)),
         (True, "preactivation", (3, 0)),  # of one weight alone
         (True, "preactivation", (0, 2)),
+        (True, "preactivation", (20, 3)),
     ],
 )
-def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences(layout, bias, save, ranks):
-    inputs, index = problem(T, H, I, E, K, layout=layout, bias=bias)
+def test_it_agrees_with_merged_weights_and_its_gradients_with_finite_differences(layout, name, bias, save, ranks):
+    options = {"layout": layout, "activation": Activation(name)}
+    inputs, index = problem(T, H, I, E, K, layout=layout, bias=bias, activation=options["activation"])
     inputs = with_factors(inputs, ranks)
     assert_all_close(
-        output_and_gradients(run, inputs, index, layout=layout, save=save),
-        output_and_gradients(merged, inputs, index, layout=layout),
+        output_and_gradients(run, inputs, index, save=save, **options),
+        output_and_gradients(merged, inputs, index, **options),
         1e-12,
         "fp64, sums of a few dozen terms",
     )
 
     def by_position(*tensors):
-        return run(dict(zip(inputs, tensors)), index, layout=layout, save=save)
+        return run(dict(zip(inputs, tensors)), index, save=save, **options)
 
     assert torch.autograd.gradcheck(by_position, tuple(inputs.values()), fast_mode=True)
 

@@ -12,20 +12,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe_hf.kernels import eager, reference
-from sonicmoe_hf.kernels.interface import GATED, Weighting
+from sonicmoe_hf.kernels.interface import GATED, UNGATED, Weighting
 from sonicmoe_hf.layer import moe_experts as functional
 from sonicmoe_hf.layer.config import LAYOUTS
 from sonicmoe_hf.layer.experts_op import Inputs, Options
 from sonicmoe_hf.layer.moe_experts import Activation, moe_experts
 from sonicmoe_hf.layer.routing import Routing, TokenRounding, round_tokens, rounded_routing
 
+OF_ONE_KIND = ("concatenated", "transposed_concatenated")  # layouts for activations without a gate
 NAMES = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
 
 
-def problem(T=7, H=6, I=5, E=4, K=2, layout="concatenated", bias=True, dtype=torch.float64, grad=True, idle=1):
+def problem(
+    T=7, H=6, I=5, E=4, K=2, layout="concatenated", bias=True, dtype=torch.float64, grad=True, idle=1,
+    activation=None,
+):  # fmt: skip
     """Inputs of O(1) pre-activations; the last `idle` experts get no rows."""
-    transposed, _ = LAYOUTS[layout]
-    gate_up = torch.randn(E, 2 * I, H, dtype=torch.float64) * H**-0.5 * 1.5
+    transposed, width = LAYOUTS[layout][0], (activation or Activation()).width(I)
+    gate_up = torch.randn(E, width, H, dtype=torch.float64) * H**-0.5 * 1.5
     down = torch.randn(E, H, I, dtype=torch.float64) * I**-0.5
     inputs = {
         "x": torch.randn(T, H, dtype=torch.float64),
@@ -34,7 +38,7 @@ def problem(T=7, H=6, I=5, E=4, K=2, layout="concatenated", bias=True, dtype=tor
         "weights": torch.rand(T, K, dtype=torch.float64) + 0.1,
     }
     if bias:
-        inputs["gate_up_bias"] = torch.randn(E, 2 * I, dtype=torch.float64)
+        inputs["gate_up_bias"] = torch.randn(E, width, dtype=torch.float64)
         inputs["down_bias"] = torch.randn(E, H, dtype=torch.float64)
     inputs = {name: tensor.to(dtype).requires_grad_(grad) for name, tensor in inputs.items()}
     index = torch.stack([torch.randperm(E - idle)[:K] for _ in range(T)]) if T else torch.zeros(0, K, dtype=torch.long)
@@ -69,13 +73,14 @@ def output_and_gradients(function, inputs, *args, **options):
     return {"out": out.detach(), **named}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(
+    "layout, name", [*itertools.product(LAYOUTS, GATED), *itertools.product(OF_ONE_KIND, UNGATED)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("save", ["preactivation", "input"])
 def test_it_agrees_with_the_reference_and_its_gradients_with_finite_differences(layout, name, bias, save):
     activation = Activation(name, alpha=1.702, limit=0.8)  # a limit that many pre-activations exceed
-    inputs, index = problem(layout=layout, bias=bias)
+    inputs, index = problem(layout=layout, bias=bias, activation=activation)
     options = {"layout": layout, "activation": activation}
     assert_all_close(
         output_and_gradients(run, inputs, index, save=save, **options),
