@@ -1,13 +1,23 @@
 """The registered model classes of the native layout: they train, save, load and refuse as models should."""
 
-import copy
 import pickle
 
 import pytest
 import torch
-from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error
+from helpers.models import (
+    CONFIGS,
+    ON_DISK,
+    ORDER_OF_SUMS,
+    assert_all_close,
+    batch,
+    build,
+    loss_and_gradients,
+    patching,
+    relative_error,
+    twin,
+)
 from helpers.native import in_native_names, native_twin, save_both
-from helpers.training import POLICY, TILE, Examples, Watch, arguments, trainer_for
+from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments, checkpointed, logs_of, trained
 from helpers.trl_trainers import trl_trainer, word_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, pipeline
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -20,8 +30,13 @@ from sonicmoe_hf.patching.patch import is_patched
 from sonicmoe_hf.patching.support import find_layers
 
 FAMILIES = list(CONFIGS)
-ORDER_OF_SUMS = "fp32: Transformers sums in another order"
 every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Of a small Qwen3-MoE: the hub's layout and the native one."""
+    return save_both(build("qwen3_moe"), tmp_path)
 
 
 def from_scratch(family, **changes):
@@ -52,14 +67,13 @@ def test_logits_loss_and_every_gradient_equal_the_familys_own(family, tmp_path):
 
 
 @every_family
-@pytest.mark.parametrize("checkpointing", [None, True, False])
-def test_token_rounding_trains_as_on_the_patched_hub_model(family, checkpointing, tmp_path):
+@pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
+def test_token_rounding_trains_as_on_the_patched_hub_model(family, kind, tmp_path):
     model = build(family)
     native = native_twin(model, tmp_path)
     for each in (model, native):
         assert {layer.token_rounding for layer in sonicmoe_hf.patch_model(each, POLICY).layers} == {True}
-        if checkpointing is not None:
-            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        checkpointed(each, kind)
     watch = Watch(native)
     expected = in_native_names(loss_and_gradients(model, batch()), family)
     assert_all_close(loss_and_gradients(native, batch()), expected, 1e-5, ORDER_OF_SUMS)
@@ -77,13 +91,10 @@ def test_router_logits_are_recorded_in_the_first_native_model_of_a_process():
     assert len(outputs.router_logits) == len(model.model.layers) and outputs.aux_loss > 0
 
 
-def test_patch_catches_native_models_too(tmp_path):
-    _, folder = save_both(build("qwen3_moe"), tmp_path)
-    sonicmoe_hf.patch("qwen3_moe", routing=POLICY)
-    try:
+def test_patch_catches_native_models_too(folders):
+    _, folder = folders
+    with patching("qwen3_moe", routing=POLICY):
         loaded, made = AutoModelForCausalLM.from_pretrained(folder), from_scratch("qwen3_moe")
-    finally:
-        sonicmoe_hf.unpatch()
     for model in (loaded, made):
         watch = Watch(model)
         loss_and_gradients(model.train(), batch())
@@ -123,8 +134,8 @@ def test_models_save_natively_whatever_save_original_format_says(family, origina
     assert_all_close(in_native_names(hub.state_dict(), family), fresh.state_dict(), 0.0, "moved, not changed")
 
 
-def test_native_classes_refuse_a_hub_checkpoint_and_name_the_command(tmp_path):
-    hub, native = save_both(build("qwen3_moe"), tmp_path)
+def test_native_classes_refuse_a_hub_checkpoint_and_name_the_command(folders):
+    hub, native = folders
     classes = NATIVE["qwen3_moe"]
     for load in (classes.causal_lm.from_pretrained, classes.model.from_pretrained, classes.config.from_pretrained):
         with pytest.raises(CheckpointError, match=r"model_type 'qwen3_moe'.*sonicmoe-hf convert"):
@@ -134,30 +145,24 @@ def test_native_classes_refuse_a_hub_checkpoint_and_name_the_command(tmp_path):
         AutoModelForCausalLM.from_pretrained(hub, config=config)
 
 
-def test_state_dicts_of_the_other_layout_are_refused(tmp_path):
-    model = build("olmoe")
-    native = native_twin(model, tmp_path)
+def test_state_dicts_of_the_other_layout_are_refused(folders):
+    model, native = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     with pytest.raises(CheckpointError, match="rows stand in another order"):
         native.load_state_dict(model.state_dict(), strict=False)
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(native.state_dict())
-
-
-def test_a_native_checkpoint_in_a_hub_class_is_loud(tmp_path):
-    _, folder = save_both(build("qwen3_moe"), tmp_path)
-    plain = type(build("qwen3_moe"))
-    _, info = plain.from_pretrained(folder, output_loading_info=True)
+    _, info = type(model).from_pretrained(folders[1], output_loading_info=True)
     assert any("gate_up_proj" in name for name in info["missing_keys"])
     assert any("c_fc" in name for name in info["unexpected_keys"])
 
 
-def test_another_layout_version_is_refused(tmp_path):
+def test_another_layout_version_is_refused():
     with pytest.raises(CheckpointError, match="sonicmoe_layout_version is 2"):
         NATIVE["olmoe"].config.from_dict({"model_type": "sonicmoe_olmoe", "sonicmoe_layout_version": 2})
 
 
-def test_other_experts_implementations_raise_and_are_named(tmp_path):
-    _, folder = save_both(build("qwen3_moe"), tmp_path)
+def test_other_experts_implementations_raise_and_are_named(folders):
+    _, folder = folders
     with pytest.raises(ValueError, match=r'experts_implementation is "eager".*--layout hub'):
         AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="sonicmoe_hf")
@@ -180,15 +185,7 @@ def test_generation_equals_the_familys_own(family, tmp_path):
 def test_device_maps_place_and_offload_layers(family, tmp_path):
     model = build(family).eval()
     _, folder = save_both(model, tmp_path)
-    places = {
-        "model.embed_tokens": "cpu",
-        "model.layers.0": "cpu",
-        "model.layers.1": "disk",
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    }
-    native = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "offload")
+    native = AutoModelForCausalLM.from_pretrained(folder, device_map=ON_DISK, offload_folder=tmp_path / "offload")
     assert next(layer for layer in find_layers(native) if "layers.1" in layer.name).experts.c_fc.is_meta
     with torch.no_grad():
         assert relative_error(native(**batch()).logits, model(**batch()).logits) < 1e-5, ORDER_OF_SUMS
@@ -204,22 +201,16 @@ def test_copies_and_pickles_are_models_of_their_own(family, tmp_path):
     native = native_twin(build(family), tmp_path)
     sonicmoe_hf.patch_model(native, POLICY)
     expected = loss_and_gradients(native, batch())
-    for twin in (copy.deepcopy(native), pickle.loads(pickle.dumps(native))):
-        assert_all_close(loss_and_gradients(twin, batch()), expected, 0.0, "the same operations")
-
-
-def test_tied_embeddings_stay_tied(tmp_path):
-    native = native_twin(build("qwen3_moe", tie_word_embeddings=True), tmp_path)
-    assert native.lm_head.weight is native.model.embed_tokens.weight
+    for copied in (twin(native), pickle.loads(pickle.dumps(native))):
+        assert_all_close(loss_and_gradients(copied, batch()), expected, 0.0, "the same operations")
 
 
 def test_label_smoothing_shifts_labels_as_for_the_familys_own(tmp_path):
     model = build("olmoe")
     losses = []
     for each in (model, native_twin(model, tmp_path)):
-        trainer = Trainer(
-            each, arguments(tmp_path, max_steps=1, label_smoothing_factor=0.1), train_dataset=Examples(4)
-        )
+        options = arguments(tmp_path, max_steps=1, label_smoothing_factor=0.1)
+        trainer = Trainer(each, options, train_dataset=Examples(4))
         losses.append(trainer.train().training_loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -230,12 +221,9 @@ def test_the_trainer_rounds_tokens_and_counts_them(family, tmp_path):
     losses = []
     for name, each in (("hub", model), ("native", native_twin(model, tmp_path))):
         callbacks = [TokenRoundingCallback(tile=TILE), ExpertLoadCallback()]
-        trainer = trainer_for(each, tmp_path / name, callbacks)
-        sonicmoe_hf.attach(trainer)
-        trainer.train()
-        log = trainer.state.log_history
-        losses.append([entry["loss"] for entry in log if "loss" in entry])
-        assert sum(entry.get("moe/rows_added", 0) + entry.get("moe/rows_dropped", 0) for entry in log) > 0
+        logs = logs_of(trained(each, tmp_path / name, callbacks))
+        losses.append([log["loss"] for log in logs])
+        assert sum(log["moe/rows_added"] + log["moe/rows_dropped"] for log in logs) > 0
     assert losses[1] == pytest.approx(losses[0], rel=1e-3), "the log rounds"
 
 
@@ -270,8 +258,8 @@ def test_a_bf16_native_model_keeps_what_the_family_keeps_in_fp32(family, tmp_pat
     assert ours == theirs
 
 
-def test_trl_and_pipelines_load_a_native_checkpoint_by_its_name(tmp_path):
-    _, folder = save_both(build("qwen3_moe"), tmp_path)
+def test_trl_and_pipelines_load_a_native_checkpoint_by_its_name(folders, tmp_path):
+    _, folder = folders
     word_tokenizer().save_pretrained(folder)
     assert pipeline("text-generation", str(folder))("w4 w5", max_new_tokens=2)[0]["generated_text"].startswith("w4 w5")
     rows = [{"text": "w4 w5 w6 w7 w8 w9"}] * 16

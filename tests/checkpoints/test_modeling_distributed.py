@@ -1,7 +1,7 @@
 """Native models on two gloo ranks: expert and tensor parallelism, FSDP2, and token rounding refused where it cannot be."""
 
 import pytest
-from helpers.models import assert_all_close, batch, build, loss_and_gradients
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched
 from helpers.native import in_native_names, save_both
 from helpers.parallel import PARTIAL_SUMS, gathered, load_parallel, trained_and_evaluated
 from helpers.training import POLICY
@@ -44,9 +44,8 @@ def sharded_step(rank, folder):
 
 
 def test_under_fsdp2_token_rounding_gives_the_unsharded_models_gradients(ranks, tmp_path):
-    model = build("qwen3_moe")
+    model = patched("qwen3_moe", POLICY)
     _, folder = save_both(model, tmp_path)
-    sonicmoe_hf.patch_model(model, POLICY)
     expected = in_native_names(loss_and_gradients(model, batch()), "qwen3_moe")
     for actual in ranks.run(sharded_step, str(folder)):
         assert_all_close(actual, expected, 1e-5, PARTIAL_SUMS)

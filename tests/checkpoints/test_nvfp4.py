@@ -1,16 +1,25 @@
 """NVFP4 checkpoints in ModelOpt's layout: their values in bf16, and experts packed anew for training adapters."""
 
-import copy
 import json
 
 import pytest
 import torch
-from helpers.checkpoints import as_nvfp4, config_in, edit_config, make, rewrite, same_bits, tensors_in
+from helpers.checkpoints import (
+    DECLARED_NVFP4,
+    assert_conversion_refused,
+    config_in,
+    edit_config,
+    edit_tensors,
+    make,
+    rewrite,
+    same_bits,
+    tensors_in,
+    to_nvfp4,
+)
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, from_pretrained, inspect_checkpoint
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
-DECLARED = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
@@ -18,10 +27,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 def checkpoint(tmp_path):
     folder = tmp_path / "nvfp4"
     make(folder, "qwen3_moe", **SIZES)
-    stored, values = as_nvfp4(tensors_in(folder))
-    rewrite(folder, stored)
-    edit_config(folder, quantization_config=DECLARED)
-    return folder, stored, values
+    return folder, *to_nvfp4(folder)
 
 
 @pytest.fixture(params=["config.json", "hf_quant_config.json"])
@@ -78,10 +84,8 @@ def test_its_experts_are_taken_bit_for_bit(declared, tmp_path):
     (lambda t: t.update({f"{EXPERT}_scale": t[f"{EXPERT}_scale"][:, :3].clone()}), r"expert 3: weight_scale is .*\(64, 3\)"),
 ])  # fmt: skip
 def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while_loading(checkpoint, change, match):
-    folder, stored, _ = checkpoint
-    stored = copy.deepcopy(stored)
-    change(stored)
-    rewrite(folder, stored)
+    folder, _, _ = checkpoint
+    edit_tensors(folder, change)
     with pytest.raises(CheckpointError, match=match):
         from_pretrained(folder, experts_quantization="nvfp4")
 
@@ -99,9 +103,7 @@ def test_its_experts_are_packed_for_training(checkpoint, tmp_path):
 def test_experts_without_a_gate_are_taken_as_they_are(tmp_path):
     sizes = {"hidden_size": 64, "moe_latent_size": 32, "moe_intermediate_size": 64}
     make(tmp_path, "nemotron_h", **sizes)
-    stored, values = as_nvfp4(tensors_in(tmp_path))
-    rewrite(tmp_path, stored)
-    edit_config(tmp_path, quantization_config=DECLARED)
+    stored, values = to_nvfp4(tmp_path)
     experts = from_pretrained(tmp_path, experts_quantization="nvfp4").model.layers[1].mixer.experts
     for name in ("up_proj", "down_proj"):
         weight = getattr(experts, name)
@@ -110,14 +112,13 @@ def test_experts_without_a_gate_are_taken_as_they_are(tmp_path):
             assert torch.equal(weight.codes[expert], stored[full_name]) and torch.equal(found, values[full_name])
 
 
-def test_what_is_no_nvfp4_is_refused(checkpoint, tmp_path):
+def test_what_is_no_nvfp4_is_refused(checkpoint):
     folder, stored, _ = checkpoint
 
     def refused(match, tensors=stored, **declared):
         rewrite(folder, tensors)
-        edit_config(folder, quantization_config={**DECLARED, **declared})
-        with pytest.raises(CheckpointError, match=match):
-            convert_checkpoint(folder, tmp_path / "out", "hub")
+        edit_config(folder, quantization_config={**DECLARED_NVFP4, **declared})
+        assert_conversion_refused(folder, match, "hub")
 
     refused("ModelOpt as 'FP8'.*'NVFP4' in groups of 16", quant_algo="FP8")
     refused("in groups of 32; 'NVFP4' in groups of 16", group_size=32)

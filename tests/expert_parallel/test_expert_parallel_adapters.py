@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
+from helpers.checkpoints import CUT_OFF, make, to_fp8
 from helpers.examples import EXAMPLES, TEXT
 from helpers.examples import load as load_example
 from helpers.models import assert_all_close, batch, build
@@ -21,7 +22,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from test_expert_parallel import APART, SHARED, load
 from test_expert_parallel import pytestmark as pytestmark
-from test_expert_parallel_packed import module_of
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sonicmoe_hf
@@ -212,9 +212,9 @@ def test_the_example_of_qlora_trains_on_ranks_that_share_experts(ranks, tmp_path
 
 @pytest.mark.slow
 def test_the_example_of_qlora_trains_deepseek_v3_from_its_fp8_checkpoint(ranks, tmp_path):
-    made_of, hub = module_of("quantization/test_hub_formats"), tmp_path / "hub"
-    made_of.SIZES["deepseek_v3"] |= {"vocab_size": 300}
-    made_of.make_fp8(hub, "deepseek_v3")
+    hub = tmp_path / "hub"
+    make(hub, "deepseek_v3", **CUT_OFF, vocab_size=300)
+    to_fp8(hub)
     train_tokenizer([TEXT] * 40, 300).save_pretrained(hub)
     options = ("--experts-quantization", "fp8")
     for losses in ranks.run(trained_by_qlora, str(tmp_path), *options, "--model", str(hub), "--learning-rate", "3e-3"):

@@ -3,14 +3,12 @@ what one rank with all of them computes."""
 
 import contextlib
 import functools
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.adapters import with_lora
-from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
+from helpers.checkpoints import CUT_OFF, edit_tensors, make, packed_in, to_fp8, to_nvfp4
 from helpers.marks import rest_slow
 from helpers.models import assert_all_close, batch, build
 from helpers.parallel import OWN_BATCH, PARTIAL_SUMS, mean_of_ranks
@@ -108,26 +106,16 @@ def test_what_ranks_cannot_hold_raises_an_error_on_all_of_them(ranks, tmp_path):
         model.model.layers[1].mlp.experts.down_proj[0, 0, 0] = torch.nan  # an expert of the first rank
     model.save_pretrained(tmp_path / "damaged")
     build("qwen3_moe", hidden_size=64, moe_intermediate_size=64, num_experts=2).save_pretrained(tmp_path / "narrow")
-    made_of, fp8 = module_of("quantization/test_hub_formats"), tmp_path / "damaged fp8"
-    made_of.SIZES["qwen3_moe"] |= {"hidden_size": 192}
-    stored, _ = made_of.make_fp8(fp8, "qwen3_moe")
-    stored["model.layers.1.mlp.experts.0.down_proj.weight_scale_inv"].fill_(torch.nan)
-    rewrite(fp8, stored)
+    fp8, scale = tmp_path / "damaged fp8", "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv"
+    make(fp8, "qwen3_moe", **{**CUT_OFF, "hidden_size": 192})
+    to_fp8(fp8)
+    edit_tensors(fp8, lambda tensors: tensors[scale].fill_(torch.nan))
     for damaged, narrow, damaged_fp8, theirs, sharded, linear, nan in ranks.run(refusals, str(tmp_path)):
         assert "NaN or infinite" in damaged
         assert "NaN or infinite" in nan and "NaN or infinite" in damaged_fp8
         assert 'use "mxfp4"' in narrow
         assert 'ep_implementation="sonicmoe_hf"' in theirs and 'ep_implementation="sonicmoe_hf"' in sharded
         assert "leave out quantization_config" in linear
-
-
-def module_of(name):
-    """Another module of tests, which makes checkpoints."""
-    path = Path(__file__).resolve().parents[1] / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def from_hub(rank, folder, format):
@@ -154,14 +142,11 @@ def from_hub(rank, folder, format):
 )
 def test_ranks_hold_of_a_hub_checkpoint_what_one_rank_does(ranks, stored, format, family, tmp_path):
     if stored == "fp8":  # a rank's 72 rows of 144 end inside a block
-        made_of = module_of("quantization/test_hub_formats")
-        made_of.SIZES[family] |= {"hidden_size": 192 if format == "nf4" else 144}
-        made_of.make_fp8(tmp_path / "hub", family)
+        make(tmp_path / "hub", family, **{**CUT_OFF, "hidden_size": 192 if format == "nf4" else 144})
+        to_fp8(tmp_path / "hub")
     else:
-        made_of = module_of("checkpoints/test_nvfp4")
-        make(tmp_path / "hub", family, **made_of.SIZES)
-        rewrite(tmp_path / "hub", made_of.as_nvfp4(tensors_in(tmp_path / "hub"))[0])
-        edit_config(tmp_path / "hub", quantization_config=made_of.DECLARED)
+        make(tmp_path / "hub", family, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=2)
+        to_nvfp4(tmp_path / "hub")
     model = sonicmoe_hf.from_pretrained(tmp_path / "hub", experts_quantization=format, dtype=torch.float32).train()
     results = ranks.run(from_hub, str(tmp_path / "hub"), format)
     for rank, (logits, held, _) in enumerate(results):

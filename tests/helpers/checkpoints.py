@@ -2,14 +2,16 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
+import pytest
 import torch
 from helpers.models import build
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sonicmoe_hf import PackedWeight
+from sonicmoe_hf import CheckpointError, PackedWeight, convert_checkpoint
 from sonicmoe_hf.checkpoints.comparing import same_bytes
 
 SHARDS = "30KB"  # small models in several files, so that a layer's experts lie in more than one
@@ -26,6 +28,13 @@ DECLARED_FP8 = {  # of DeepSeek's and Qwen's checkpoints
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
+DECLARED_NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+}
+# 192 and 144: blocks of 128 that are cut off, in both of the experts' products
+CUT_OFF = {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2}
 FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, as on DeepSeek's own kv_a_proj
 
 
@@ -61,10 +70,27 @@ def edit_config(folder, **changes):
 
 
 def rewrite(folder, tensors):
-    """Replace a checkpoint's weights by these, in one file."""
+    """Replace a checkpoint's weights by these, in one file, or an adapter's."""
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         path.unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    file = "adapter_model.safetensors" if (folder / "adapter_config.json").exists() else "model.safetensors"
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def edit_tensors(folder, changes):
+    """Rewrite a checkpoint or an adapter with these tensors, of which None removes one, or after a function has changed its own."""
+    tensors = tensors_in(folder)
+    changes(tensors) if callable(changes) else tensors.update(changes)
+    rewrite(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def assert_conversion_refused(folder, match, *layout, **options):
+    """It fails with one sentence, and leaves nothing beside the checkpoint."""
+    target = folder.parent / "refused"
+    with pytest.raises(CheckpointError, match=match):
+        convert_checkpoint(folder, target, *layout, **options)
+    assert not target.exists()
+    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".")]
 
 
 def same_bits(ours, theirs):
@@ -220,6 +246,27 @@ def fp8_of(tensor, kind):
             dense[block] = values[block].float() * scales[i, j]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "ue8m0": torch.float8_e8m0fnu}[kind]
     return values, scales.to(dtype), dense
+
+
+def to_fp8(folder, kind="fp32", part="", **declared):
+    """Store the matrices of a checkpoint in FP8 that have this part in their names; the dense checkpoint that it stands for
+    then lies in the folder "dense" beside it. Both sets of tensors."""
+    shutil.copytree(folder, folder.with_name("dense"))
+    tensors = tensors_in(folder)
+    chosen = {name: tensor for name, tensor in tensors.items() if part in name}
+    stored, dense = ({**tensors, **each} for each in in_fp8(chosen, kind))
+    rewrite(folder, stored)
+    rewrite(folder.with_name("dense"), dense)
+    edit_config(folder, quantization_config={**DECLARED_FP8, **declared})
+    return stored, dense
+
+
+def to_nvfp4(folder):
+    """Store a checkpoint as ModelOpt does: its tensors, and the values that they stand for."""
+    stored, values = as_nvfp4(tensors_in(folder))
+    rewrite(folder, stored)
+    edit_config(folder, quantization_config=DECLARED_NVFP4)
+    return stored, values
 
 
 def in_fp8(tensors, kind="fp32"):

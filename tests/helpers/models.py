@@ -1,6 +1,8 @@
 """Small models of the four families, with weights of realistic size, and how tests compare tensors."""
 
 import copy
+import io
+from contextlib import contextmanager
 
 import torch
 from transformers import (
@@ -20,6 +22,7 @@ from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_
 
 import sonicmoe_hf
 from sonicmoe_hf.checkpoints.comparing import relative_error
+from sonicmoe_hf.patching.support import find_layers
 
 VOCABULARY = 64
 ORDER_OF_SUMS = "fp32: the same numbers summed in another order"
@@ -34,6 +37,14 @@ SHARED = {
     "eos_token_id": 2,
 }
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+
+
+ON_DISK = {  # a device map of two layers, of which the second is on the disk
+    **dict.fromkeys(
+        ("lm_head", *(f"model.{part}" for part in ("embed_tokens", "layers.0", "norm", "rotary_emb"))), "cpu"
+    ),
+    "model.layers.1": "disk",
+}
 
 
 def qwen3_moe(**changes):
@@ -131,11 +142,21 @@ def build(family: str, implementation: str = "eager", seed: int = 0, **changes):
     return model.train()
 
 
-def patched(family: str, routing=None, **changes):
+def patched(family: str, routing=None, save: str = "preactivation", **changes):
     """`build`, patched with this routing."""
     model = build(family, **changes)
-    sonicmoe_hf.patch_model(model, routing)
+    sonicmoe_hf.patch_model(model, routing, save=save)
     return model
+
+
+@contextmanager
+def patching(*families, **options):
+    """What is built inside is patched."""
+    sonicmoe_hf.patch(*families, **options)
+    try:
+        yield
+    finally:
+        sonicmoe_hf.unpatch()
 
 
 def ernie_vl_text():
@@ -165,6 +186,23 @@ def twin(model):
     return copy.deepcopy(model)
 
 
+def with_other_routers(model):
+    """A copy whose routers have moved: as after some steps of training, or as a server in other arithmetic has in effect."""
+    other = twin(model)
+    with torch.no_grad():
+        for layer in find_layers(other):
+            layer.router.weight.add_(torch.randn_like(layer.router.weight), alpha=0.3)
+    return other
+
+
+def through_a_file(thing, **options):
+    """What torch.load makes of what torch.save wrote of it."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, **{"weights_only": False, **options})
+
+
 def batch(rows: int = 4, length: int = 24, padding: bool = False, seed: int = 0):
     """Random tokens with labels; with padding, every sequence but the first ends early."""
     generator = torch.Generator().manual_seed(seed)
@@ -183,13 +221,18 @@ def logits_of(model):
         return model.eval()(input_ids=batch()["input_ids"]).logits
 
 
+def gradients_of(model):
+    """A copy of every gradient that there is, by its parameter's name, of a compiled model too."""
+    named = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters()}
+    return {name: gradient.detach().clone() for name, gradient in named.items() if gradient is not None}
+
+
 def loss_and_gradients(model, inputs):
     """Logits, loss and every parameter's gradient of one training forward and backward."""
     model.zero_grad(set_to_none=True)
     out = model(**inputs)
     out.loss.backward()
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": out.logits.detach(), "loss": out.loss.detach(), **gradients}
+    return {"logits": out.logits.detach(), "loss": out.loss.detach(), **gradients_of(model)}
 
 
 def assert_all_close(actual: dict, expected: dict, tolerance: float, because: str):

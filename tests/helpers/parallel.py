@@ -66,41 +66,19 @@ def pretend_to_have_gpus():
     state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
 
 
-def expert_parallelism():
-    options = {"ep_size": WORLD} if HAS_EP_SIZE else {"enable_expert_parallel": True}
-    return DistributedConfig(tp_size=WORLD, **options)
-
-
-def tensor_parallelism():
-    return DistributedConfig(tp_size=WORLD, tp_plan="auto")
-
-
-def expert_and_data_parallelism():
-    return DistributedConfig(ep_size=WORLD, fsdp_size=WORLD)
-
-
-def our_expert_parallelism():
-    return DistributedConfig(tp_size=WORLD, ep_size=WORLD, ep_implementation="sonicmoe_hf")
-
-
-def pipeline_parallelism():
-    return DistributedConfig(pp_size=WORLD)
-
-
-def data_parallelism():
-    return DistributedConfig(fsdp_size=WORLD)
-
-
-PARALLELISM = {
-    "expert": expert_parallelism,
-    "tensor": tensor_parallelism,
-    "data": data_parallelism,
-    "both": expert_and_data_parallelism,
-    "pipeline": pipeline_parallelism,
-    "ours": our_expert_parallelism,
+PARALLELISM = {  # entries of a DistributedConfig, of which not every version of Transformers has all
+    "expert": {"tp_size": WORLD, **({"ep_size": WORLD} if HAS_EP_SIZE else {"enable_expert_parallel": True})},
+    "tensor": {"tp_size": WORLD, "tp_plan": "auto"},
+    "data": {"fsdp_size": WORLD},
+    "both": {"ep_size": WORLD, "fsdp_size": WORLD},
+    "pipeline": {"pp_size": WORLD},
+    "ours": {"tp_size": WORLD, "ep_size": WORLD, "ep_implementation": "sonicmoe_hf"},
 }
 
 
+def parallelism(kind):
+    return DistributedConfig(**PARALLELISM[kind])
+
+
 def load_parallel(folder, kind, **options):
-    config = PARALLELISM[kind]()
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).train()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=parallelism(kind), **options).train()

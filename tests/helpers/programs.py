@@ -1,6 +1,10 @@
 """What programs of others train in a moment: a model in a folder, with its tokenizer, and datasets."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -13,6 +17,15 @@ SIZES = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
+
+
+def run_python(code, **environment):
+    """Run this code of ours in a process of its own, which finds the package and the tests; an error there is one here."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join(map(str, (tests.parent, tests)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def make_model(folder, dtype=torch.float32, **sizes):

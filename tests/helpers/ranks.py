@@ -45,10 +45,10 @@ def join(rank, world, store, **options):
 def _serve(rank, world, folder, pipe):
     join(rank, world, f"{folder}/store")
     while (task := pipe.recv()) is not None:
-        function, args = task
+        function, args, options = task
         try:
             torch.manual_seed(0)
-            reply = (True, function(rank, *args))
+            reply = (True, function(rank, *args, **options))
         except Exception:
             reply = (False, traceback.format_exc())
         AcceleratorState._reset_state(True)  # what accelerate found out once is another test's business
@@ -59,7 +59,7 @@ def _serve(rank, world, folder, pipe):
 
 
 class Ranks:
-    """`run(function, *args)` calls the module-level `function(rank, *args)` on every rank: the results in their order."""
+    """`run(function, *args, **options)` calls this function of a module with the rank, too, on each: the results in order."""
 
     def __init__(self, folder, world=WORLD):
         context = multiprocessing.get_context("forkserver")
@@ -73,9 +73,9 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def run(self, function, *args):
+    def run(self, function, *args, **options):
         for pipe in self.pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, options))
         results, failure, deadline = {}, None, time.monotonic() + SECONDS
         while len(results) < len(self.pipes):
             waiting = [pipe for pipe in self.pipes if pipe not in results]

@@ -1,10 +1,9 @@
 """What the tests of resumed and best models share: training with checkpoints, and comparing weights bit for bit."""
 
 import torch
-from helpers.training import TILE, trainer_for
+from helpers.training import TILE, trained
 from transformers import TrainerCallback
 
-import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.trainer.resume import restore
 
@@ -37,11 +36,7 @@ def train(model, folder, checkpoint=None, callbacks=None, attach=True, **options
     """Train four steps, saving at 2 and 4, or resume; returns the Trainer."""
     callbacks = [rounding()] if callbacks is None else callbacks
     options = {"learning_rate": 0.02, "optim": "adamw_torch", "weight_decay": 0.1, **SAVING, **options}
-    trainer = trainer_for(model, folder, [*callbacks, Earliness()], count=24, **options)
-    if attach:
-        sonicmoe_hf.attach(trainer)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    return trainer
+    return trained(model, folder, [*callbacks, Earliness()], attach, checkpoint, count=24, **options)
 
 
 def shard_checkpoints(model):

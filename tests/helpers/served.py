@@ -53,17 +53,18 @@ def merged_by_peft(adapted, folder):
     return tensors_in(folder)
 
 
-def split_experts(tensors):
-    """A checkpoint's tensors with its experts' weights one by one, [out, in], under the names that engines give them."""
+def split_experts(tensors, family=None):
+    """A checkpoint's tensors with its experts' weights one by one, [out, in], under the names that engines give them.
+    gpt-oss stores [E, in, out], gates and ups in turn."""
     split = {}
     for name, tensor in tensors.items():
         stem = re.sub(r"\.(?:experts\.(?:gate_up|up|down)_proj|(?:input|output)_linear\.weight)$", ".experts", name)
         if stem == name or tensor.dim() != 3:
             split[name] = tensor
             continue
-        for expert, weight in enumerate(tensor):
+        for expert, weight in enumerate(tensor.transpose(1, 2) if family == "gpt_oss" else tensor):
             if "gate_up_proj" in name or "input_linear" in name:
-                gate, up = weight.chunk(2)
+                gate, up = (weight[0::2], weight[1::2]) if family == "gpt_oss" else weight.chunk(2)
                 split |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
             else:
                 split[f"{stem}.{expert}.down_proj.weight"] = weight

@@ -1,5 +1,6 @@
 """What the tests of training share: watching what reaches the experts, token rounding counted by hand, data sets."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -91,7 +92,14 @@ def arguments(folder, **options) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**defaults, **options})
 
 
-def trainer_for(model, folder, callbacks=(), padding=False, count=16, **options) -> Trainer:
+def checkpointed(model, kind):
+    """The model, its layers recomputed in backward by this kind of checkpointing, or as they are."""
+    if kind in CHECKPOINTING:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    return model
+
+
+def trainer_for(model, folder, callbacks=(), padding=False, count=16, optimizers=(None, None), **options) -> Trainer:
     """A Trainer on `count` examples; its evaluation set has four more."""
     return Trainer(
         model,
@@ -99,7 +107,41 @@ def trainer_for(model, folder, callbacks=(), padding=False, count=16, **options)
         train_dataset=Examples(count, padding),
         callbacks=list(callbacks),
         eval_dataset=Examples(4, padding, seed=100),
+        optimizers=optimizers,
     )
+
+
+def trained(model, folder, callbacks=(), attach=True, checkpoint=None, **options) -> Trainer:
+    """That Trainer after training, from the beginning or from a checkpoint."""
+    trainer = trainer_for(model, folder, callbacks, **options)
+    if attach:
+        sonicmoe_hf.attach(trainer)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def logs_of(trainer) -> list[dict]:
+    """Of its training steps, without evaluation and the summary at the end."""
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+class Routers:
+    """Logits and indices of every training call of the routers, in order and by layer, as they computed them."""
+
+    def __init__(self, model):
+        self.calls, self.by_layer = [], {}
+        for layer in find_layers(model):
+            self.by_layer[layer.name] = []
+            layer.router.register_forward_hook(partial(self._note, layer.name), prepend=True)
+
+    def _note(self, name, router, args, output):
+        if router.training:
+            self.calls.append((output[0], output[2]))
+            self.by_layer[name].append(output[0].detach())
+
+    def take(self):
+        calls, self.calls = self.calls, []
+        return calls
 
 
 class OutOfMemory(RuntimeError):

@@ -1,12 +1,15 @@
 """TRL's trainers on a CPU, and tokenizers for what they train on."""
 
+import torch
 from datasets import Dataset
 from helpers.models import VOCABULARY, build
+from helpers.training import Watch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+import sonicmoe_hf
 from sonicmoe_hf.demo.corpus import train_tokenizer
 
 SENTENCE = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all"
@@ -29,6 +32,14 @@ def sentence_tokenizer():
 def model_of(words):
     """A small model of this tokenizer's vocabulary."""
     return build("qwen3_moe", vocab_size=len(words), pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id)
+
+
+def watched_training(trainer) -> dict[bool, bool]:
+    """Attach and train; by whether gradients were computed: whether tokens were rounded."""
+    sonicmoe_hf.attach(trainer)
+    watch = Watch(trainer.model, note=torch.is_grad_enabled)
+    trainer.train()
+    return watch.rounded_by_note()
 
 
 def trl_trainer(trainer_class, config_class, model, rows, folder, words, callbacks=(), config=None, **options):

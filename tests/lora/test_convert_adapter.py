@@ -1,6 +1,5 @@
 """LoRA adapters on experts across the layouts: converted, or refused; never loaded with rows in the wrong order."""
 
-import json
 import sys
 from functools import partial
 
@@ -8,14 +7,13 @@ import pytest
 import torch
 from helpers import served
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt, lora, random_factors
-from helpers.checkpoints import FAMILIES, same_bits, tensors_in
+from helpers.checkpoints import FAMILIES, edit_tensors, same_bits, tensors_in
 from helpers.examples import load as load_example
 from helpers.models import assert_all_close, batch, build, logits_of, loss_and_gradients, relative_error
 from helpers.native import native_twin, save_both
 from helpers.served import config_of, edit
 from helpers.training import POLICY, Watch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
@@ -24,49 +22,58 @@ from sonicmoe_hf.cli.main import main
 
 assert_refused = partial(served.assert_refused, layout="native")
 every_family = pytest.mark.parametrize("family", FAMILIES)
+PARAMETERS = {"hub": EXPERTS, "native": NATIVE_EXPERTS}
+SUMS = "fp32: Transformers sums in another order"
+load = AutoModelForCausalLM.from_pretrained
 
 
-def assert_serves_and_merges(adapted, native, tmp_path):
+def adapted_in(layout, family, folder, parameters=None, **options):
+    """The model in both layouts in `folder`, with an adapter on this one there; PEFT's model."""
+    save_both(build(family), folder)
+    parameters = PARAMETERS[layout] if parameters is None else parameters
+    return adapt(load(folder / layout), folder / "adapter", parameters, **options)
+
+
+def assert_serves_and_merges(adapted, tmp_path):
     """The converted adapter, of a native base, computes what it was converted from, and comes back to the hub's layout."""
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    native = tmp_path / "native"
+    model = PeftModel.from_pretrained(load(native), tmp_path / "converted")
+    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, SUMS
     sonicmoe_hf.merge_adapter(native, tmp_path / "converted", tmp_path / "merged", "hub")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert relative_error(logits_of(merged), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
+    merged = load(tmp_path / "merged")
+    assert relative_error(logits_of(merged), logits_of(adapted)) < 1e-5, SUMS
     convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
 
 
-@every_family
+PARTS = {"both": EXPERTS, "gate and up": EXPERTS[:1], "down": EXPERTS[1:], "attention only": []}
+BY_LAYER = ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+
+
 @pytest.mark.parametrize(
-    "parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:], []], ids=["both", "gate and up", "down", "attention only"]
+    "family, parameters",
+    [
+        *(pytest.param(family, PARTS[part], id=f"{family} {part}") for family in FAMILIES for part in PARTS),
+        pytest.param("qwen3_moe", BY_LAYER, id="each layer another"),
+    ],
 )
 def test_an_adapter_trained_on_the_hub_layout_is_converted_with_it(family, parameters, tmp_path):
-    hub, native = save_both(build(family), tmp_path)
-    adapted = adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter", parameters)
+    adapted, native = adapted_in("hub", family, tmp_path, parameters), tmp_path / "native"
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", base_model=str(native))
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    assert relative_error(logits_of(model), logits_of(AutoModelForCausalLM.from_pretrained(native))) > 0.05, (
-        "it does something"
-    )
-    convert_adapter(tmp_path / "converted", tmp_path / "back", "hub", trained_on=native)
+    assert_serves_and_merges(adapted, tmp_path)
+    assert relative_error(logits_of(adapted), logits_of(load(native))) > 0.05, "it does something"
     assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
 
 
 @every_family
 def test_an_adapter_trained_on_the_native_layout_serves_the_hub_layout(family, tmp_path):
-    hub, native = save_both(build(family), tmp_path)
-    adapted = adapt(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter", NATIVE_EXPERTS)
+    adapted = adapted_in("native", family, tmp_path)
     convert_adapter(tmp_path / "adapter", tmp_path / "converted", "hub")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "converted")
-    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-    merged = model.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged hub")
-    merged_native = adapted.merge_and_unload()
-    merged_native.save_pretrained(tmp_path / "merged native")
+    model = PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "converted")
+    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, SUMS
+    theirs = served.merged_by_peft(model, tmp_path / "merged hub")
+    served.merged_by_peft(adapted, tmp_path / "merged native")
     sonicmoe_hf.convert_checkpoint(tmp_path / "merged native", tmp_path / "merged back", "hub")
-    ours, theirs = tensors_in(tmp_path / "merged back"), tensors_in(tmp_path / "merged hub")
-    assert_all_close(ours, theirs, 1e-6, "fp32: the product of A and B in two orders")
+    assert_all_close(tensors_in(tmp_path / "merged back"), theirs, 1e-6, "fp32: the product of A and B in two orders")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -97,57 +104,39 @@ def test_peft_s_shorthands_reach_linear_layers_only(tmp_path):
 
 @every_family
 def test_a_hub_adapter_on_a_native_model_is_refused(family, tmp_path):
-    hub, native = save_both(build(family), tmp_path)
-    adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
+    adapted_in("hub", family, tmp_path)
     with pytest.raises(CheckpointError, match="another order"), pytest.warns(RuntimeWarning):
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter")
+        PeftModel.from_pretrained(load(tmp_path / "native"), tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="no place in the native layout"), pytest.warns(RuntimeWarning):
-        AutoModelForCausalLM.from_pretrained(native).load_adapter(str(tmp_path / "adapter"))
+        load(tmp_path / "native").load_adapter(str(tmp_path / "adapter"))
 
 
 @every_family
 @pytest.mark.parametrize("attached", ["native", "hub"])
 def test_bare_weights_of_the_other_layouts_adapter_do_not_fit_an_attached_one(family, attached, tmp_path):
     """As when a Trainer run resumes across layouts: PEFT then reads weights alone."""
-    folders = dict(zip(("hub", "native"), save_both(build(family), tmp_path)))
-    other = "hub" if attached == "native" else "native"
-    parameters = {"hub": EXPERTS, "native": NATIVE_EXPERTS}
-    adapt(AutoModelForCausalLM.from_pretrained(folders[other]), tmp_path / "adapter", parameters[other])
-    model = AutoModelForCausalLM.from_pretrained(folders[attached])
-    model = get_peft_model(model, lora(model, parameters[attached]))
+    adapted_in("hub" if attached == "native" else "native", family, tmp_path)
+    model = load(tmp_path / attached)
+    model = get_peft_model(model, lora(model, PARAMETERS[attached]))
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_adapter(tmp_path / "adapter", "default")
 
 
-def test_layers_may_be_adapted_differently(tmp_path):
-    hub, native = save_both(build("qwen3_moe"), tmp_path)
-    parameters = ["layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
-    adapted = adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter", parameters)
-    convert_adapter(tmp_path / "adapter", tmp_path / "converted")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(native), tmp_path / "converted")
-    assert relative_error(logits_of(model), logits_of(adapted)) < 1e-5, "fp32: Transformers sums in another order"
-
-
 @every_family
 def test_a_native_adapter_on_a_hub_model_is_never_applied_to_the_experts(family, tmp_path):
-    hub, native = save_both(build(family), tmp_path)
-    adapt(AutoModelForCausalLM.from_pretrained(native), tmp_path / "adapter", NATIVE_EXPERTS)
-    model = AutoModelForCausalLM.from_pretrained(hub)
+    adapted_in("native", family, tmp_path)
     with pytest.warns(RuntimeWarning, match="no parameter was matched"):
-        model = PeftModel.from_pretrained(model, tmp_path / "adapter")
+        model = PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "adapter")
     assert not [name for name, _ in model.named_parameters() if ".experts." in name and "lora" in name]
-    (tmp_path / "adapter" / "adapter_config.json").write_text(
-        json.dumps({**config_of(tmp_path / "adapter"), "target_modules": []})
-    )
+    edit(tmp_path / "adapter", target_modules=[])
     with pytest.raises(ValueError, match="target_parameters"):
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
+        PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "adapter")
 
 
 @pytest.fixture
 def adapter(tmp_path):
-    hub, _ = save_both(build("qwen3_moe"), tmp_path)
     patterns = {"rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {r".*\.gate_up_proj": 8}}
-    adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter", **patterns)
+    adapted_in("hub", "qwen3_moe", tmp_path, **patterns)
     return tmp_path / "adapter"
 
 
@@ -169,43 +158,36 @@ PATTERNS = [
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_ranks_and_alphas_of_any_regular_expression_stay_with_their_weights(pattern, tmp_path):
-    hub, native = save_both(
-        build("deepseek_v3"), tmp_path
-    )  # its first layer and its shared experts have linear layers down_proj
     options = {"rank_pattern": pattern, "alpha_pattern": {name: 5 * value for name, value in pattern.items()}}
-    modules = ["q_a_proj", "mlp.down_proj", "shared_experts.down_proj"]
-    model = AutoModelForCausalLM.from_pretrained(hub)
-    adapted = adapt(model, tmp_path / "adapter", target_modules=modules, **options)
+    modules = ["q_a_proj", "mlp.down_proj", "shared_experts.down_proj"]  # of the first layer and of the shared experts
+    adapted = adapted_in("hub", "deepseek_v3", tmp_path, target_modules=modules, **options)
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
-    assert_serves_and_merges(adapted, native, tmp_path)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "back")
+    assert_serves_and_merges(adapted, tmp_path)
+    model = PeftModel.from_pretrained(load(tmp_path / "hub"), tmp_path / "back")
     assert torch.equal(logits_of(model), logits_of(adapted))
 
 
 @every_family
 def test_the_experts_own_rank_goes_through_conversion_and_merging_and_comes_back(family, tmp_path):
-    hub, native = save_both(build(family), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(hub)
+    hub, _ = save_both(build(family), tmp_path)
+    model = load(hub)
     adapted = random_factors(get_peft_model(model, sonicmoe_hf.lora_config(model, 4, experts_r=2))).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "converted")
     assert config_of(tmp_path / "converted")["rank_pattern"] == {"experts.c_fc": 2, "experts.c_proj": 2}
-    assert_serves_and_merges(adapted, native, tmp_path)
+    assert_serves_and_merges(adapted, tmp_path)
     assert same_bits(tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "back"))
     assert config_of(tmp_path / "back")["alpha_pattern"] == config_of(tmp_path / "adapter")["alpha_pattern"]
 
 
 @every_family
 def test_either_layout_of_the_base_tells_where_an_adapter_belongs(family, tmp_path):
-    hub, native = save_both(build(family), tmp_path)
-    adapt(AutoModelForCausalLM.from_pretrained(hub), tmp_path / "adapter")
+    adapted_in("hub", family, tmp_path)
     for layout in ("native", "hub"):
-        converted = []
-        for base in (hub, native):
-            converted.append(tmp_path / f"{layout} by {base.name}")
-            convert_adapter(tmp_path / "adapter", converted[-1], layout, trained_on=base)
-        assert same_bits(*map(tensors_in, converted))
-    assert same_bits(tensors_in(tmp_path / f"hub by {native.name}"), tensors_in(tmp_path / "adapter"))
+        for base in ("hub", "native"):
+            convert_adapter(tmp_path / "adapter", tmp_path / f"{layout} by {base}", layout, trained_on=tmp_path / base)
+        assert same_bits(*(tensors_in(tmp_path / f"{layout} by {base}") for base in ("hub", "native")))
+    assert same_bits(tensors_in(tmp_path / "hub by native"), tensors_in(tmp_path / "adapter"))
 
 
 @pytest.mark.pinned
@@ -219,18 +201,15 @@ def test_either_layout_of_the_base_tells_where_an_adapter_belongs(family, tmp_pa
 )
 @pytest.mark.parametrize("layout", ["native", "hub"])
 def test_an_adapter_that_lacks_a_factor_is_refused(missing, match, layout, adapter):
-    weights = load_file(adapter / "adapter_model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if missing not in name}
-    assert len(kept) < len(weights)
-    save_file(kept, adapter / "adapter_model.safetensors")
+    names = [name for name in tensors_in(adapter) if missing in name]
+    assert names
+    edit_tensors(adapter, dict.fromkeys(names))
     assert_refused(adapter, match, layout=layout)
 
 
 def test_verify_refuses_factors_that_are_not_finite(adapter, tmp_path):
-    weights = load_file(adapter / "adapter_model.safetensors")
-    name = next(name for name in weights if "experts.lora_B" in name)
-    weights[name][1, 2] = float("inf")
-    save_file(weights, adapter / "adapter_model.safetensors")
+    name = next(name for name in tensors_in(adapter) if "experts.lora_B" in name)
+    edit_tensors(adapter, lambda tensors: tensors[name][1, 2].fill_(float("inf")))
     assert_refused(adapter, "has NaN or infinite values", verify=True)
     convert_adapter(adapter, tmp_path / "converted")
 
@@ -245,7 +224,6 @@ def test_weights_and_states_of_the_old_layout_stay_behind(adapter, tmp_path):
 
 @pytest.mark.pinned
 def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
-    weights = load_file(adapter / "adapter_model.safetensors")
     assert_refused(adapter, "trained on cannot be read; say trained_on=", trained_on="nobody/nothing")
     edit(adapter, base_model_name_or_path=None)
     assert_refused(adapter, "names no base model")
@@ -258,11 +236,11 @@ def test_what_cannot_be_converted_raises_with_the_reason(adapter, tmp_path):
     edit(adapter, target_parameters=EXPERTS, rank_pattern={})
     assert_refused(adapter, "lora_A and lora_B of .*gate_up_proj have shapes .* are expected for r = 2")
     edit(adapter, rank_pattern={r".*\.gate_up_proj": 4})
-    name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
-    save_file({**weights, name: torch.ones(2, 32)}, adapter / "adapter_model.safetensors")
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    edit_tensors(adapter, {f"{experts}.0.gate_proj.lora_A.weight": torch.ones(2, 32)})
     assert_refused(adapter, "the file mixes two forms")
-    name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
-    save_file({**weights, name: torch.ones(30, 32)}, adapter / "adapter_model.safetensors")
+    changes = {f"{experts}.0.gate_proj.lora_A.weight": None, f"{experts}.base_layer.lora_B.weight": torch.ones(30, 32)}
+    edit_tensors(adapter, changes)
     assert_refused(adapter, r"\(30, 32\), where .* are expected for r = 4")
     (adapter / "adapter_model.safetensors").write_bytes(b"short")
     assert_refused(adapter, "not a whole safetensors file")

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers.checkpoints import FAMILIES
-from helpers.models import batch, build
+from helpers.models import batch, build, patched
 from helpers.native import native_twin
 from helpers.small_families import small_model
 from peft import PeftModel, get_peft_model
@@ -21,14 +21,22 @@ ATTENTION = {"deepseek_v3": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b
 GROUPED = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def adapted_names(model, config):
-    """What PEFT adapts: names of modules, and of experts' parameters."""
-    modules, parameters = set(), set()
+every_layout = pytest.mark.parametrize(
+    "family, layout", [("mixtral", "hub"), *((family, layout) for family in FAMILIES for layout in ("hub", "native"))]
+)
+
+
+def adapted(model, config):
+    """What PEFT adapts, each with its rank and scale: modules by name, and experts' parameters by the module's and theirs."""
+    modules, parameters = {}, {}
     for name, module in get_peft_model(model, config).named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        name, found = name.removeprefix("base_model.model."), (module.r["default"], module.scaling["default"])
         if type(module).__name__ == "ParamWrapper":
-            parameters.add((name.replace(".base_layer", "").removeprefix("base_model.model."), module.parameter_name))
-        elif hasattr(module, "lora_A"):
-            modules.add(name.removeprefix("base_model.model."))
+            parameters[name.replace(".base_layer", ""), module.parameter_name] = found
+        else:
+            modules[name] = found
     return modules, parameters
 
 
@@ -38,18 +46,16 @@ def test_a_model_that_has_an_adapter_gets_the_config_of_one_that_has_none(family
     model = native_twin(model, tmp_path) if layout == "native" else model
     options = [{}, {"experts_r": 2}, {"layers_to_transform": [1]}]
     first, *others = [sonicmoe_hf.lora_config(model, r=4, **each).to_dict() for each in options]
-    adapted = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))
-    for with_adapter in (adapted, adapted.get_base_model()):
+    peft = get_peft_model(model, sonicmoe_hf.lora_config(model, r=4))
+    for with_adapter in (peft, peft.get_base_model()):
         again = [sonicmoe_hf.lora_config(with_adapter, r=4, **each).to_dict() for each in options]
         assert again == [first, *others]
-    adapted.add_adapter("second", sonicmoe_hf.lora_config(adapted, r=4))
-    wrappers = [module for module in adapted.modules() if type(module).__name__ == "ParamWrapper"]
+    peft.add_adapter("second", sonicmoe_hf.lora_config(peft, r=4))
+    wrappers = [module for module in peft.modules() if type(module).__name__ == "ParamWrapper"]
     assert wrappers and all(set(wrapper.lora_A) == {"default", "second"} for wrapper in wrappers)
 
 
-@pytest.mark.parametrize(
-    "family, layout", [("mixtral", "hub"), *((family, layout) for family in FAMILIES for layout in ("hub", "native"))]
-)
+@every_layout
 def test_experts_and_attention_are_adapted_and_nothing_else(family, layout, tmp_path):
     model = build(family)
     model = native_twin(model, tmp_path) if layout == "native" else model
@@ -57,20 +63,17 @@ def test_experts_and_attention_are_adapted_and_nothing_else(family, layout, tmp_
     config = sonicmoe_hf.lora_config(model)
     assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (16, 32, 0, "CAUSAL_LM")
     assert len(config.target_parameters) == 2, "short names, as a reader would write them"
-    modules, parameters = adapted_names(model, config)
+    modules, parameters = adapted(model, config)
     weights = ("c_fc", "c_proj") if layout == "native" else ("gate_up_proj", "down_proj")
-    assert parameters == {(_experts(name), weight) for name in layers for weight in weights}
+    assert parameters.keys() == {
+        (f"{name.removesuffix('.experts')}.experts", weight) for name in layers for weight in weights
+    }
     attention = ATTENTION.get(family, GROUPED)
-    assert modules == {f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in attention}
-
-
-def _experts(layer_name):
-    return layer_name if layer_name.endswith(".experts") else f"{layer_name}.experts"
+    assert modules.keys() == {f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in attention}
 
 
 def test_the_adapted_model_trains_and_its_experts_weights_do_not_change():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     model = get_peft_model(model, sonicmoe_hf.lora_config(model, r=2))
     model(**batch()).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -101,13 +104,13 @@ def test_attention_layers_that_peft_takes_for_experts_are_left_out(family):
     """PEFT takes AFMoE's self_attn.gate_proj for the experts' of older checkpoints, and raises."""
     pytest.importorskip(f"transformers.models.{family}")  # Beam came after the oldest Transformers that we support
     model = small_model(family)
-    modules, parameters = adapted_names(model, sonicmoe_hf.lora_config(model))
+    modules, parameters = adapted(model, sonicmoe_hf.lora_config(model))
     assert {name.rpartition(".")[2] for name in modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert {weight for _, weight in parameters} == {"gate_up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize(
-    "family, adapted, not_adapted",
+    "family, reached, not_reached",
     [
         (
             "qwen3_5_moe",
@@ -127,20 +130,20 @@ def test_attention_layers_that_peft_takes_for_experts_are_left_out(family):
         ("deepseek_v4", {"q_a_proj", "o_b_proj"}, {"o_a_proj", "indexer.weights_proj"}),
     ],
 )
-def test_all_linear_means_the_layers_of_the_decoder_that_an_adapter_reaches(family, adapted, not_adapted):
+def test_all_linear_means_the_layers_of_the_decoder_that_an_adapter_reaches(family, reached, not_reached):
     pytest.importorskip(f"transformers.models.{family}")
     model = small_model(family)
     config = sonicmoe_hf.lora_config(model, target_modules="all-linear")
-    modules, parameters = adapted_names(model, config)
+    modules, parameters = adapted(model, config)
     assert config.r == 16 and not config.rank_pattern and len({weight for _, weight in parameters}) == 2
     ends = {".".join(name.split(".")[-parts:]) for name in modules for parts in (1, 2)}
-    assert adapted <= ends and not not_adapted & ends
+    assert reached <= ends and not not_reached & ends
     assert not [name for name in modules if "visual" in name]
 
 
 def test_layers_to_transform_choose_experts_too():
     model = build("qwen3_moe")
-    modules, parameters = adapted_names(model, sonicmoe_hf.lora_config(model, layers_to_transform=[1]))
+    modules, parameters = adapted(model, sonicmoe_hf.lora_config(model, layers_to_transform=[1]))
     assert {name.split(".")[2] for name in (*modules, *(name for name, _ in parameters))} == {"1"}
 
 
@@ -148,7 +151,7 @@ def test_names_that_something_else_shares_are_written_out():
     model = build("qwen3_moe")
     model.vision = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
     model.vision.experts = nn.ParameterDict({"down_proj": torch.zeros(2, 4, 4)})
-    modules, parameters = adapted_names(model, sonicmoe_hf.lora_config(model))
+    modules, parameters = adapted(model, sonicmoe_hf.lora_config(model))
     assert not [name for name in modules if "vision" in name]
     assert {name for name, _ in parameters} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
 
@@ -171,29 +174,16 @@ def test_a_model_without_experts_is_refused():
 # the experts' own rank
 
 
-def ranks_and_scales(model, config):
-    """{name: (rank, scale)} of what PEFT adapts."""
-    found = {}
-    for name, module in get_peft_model(model, config).named_modules():
-        if hasattr(module, "lora_A") and "default" in module.lora_A:
-            parameter = getattr(module, "parameter_name", "")
-            found[f"{name} {parameter}"] = (module.r["default"], module.scaling["default"])
-    return found
-
-
-@pytest.mark.parametrize(
-    "family, layout", [("mixtral", "hub"), *((family, layout) for family in FAMILIES for layout in ("hub", "native"))]
-)
+@every_layout
 @pytest.mark.parametrize("rslora", [False, True])
 def test_experts_have_their_own_rank_and_the_same_scale(family, layout, rslora, tmp_path):
     model = build(family)
     model = native_twin(model, tmp_path) if layout == "native" else model
     config = sonicmoe_hf.lora_config(model, 16, experts_r=2, use_rslora=rslora)
-    found = ranks_and_scales(model, config)
-    experts = {name: values for name, values in found.items() if ".experts" in name}
-    assert len(experts) == 2 * len(sonicmoe_hf.supports(model)) and len(found) > len(experts)
+    modules, experts = adapted(model, config)
+    assert len(experts) == 2 * len(sonicmoe_hf.supports(model))
     assert set(experts.values()) == {(2, 32 / 2**0.5 if rslora else 2.0)}
-    assert {values for name, values in found.items() if name not in experts} == {(16, 8.0 if rslora else 2.0)}
+    assert set(modules.values()) == {(16, 8.0 if rslora else 2.0)}
 
 
 def test_experts_r_stands_beside_patterns_for_other_modules_and_other_names():
@@ -251,9 +241,9 @@ def test_qwen3_30b_a3bs_experts_have_629_million_adapter_parameters_at_16_and_an
         model = AutoModelForCausalLM.from_config(config_of("Qwen/Qwen3-30B-A3B"))
 
     def parameters(**options):
-        adapted = get_peft_model(model, sonicmoe_hf.lora_config(model, 16, **options), low_cpu_mem_usage=True)
-        count = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name and ".experts." in name)
-        adapted.unload()
+        peft = get_peft_model(model, sonicmoe_hf.lora_config(model, 16, **options), low_cpu_mem_usage=True)
+        count = sum(p.numel() for name, p in peft.named_parameters() if "lora_" in name and ".experts." in name)
+        peft.unload()
         return count
 
     assert parameters() == 629_145_600 and parameters(experts_r=2) == 629_145_600 // 8

@@ -1,6 +1,5 @@
 """A merged checkpoint computes what base plus adapter do, in every layout; what is not plain LoRA is refused."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -9,11 +8,13 @@ from functools import partial
 import pytest
 import torch
 from helpers.adapters import EXPERTS, NATIVE_EXPERTS, adapt
-from helpers.checkpoints import FAMILIES, SHARDS, config_in, load_whole, make, same_bits, tensors_in
+from helpers.checkpoints import FAMILIES, SHARDS, config_in, edit_tensors, load_whole, make, same_bits, tensors_in
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import ORDER_OF_SUMS, assert_all_close, build, logits_of, relative_error
+from helpers.served import edit, merged_by_peft
+from helpers.small_families import adapted_names
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from sonicmoe_hf import CheckpointError, convert_adapter, convert_checkpoint, merge_adapter
 from sonicmoe_hf.cli.main import main
@@ -26,37 +27,34 @@ EVERYTHING = {
 }
 
 
-def expected_tensors(adapted, folder):
-    """The checkpoint of PEFT's own merge."""
-    adapted.merge_and_unload().save_pretrained(folder)
-    return tensors_in(folder)
+def base_and_adapter(folder, family="qwen3_moe", parameters=EXPERTS, dtype=torch.float32, **options):
+    """(base, adapter, where to merge them), and the base with the adapter in PEFT, in fp32."""
+    make(folder / "base", family, dtype=dtype)
+    adapted = adapt(load_whole(folder / "base"), folder / "adapter", parameters, **options)
+    return (folder / "base", folder / "adapter", folder / "merged"), adapted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_an_adapter_can_have_is_merged_as_peft_does(family, tmp_path):
-    make(tmp_path / "base", family, dtype=torch.float32)
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
     biases = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"] if family == "gpt_oss" else []
-    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", [*EXPERTS, *biases, router], **EVERYTHING)
+    folders, adapted = base_and_adapter(tmp_path, family, [*EXPERTS, *biases, router], **EVERYTHING)
     expected = logits_of(adapted)
-    done = merge_adapter(
-        tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARDS, verify=True
-    )
+    done = merge_adapter(*folders, max_shard_size=SHARDS, verify=True)
     assert done.shards > 1 and done.target_layout == done.source_layout
     assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
     assert relative_error(logits_of(load_whole(tmp_path / "base")), expected) > 0.05, "the adapter does something"
-    merged, by_peft = tensors_in(tmp_path / "merged"), expected_tensors(adapted, tmp_path / "by peft")
+    merged, by_peft = tensors_in(tmp_path / "merged"), merged_by_peft(adapted, tmp_path / "by peft")
     assert_all_close(merged, by_peft, 1e-6, ORDER_OF_SUMS)
     assert config_in(tmp_path / "merged") == config_in(tmp_path / "base")
 
 
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_what_is_not_adapted_keeps_its_bits(parameters, tmp_path):
-    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32)
-    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", parameters)
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    folders, adapted = base_and_adapter(tmp_path, parameters=parameters)
+    merge_adapter(*folders)
     base, merged = tensors_in(tmp_path / "base"), tensors_in(tmp_path / "merged")
-    assert_all_close(merged, expected_tensors(adapted, tmp_path / "by peft"), 1e-6, ORDER_OF_SUMS)
+    assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-6, ORDER_OF_SUMS)
     changed = {name.split(".")[-2] for name in base if not torch.equal(base[name], merged[name])}
     experts = {"gate_up_proj": {"gate_proj", "up_proj"}, "down_proj": {"down_proj"}}
     assert changed == {"q_proj", "o_proj"}.union(*(experts[name.rpartition(".")[2]] for name in parameters))
@@ -84,15 +82,13 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
     config = LoraConfig(r=2, target_modules=["lm_head"], target_parameters=EXPERTS, init_lora_weights=False)
     adapted = get_peft_model(load_whole(tmp_path / "base"), config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights = load_file(path)
     copy = "base_model.model.lm_head.base_layer.weight"
-    assert copy in weights, "PEFT saves it where embeddings are adapted"
+    assert copy in tensors_in(tmp_path / "adapter"), "PEFT saves it where embeddings are adapted"
     expected = logits_of(adapted)
     convert_checkpoint(tmp_path / "base", tmp_path / "fp32", "hub", dtype="float32")
     merge_adapter(tmp_path / "fp32", tmp_path / "adapter", tmp_path / "merged")
     assert relative_error(logits_of(load_whole(tmp_path / "merged")), expected) < 1e-5, ORDER_OF_SUMS
-    save_file({**weights, copy: 2 * weights[copy]}, path)
+    edit_tensors(tmp_path / "adapter", lambda tensors: tensors[copy].mul_(2))
     assert_refused(
         (tmp_path / "base", tmp_path / "adapter", tmp_path / "refused"),
         "lora_A and lora_B of lm_head.weight, and a whole one that is not the base's; merge it with PEFT",
@@ -100,10 +96,9 @@ def test_an_adapted_head_beside_a_copy_of_the_bases_is_merged(tmp_path):
 
 
 def test_a_bf16_base_is_rounded_once(tmp_path):
-    make(tmp_path / "base", "qwen3_moe")
-    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter")  # the same weights, in fp32
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    exact = expected_tensors(adapted, tmp_path / "by peft")
+    folders, adapted = base_and_adapter(tmp_path, dtype=torch.bfloat16)
+    merge_adapter(*folders)
+    exact = merged_by_peft(adapted, tmp_path / "by peft")
     merged = tensors_in(tmp_path / "merged")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
     for name, tensor in merged.items():
@@ -130,10 +125,7 @@ def test_every_kind_of_base_gives_what_its_hub_form_gives_under_its_own_names(fa
 
 @pytest.fixture
 def folders(tmp_path):
-    """(base, adapter, where to)."""
-    make(tmp_path / "base", "qwen3_moe", dtype=torch.float32)
-    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter")
-    return tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    return base_and_adapter(tmp_path)[0]
 
 
 def _merge_until_killed(base, adapter, dst, share):
@@ -173,6 +165,32 @@ def test_memory_is_that_of_a_shard_and_a_file_of_the_base(tmp_path):
     assert peak < 1.5 * written, "fresh fp32 temporaries between the tensors of a shard took it twice"
 
 
+LARGE = {  # 1.2 GB
+    "vocab_size": 4096, "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "moe_intermediate_size": 512, "intermediate_size": 2048, "n_routed_experts": 128, "num_experts_per_tok": 4,
+}  # fmt: skip
+SHARD = 200_000_000
+HEADROOM = 150_000_000  # the model's modules and names, an expert's matrices in fp32, a layer's factors
+
+
+@pytest.mark.slow
+@reads_peaks
+def test_memory_is_that_of_two_files_and_a_layers_adapter_and_not_of_the_model(tmp_path):
+    with torch.device("meta"):  # random values take longer than the merge
+        model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**LARGE), dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    for weight in model.state_dict().values():
+        weight.fill_(0.01)
+    model.save_pretrained(tmp_path / "base", max_shard_size=SHARD)
+    modules, parameters = adapted_names(model)
+    config = LoraConfig(r=8, target_modules=modules, target_parameters=parameters, init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    del model
+    merge = partial(merge_adapter, tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size=SHARD)
+    peak = peak_of_a_process(merge)
+    assert bytes_in(tmp_path / "merged") > 1.2e9 and peak < 2 * SHARD + HEADROOM, f"{peak / 1e6:.0f} MB"
+
+
 def assert_refused(folders, match):
     with pytest.raises(CheckpointError, match=match):
         merge_adapter(*folders)
@@ -197,8 +215,7 @@ def assert_refused(folders, match):
     ids=str,
 )
 def test_what_is_not_plain_lora_is_refused_with_its_name(folders, changes, match):
-    path = folders[1] / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    edit(folders[1], **changes)
     assert_refused(folders, match)
 
 
@@ -225,30 +242,20 @@ DOWN_B = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
     ids=lambda value: "" if isinstance(value, str) else next(iter(value))[-40:],
 )
 def test_weights_that_do_not_fit_are_refused_with_their_names(folders, changes, match):
-    path = folders[1] / "adapter_model.safetensors"
-    weights = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}
-    save_file(weights, path)
+    edit_tensors(folders[1], changes)
     assert_refused(folders, match)
 
 
-@pytest.mark.parametrize("version", ["0.19.0", None])
-def test_square_weights_of_an_older_peft_may_be_the_other_way_round(version, tmp_path):
-    make(tmp_path / "base", "olmoe")  # where 2I is H, as in OLMoE itself
-    adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", EXPERTS[:1])
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
-    match = "which do not show what is in and what is out; PEFT up to 0.19.0"
-    assert_refused((tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"), match)
-
-
-@pytest.mark.parametrize("version", ["0.19.1", "0.20.0", "1.0.dev0"])
-def test_square_weights_of_a_peft_that_takes_in_for_in_are_merged(version, tmp_path):
-    make(tmp_path / "base", "olmoe", dtype=torch.float32)
-    adapted = adapt(load_whole(tmp_path / "base"), tmp_path / "adapter", EXPERTS[:1])
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "peft_version": version}))
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    assert relative_error(logits_of(load_whole(tmp_path / "merged")), logits_of(adapted)) < 1e-5, ORDER_OF_SUMS
+def test_square_weights_are_merged_of_a_peft_that_takes_in_for_in_as_older_ones_may_not(tmp_path):
+    folders, adapted = base_and_adapter(tmp_path, "olmoe", EXPERTS[:1])  # where 2I is H, as in OLMoE itself
+    for version in ("0.19.0", None):
+        edit(tmp_path / "adapter", peft_version=version)
+        assert_refused(folders, "which do not show what is in and what is out; PEFT up to 0.19.0")
+    expected = logits_of(adapted)
+    for version in ("0.19.1", "0.20.0", "1.0.dev0"):
+        edit(tmp_path / "adapter", peft_version=version)
+        merge_adapter(*folders[:2], tmp_path / version)
+        assert relative_error(logits_of(load_whole(tmp_path / version)), expected) < 1e-5, ORDER_OF_SUMS
 
 
 def test_tied_embeddings_cannot_be_adapted_one_by_one(tmp_path):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from helpers.checkpoints import config_in, edit_config, in_fp8, rewrite, same_bits, tensors_in
+from helpers.checkpoints import config_in, edit_tensors, rewrite, same_bits, tensors_in, to_fp8
 from helpers.models import build, relative_error
 from helpers.small_families import families_here, small_model
 from peft import get_peft_model
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps
 
@@ -48,19 +47,29 @@ def adapt(model, folder):
     return adapted.merge_and_unload()
 
 
+def saved(family, folder):
+    """A small model in `folder`/base."""
+    model = small_model(family)
+    model.save_pretrained(folder / "base")
+    return model
+
+
+def adapt_and_merge(folder, cls, **options):
+    """The adapter and the merged checkpoint, in `folder`, of the base there; and what PEFT merges."""
+    by_peft = adapt(load(folder / "base", cls), folder / "adapter")
+    merge_adapter(folder / "base", folder / "adapter", folder / "merged", **options)
+    return by_peft
+
+
 @pytest.mark.parametrize("family", families_here())
 def test_it_is_what_peft_merges_and_other_tensors_keep_their_bytes(family, tmp_path):
     base, merged = tmp_path / "base", tmp_path / "merged"
-    model = small_model(family)
-    model.save_pretrained(base)
-    rewrite(base, {**tensors_in(base), **BESIDE})
-    model = load(base, type(model))
-    before = logits(model)
-    by_peft = adapt(model, tmp_path / "adapter")
+    model = saved(family, tmp_path)
+    edit_tensors(base, BESIDE)
+    by_peft = adapt_and_merge(tmp_path, type(model))
     expected = logits(by_peft)
-    merge_adapter(base, tmp_path / "adapter", merged)
     assert relative_error(logits(load(merged, type(model))), expected) < TOLERANCE
-    assert relative_error(before, expected) > 0.1, "the adapter does something"
+    assert relative_error(logits(model), expected) > 0.1, "the adapter does something"
     by_peft.save_pretrained(tmp_path / "by peft")
     stored, found, whole = (tensors_in(folder) for folder in (base, merged, tmp_path / "by peft"))
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
@@ -73,13 +82,11 @@ def test_it_is_what_peft_merges_and_other_tensors_keep_their_bytes(family, tmp_p
 
 
 def test_files_that_lie_beside_the_weights_are_carried_over(tmp_path):
-    model = small_model("minimax_m2")
-    model.save_pretrained(tmp_path / "base")
+    model = saved("minimax_m2", tmp_path)
     beside = {"chat_template.jinja": "{{ messages }}", "modeling_custom.py": "raise SystemExit", "vocab.json": "{}"}
     for name, text in beside.items():
         (tmp_path / "base" / name).write_text(text)
-    adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter")
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", max_shard_size="50KB")
+    adapt_and_merge(tmp_path, type(model), max_shard_size="50KB")
     for name, text in {**beside, "generation_config.json": None}.items():
         merged, base = tmp_path / "merged" / name, tmp_path / "base" / name
         assert merged.read_text() == base.read_text() and (text is None or merged.read_text() == text)
@@ -88,27 +95,23 @@ def test_files_that_lie_beside_the_weights_are_carried_over(tmp_path):
 
 def test_an_adapter_of_the_text_model_is_merged_into_the_whole_one(tmp_path):
     """Qwen3.5's config.json names Qwen3_5MoeForConditionalGeneration, and AutoModelForCausalLM builds another class."""
-    whole = small_model("qwen3_5_moe")
-    whole.save_pretrained(tmp_path / "base")
-    text = load(tmp_path / "base", AutoModelForCausalLM)
+    whole = saved("qwen3_5_moe", tmp_path)
+    text = adapt_and_merge(tmp_path, AutoModelForCausalLM)
     assert type(text) is not type(whole) and config_in(tmp_path / "base")["architectures"] == [type(whole).__name__]
-    expected = logits(adapt(text, tmp_path / "adapter"))
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    expected = logits(text)
     assert relative_error(logits(load(tmp_path / "merged", type(whole))), expected) < TOLERANCE
     assert relative_error(logits(whole), expected) > 0.1, "the adapter does something"
 
 
 def test_experts_that_a_file_has_transposed_stay_transposed(tmp_path):
     """As the first checkpoints of Qwen3-VL-MoE have them; Transformers turns them where the shape asks for it."""
-    model = small_model("qwen3_vl_moe")
-    model.save_pretrained(tmp_path / "base")
+    model = saved("qwen3_vl_moe", tmp_path)
     stored = {
         name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
         for name, tensor in tensors_in(tmp_path / "base").items()
     }
     rewrite(tmp_path / "base", stored)
-    expected = logits(adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter"))
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    expected = logits(adapt_and_merge(tmp_path, type(model)))
     assert {n: t.shape for n, t in tensors_in(tmp_path / "merged").items()} == {n: t.shape for n, t in stored.items()}
     assert relative_error(logits(load(tmp_path / "merged", type(model))), expected) < TOLERANCE
 
@@ -135,14 +138,8 @@ def test_a_tied_checkpoint_may_store_the_head_alone(layout, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_next", "minimax_m2", "glm4_moe", "qwen3_5_moe"])
 def test_an_fp8_base_stays_fp8_where_nothing_changed_it(family, tmp_path):
     """With 128 x 128 blocks, of which these matrices have a part of one; what was dense in the files stays so."""
-    model = small_model(family)
-    model.save_pretrained(tmp_path / "dense")
-    in_float8, dense = in_fp8(tensors_in(tmp_path / "dense"))
-    rewrite(tmp_path / "dense", dense)
-    model.save_pretrained(tmp_path / "base")
-    rewrite(tmp_path / "base", in_float8)
-    declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    edit_config(tmp_path / "base", quantization_config=declared)
+    model = saved(family, tmp_path)
+    in_float8, dense = to_fp8(tmp_path / "base")
     expected = adapt(load(tmp_path / "dense", type(model)), tmp_path / "adapter")
     done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantize="keep", verify=True)
     expected.save_pretrained(tmp_path / "by peft")
@@ -164,27 +161,18 @@ def test_an_fp8_base_stays_fp8_where_nothing_changed_it(family, tmp_path):
 
 
 def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypatch):
-    model = small_model("mixtral")
-    model.save_pretrained(tmp_path / "base")
+    model = saved("mixtral", tmp_path)
     adapt(load(tmp_path / "base", type(model)), tmp_path / "adapter")
     folders = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
-    with monkeypatch.context() as patched:
-        patched.setattr(Concatenate, "reverse_op", property(lambda self: ConversionOps.reverse_op.fget(self)))
-        with pytest.raises(
-            CheckpointError, match=r"layers.0.mlp.experts.gate_up_proj cannot be written back .*unload"
-        ):
-            merge_adapter(*folders)
-    with monkeypatch.context() as patched:
-        patched.setattr(Concatenate, "reverse_op", property(lambda self: Chunk(self.dim - 1)))
-        with pytest.raises(
-            CheckpointError, match=r"layers.0.mlp.experts.gate_up_proj cannot be written back .*unload"
-        ):
-            merge_adapter(*folders)
-    stored = tensors_in(tmp_path / "base")
-    rewrite(tmp_path / "base", {name: t for name, t in stored.items() if "layers.1.self_attn.q_proj" not in name})
-    with pytest.raises(
-        CheckpointError, match=r"layers.1.self_attn.q_proj.weight, .* comes from no weight in .*unload"
-    ):
+    for reverse in (ConversionOps.reverse_op.fget, lambda self: Chunk(self.dim - 1)):
+        with monkeypatch.context() as patched:
+            patched.setattr(Concatenate, "reverse_op", property(reverse))
+            match = r"layers.0.mlp.experts.gate_up_proj cannot be written back .*unload"
+            with pytest.raises(CheckpointError, match=match):
+                merge_adapter(*folders)
+    edit_tensors(tmp_path / "base", {"model.layers.1.self_attn.q_proj.weight": None})
+    match = r"layers.1.self_attn.q_proj.weight, .* comes from no weight in .*unload"
+    with pytest.raises(CheckpointError, match=match):
         merge_adapter(*folders)
     assert not (tmp_path / "merged").exists()
 
@@ -192,9 +180,7 @@ def test_what_cannot_be_written_back_is_named_with_the_remedy(tmp_path, monkeypa
 @pytest.fixture
 def nemotron(tmp_path):
     """(base, adapter) of experts without a gate."""
-    model = small_model("nemotron_h")
-    model.save_pretrained(tmp_path / "base")
-    adapt(model, tmp_path / "adapter")
+    adapt(saved("nemotron_h", tmp_path), tmp_path / "adapter")
     return tmp_path / "base", tmp_path / "adapter"
 
 
@@ -205,7 +191,7 @@ def test_factors_of_a_single_expert_change_it_alone(nemotron, tmp_path):
     size_out, size_in = before[weight].shape
     stem = f"base_model.model.{weight.replace('backbone.', 'model.')}".removesuffix(".weight")
     factors = {f"{stem}.lora_A.weight": torch.ones(2, size_in), f"{stem}.lora_B.weight": torch.ones(size_out, 2)}
-    save_file(factors, adapter / "adapter_model.safetensors")
+    rewrite(adapter, factors)
     merge_adapter(base, adapter, tmp_path / "merged")
     after = tensors_in(tmp_path / "merged")
     assert [name for name in before if not torch.equal(before[name], after[name])] == [weight]
@@ -215,11 +201,9 @@ def test_factors_of_a_single_expert_change_it_alone(nemotron, tmp_path):
 
 def test_a_family_without_a_native_layout_is_refused_by_all_that_write_one(nemotron, tmp_path):
     base, adapter = nemotron
+    known = r"conversion knows qwen3_moe, .* Load other checkpoints as"
     for write, match in (
-        (
-            lambda to: convert_checkpoint(base, to, "native"),
-            r"conversion knows qwen3_moe, .* Load other checkpoints as",
-        ),
+        (lambda to: convert_checkpoint(base, to, "native"), known),
         (lambda to: convert_adapter(adapter, to, "native", trained_on=base), "'nemotron_h'; conversion knows"),
         (lambda to: merge_adapter(base, adapter, to, "native"), r"'nemotron_h'; conversion knows .* without --layout"),
     ):

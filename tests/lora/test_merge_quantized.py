@@ -8,20 +8,19 @@ import torch
 from helpers.adapters import save_with_factors
 from helpers.checkpoints import (
     SHARDS,
-    as_nvfp4,
     config_in,
     edit_config,
+    edit_tensors,
     fp8_by_transformers,
     load_whole,
     make,
-    rewrite,
     same_bits,
     tensors_in,
+    to_nvfp4,
 )
 from helpers.memory import bytes_in, peak_of_a_process, reads_peaks
 from helpers.models import build, logits_of, relative_error
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 
 from sonicmoe_hf import CheckpointError, convert_checkpoint, merge_adapter
 from sonicmoe_hf.cli.main import main
@@ -32,7 +31,6 @@ from sonicmoe_hf.kernels.quantized import dequantize, quantize
 BLOCK = (8, 8)  # divides every size: Transformers takes other blocks where they are cut off
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 KINDS = (("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("qwen3_moe", "fp8"))
-NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
 every_kind = pytest.mark.parametrize("family, kind", KINDS)
 
 
@@ -117,9 +115,9 @@ def test_a_module_that_the_adapter_holds_whole_takes_the_place_of_the_bases(tmp_
     """modules_to_save: a head beside the format, and a linear layer that is in it."""
     whole = {"modules": ("q_a_proj",), "modules_to_save": ["lm_head", "o_proj"]}
     base, adapter, merged = base_and_adapter(tmp_path, "deepseek_v3", "fp8", 0.3, **whole)
-    saved = tensors_in(adapter)
-    trained = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in saved.items() if "lora" not in name}
-    save_file({**saved, **trained}, adapter / "adapter_model.safetensors")
+    saved = {name: tensor for name, tensor in tensors_in(adapter).items() if "lora" not in name}
+    trained = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in saved.items()}
+    edit_tensors(adapter, trained)
     merge_adapter(base, adapter, merged, quantize="keep")
     convert_checkpoint(merged, tmp_path / "merged dense", "hub", dequantize=True)
     found = tensors_in(tmp_path / "merged dense")
@@ -132,9 +130,7 @@ def test_a_module_that_the_adapter_holds_whole_takes_the_place_of_the_bases(tmp_
 @pytest.mark.pinned
 def test_nvfp4_keeps_the_scales_of_whole_tensors(tmp_path):
     make(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=32)
-    stored, _ = as_nvfp4(tensors_in(tmp_path / "base"))
-    rewrite(tmp_path / "base", stored)
-    edit_config(tmp_path / "base", quantization_config=NVFP4)
+    stored, _ = to_nvfp4(tmp_path / "base")
     convert_checkpoint(tmp_path / "base", tmp_path / "dense", "hub", dequantize=True)
     adapt(load_whole(tmp_path / "dense"), tmp_path / "adapter", 0.03)
     done = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", quantize="keep", verify=True)

@@ -21,7 +21,6 @@ from helpers.served import (
 )
 from helpers.small_families import small_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -34,66 +33,65 @@ THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as o
 every_model = pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 
 
-def merged_by_the_engines_rule(weights, adapter, name):
-    """The hub's tensors with alpha / r * B A added, each pair where its name says; written apart from the package."""
+def products_of(adapter, family):
+    """By name of a matrix in the hub's checkpoint, alpha / r * B A; written apart from the package. Also of the form in
+    which vLLM holds fused experts: [r*E, in], the expert slowest; [out, r*E], the expert fastest."""
     config, factors = config_of(adapter), tensors_in(adapter)
-    scale, merged = config["lora_alpha"] / config["r"], dict(weights)
+    scale, split = config["lora_alpha"] / config["r"], {}
     assert not config["use_rslora"] and not config["rank_pattern"] and not config["alpha_pattern"]
     assert isinstance(config["lora_alpha"], int), "whatever the scale: rsLoRA's of rank 2 is no whole number over 2"
     for key, a in factors.items():
-        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        if module == key.removeprefix("base_model.model."):
+        module, is_a, _ = key.removeprefix("base_model.model.").partition(".lora_A.weight")
+        if not is_a:
             continue
         b = factors[key.replace("lora_A", "lora_B")]
         parameter = module.replace(".experts.base_layer", ".experts.gate_up_proj")
         parameter = re.sub(r"\.experts$", ".experts.down_proj", parameter)
         if parameter == module:
             assert a.shape[0] == b.shape[1] == config["r"]
-            merged[f"{module}.weight"] = merged[f"{module}.weight"] + scale * b @ a
-        else:  # [r*E, in], the expert slowest; [out, r*E], the expert fastest; gpt-oss stores [E, in, out]
-            num_experts = merged[parameter].shape[0]
+            split[f"{module}.weight"] = scale * b @ a
+        else:
+            num_experts = a.shape[0] // config["r"]
             a, b = a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
             assert a.shape[1] == b.shape[2] == config["r"]
             product = scale * (b @ a)
-            merged[parameter] = merged[parameter] + (product.transpose(1, 2) if name == "gpt_oss" else product)
-    return merged
+            split |= split_experts({parameter: product.transpose(1, 2) if family == "gpt_oss" else product}, family)
+    return split
+
+
+def assert_served_is(expected, base, adapter, family):
+    """The base's tensors with the adapter's products, each added where its name says, are these of a checkpoint."""
+    weights, products = split_experts(tensors_in(base), family), products_of(adapter, family)
+    assert products.keys() <= weights.keys()
+    merged = {name: weight + products[name] if name in products else weight for name, weight in weights.items()}
+    assert_all_close(merged, split_experts(expected, family), 1e-5, ORDER_OF_SUMS)
+
+
+def there_and_back(folder, engine="vllm", **options):
+    """The tensors of folder/adapter after conversion for the engine, in folder/vllm or folder/sglang, and back from there."""
+    convert_adapter(folder / "adapter", folder / engine, engine, trained_on=folder / "base", **options)
+    convert_adapter(folder / engine, folder / f"{engine} back", "hub", trained_on=folder / "base")
+    return tensors_in(folder / f"{engine} back")
 
 
 @every_model
 @pytest.mark.parametrize("options", [{}, UNEVEN], ids=["one rank", "patterns and rsLoRA"])
-def test_what_vllm_loads_is_pefts_merge_in_memory(name, options, tmp_path):
+def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, tmp_path):
+    """With the same bits where ranks are equal, but for layers that SGLang fuses, else with the same products."""
     model = base(name, tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", **options)
-    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm", verify=True)
-    keys = load_file(tmp_path / "served" / "adapter_model.safetensors").keys()
+    back, keys = there_and_back(tmp_path, verify=True), tensors_in(tmp_path / "vllm").keys()
     assert any("experts.base_layer.lora_A" in key for key in keys) == (name in THREE_DIMENSIONAL)
-    weights = tensors_in(tmp_path / "base")
-    merged = merged_by_the_engines_rule(weights, tmp_path / "served", name)
-    expected = merged_by_peft(adapted, tmp_path / "by peft")
-    assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
+    weights, expected = tensors_in(tmp_path / "base"), merged_by_peft(adapted, tmp_path / "by peft")
+    assert_served_is(expected, tmp_path / "base", tmp_path / "vllm", name)
     assert any(not torch.equal(weights[key], expected[key]) for key in weights if ".experts." in key)
-
-
-def factors_by_expert(adapter):
-    """By name of a matrix in the hub's checkpoint, alpha / r * B A; also of the form in which vLLM holds fused experts."""
-    config, factors = config_of(adapter), tensors_in(adapter)
-    scale, products = config["lora_alpha"] / config["r"], {}
-    for key, a in factors.items():
-        if ".lora_A." in key:
-            module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            products[f"{module}.weight"] = (a, factors[key.replace("lora_A", "lora_B")])
-    split = {}
-    for name, (a, b) in products.items():
-        if not re.search(r"\.experts(\.base_layer)?\.weight$", name):
-            split[name] = scale * b @ a
-            continue
-        num_experts = a.shape[0] // config["r"]
-        a, b = a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 0, 1)
-        parameter = name.replace(".base_layer.weight", ".gate_up_proj").replace(
-            ".experts.weight", ".experts.down_proj"
-        )
-        split |= split_experts({parameter: scale * (b @ a)})
-    return split
+    if options:
+        again = PeftModel.from_pretrained(type(model).from_pretrained(tmp_path / "base"), tmp_path / "vllm back")
+        assert_all_close(merged_by_peft(again, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
+        return
+    there, by_sglang = tensors_in(tmp_path / "adapter"), there_and_back(tmp_path, "sglang")
+    fused = {key for key in by_sglang if ".k_proj." in key or ".v_proj." in key or ".kv_a_proj" in key}
+    assert same_bits(back, there) and same_bits({key: by_sglang[key] for key in by_sglang.keys() - fused}, there)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +102,10 @@ def test_every_family_that_was_read_in_an_engine_is_served_as_pefts_merge(family
     model = small_model(family)
     model.save_pretrained(tmp_path / "base")
     adapted = save_with_factors(get_peft_model(model, config_for_vllm(model)), tmp_path / "adapter")
-    convert_adapter(tmp_path / "adapter", tmp_path / "served", engine, trained_on=tmp_path / "base")
-    weights, products = split_experts(tensors_in(tmp_path / "base")), factors_by_expert(tmp_path / "served")
-    assert products.keys() <= weights.keys() and any(".experts." in name for name in products)
-    merged = {name: weight + products[name] if name in products else weight for name, weight in weights.items()}
-    expected = split_experts(merged_by_peft(adapted, tmp_path / "by peft"))
-    assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
-    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
-    there, back = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / "back")
-    assert engine == "sglang" or same_bits(back, there)
+    back = there_and_back(tmp_path, engine)
+    assert any(".experts." in name for name in products_of(tmp_path / engine, family))
+    assert_served_is(merged_by_peft(adapted, tmp_path / "by peft"), tmp_path / "base", tmp_path / engine, family)
+    assert engine == "sglang" or same_bits(back, tensors_in(tmp_path / "adapter"))
 
 
 def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_names(tmp_path):
@@ -132,45 +125,19 @@ def test_an_adapter_of_the_text_model_alone_is_served_under_the_whole_models_nam
     assert same_bits({short: text[name] for short, name in names.items()}, trained)
 
 
-@every_model
-def test_the_way_back_is_exact_where_ranks_are_equal(name, tmp_path):
-    adapt(base(name, tmp_path / "base"), tmp_path / "adapter")
-    for engine in ("vllm", "sglang"):
-        convert_adapter(tmp_path / "adapter", tmp_path / engine, engine)
-        convert_adapter(tmp_path / engine, tmp_path / f"{engine} back", "hub", trained_on=tmp_path / "base")
-        there, back = tensors_in(tmp_path / "adapter"), tensors_in(tmp_path / f"{engine} back")
-        padding = {key for key in back if ".k_proj." in key or ".v_proj." in key or ".kv_a_proj" in key}
-        assert same_bits({key: back[key] for key in back.keys() - padding}, there)
-        assert engine == "sglang" or not padding
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
-def test_patterns_and_rslora_come_back_with_the_same_products(name, tmp_path):
-    adapted = adapt(base(name, tmp_path / "base"), tmp_path / "adapter", **UNEVEN)
-    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
-    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "back")
-    ours, expected = merged_by_peft(model, tmp_path / "ours"), merged_by_peft(adapted, tmp_path / "by peft")
-    assert_all_close(ours, expected, 1e-5, ORDER_OF_SUMS)
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:], []], ids=["gate and up", "down", "attention only"])
 def test_an_adapter_on_one_of_the_weights_gets_zeros_for_the_other(name, parameters, tmp_path):
     model = base(name, tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", parameters)
-    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
-    factors = load_file(tmp_path / "served" / "adapter_model.safetensors")
-    of_experts = {key: tensor for key, tensor in factors.items() if ".experts." in key}
+    back = there_and_back(tmp_path)
+    of_experts = {key: tensor for key, tensor in tensors_in(tmp_path / "vllm").items() if ".experts." in key}
     zero = {key for key, tensor in of_experts.items() if not tensor.any()}
     if name == "qwen3_moe" and parameters:  # vLLM asserts that all three projections of every expert are there
-        assert len(of_experts) == 2 * 8 * 3 * 2 and len(zero) == len(of_experts) // 3 * (
-            2 if parameters == EXPERTS[1:] else 1
-        )
-    merged = merged_by_the_engines_rule(tensors_in(tmp_path / "base"), tmp_path / "served", name)
-    assert_all_close(merged, merged_by_peft(adapted, tmp_path / "by peft"), 1e-5, ORDER_OF_SUMS)
-    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
-    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter")), "zeros are left out again"
+        without = 2 if parameters == EXPERTS[1:] else 1
+        assert len(of_experts) == 2 * 8 * 3 * 2 and len(zero) == len(of_experts) // 3 * without
+    assert_served_is(merged_by_peft(adapted, tmp_path / "by peft"), tmp_path / "base", tmp_path / "vllm", name)
+    assert same_bits(back, tensors_in(tmp_path / "adapter")), "zeros are left out again"
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -201,9 +168,7 @@ def test_an_adapter_as_it_begins_training_comes_back_whole(tmp_path):
     """Its B is zero, and its A is not: what is trained on must not be left out."""
     config = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], target_parameters=EXPERTS)
     get_peft_model(base("qwen3_moe", tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
-    convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm")
-    convert_adapter(tmp_path / "served", tmp_path / "back", "hub", trained_on=tmp_path / "base")
-    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
+    assert same_bits(there_and_back(tmp_path), tensors_in(tmp_path / "adapter"))
 
 
 @pytest.mark.parametrize("rank", [8, 512])
@@ -226,14 +191,6 @@ def test_an_adapter_trained_on_the_native_layout_is_served_and_comes_back(name, 
     assert same_bits(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "adapter"))
 
 
-class Expert(nn.Module):
-    def __init__(self, hidden=32, intermediate=16):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-
 def with_linear_experts(folder):
     """Modules named as the tensors of the hub's Qwen3-MoE checkpoint, whose experts are linear layers."""
     root = nn.Module()
@@ -252,9 +209,6 @@ def with_linear_experts(folder):
     return root
 
 
-EXPERT_PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
-
-
 def test_peft_loads_the_file_into_a_model_whose_experts_are_linear_layers(tmp_path):
     model = base("qwen3_moe", tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", **UNEVEN)
@@ -269,7 +223,7 @@ def test_peft_loads_the_file_into_a_model_whose_experts_are_linear_layers(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "target_modules", [["q_proj", *EXPERT_PROJECTIONS], ["down_proj", "experts.2.up_proj"]], ids=str
+    "target_modules", [["q_proj", "gate_proj", "up_proj", "down_proj"], ["down_proj", "experts.2.up_proj"]], ids=str
 )
 def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter(target_modules, tmp_path):
     """Gate and up have A of their own there, so that the fused rank is the sum of theirs; some experts may have none."""
@@ -288,8 +242,7 @@ def test_what_peft_saves_of_linear_experts_is_served_and_becomes_a_fused_adapter
     expected = {**weights, **{name: tensor for name, tensor in linear.items() if "proj" in name}}
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "vllm", trained_on=tmp_path / "base")
     assert config_of(tmp_path / "served")["r"] == 2
-    merged = merged_by_the_engines_rule(weights, tmp_path / "served", "qwen3_moe")
-    assert_all_close(merged, expected, 1e-5, ORDER_OF_SUMS)
+    assert_served_is(expected, tmp_path / "base", tmp_path / "served", "qwen3_moe")
     convert_adapter(tmp_path / "adapter", tmp_path / "fused", "hub", trained_on=tmp_path / "base")
     fused = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "fused")
     assert_all_close(merged_by_peft(fused, tmp_path / "ours"), expected, 1e-5, ORDER_OF_SUMS)
@@ -313,25 +266,7 @@ def test_sglang_gets_a_pair_for_each_expert_and_all_layers_that_it_fuses(tmp_pat
                     present = next(member for member in group if f".{member}." in key)
                     assert all(key.replace(f".{present}.", f".{other}.") in factors for other in group)
         assert not any("base_layer" in key or key.endswith(".experts.lora_A.weight") for key in factors)
-        weights = split_gpt_oss(tensors_in(tmp_path / name)) if name == "gpt_oss" else tensors_in(tmp_path / name)
-        expected = merged_by_peft(adapted, tmp_path / f"{name} by peft")
-        expected = split_gpt_oss(expected) if name == "gpt_oss" else expected
-        assert_all_close(merged_by_the_engines_rule(weights, served, name), expected, 1e-5, ORDER_OF_SUMS)
-
-
-def split_gpt_oss(tensors):
-    """The experts' weights one by one, [out, in], as engines without a form for all of them name them."""
-    split = {}
-    for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, weight in enumerate(tensor):
-                stem = name.replace("gate_up_proj", str(expert))
-                split[f"{stem}.gate_proj.weight"], split[f"{stem}.up_proj.weight"] = weight.T[0::2], weight.T[1::2]
-        elif name.endswith("experts.down_proj"):
-            split.update({name.replace("down_proj", f"{e}.down_proj.weight"): w.T for e, w in enumerate(tensor)})
-        else:
-            split[name] = tensor
-    return split
+        assert_served_is(merged_by_peft(adapted, tmp_path / f"{name} by peft"), tmp_path / name, served, name)
 
 
 def test_an_adapter_on_some_layers_names_them_in_full(tmp_path):

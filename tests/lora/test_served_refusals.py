@@ -1,13 +1,11 @@
 """What `convert --layout vllm` and `--layout sglang` refuse, with what to do instead; and what the command says."""
 
-import json
-
 import pytest
 import torch
 from helpers.adapters import EXPERTS, adapt
+from helpers.checkpoints import edit_config, edit_tensors, rewrite, tensors_in
 from helpers.served import assert_refused, base, edit
 from helpers.small_families import small_model
-from safetensors.torch import load_file, save_file
 
 from sonicmoe_hf import convert_adapter
 from sonicmoe_hf.cli.main import main
@@ -75,40 +73,30 @@ def test_vllm_decodes_without_adapters_of_what_latent_attention_absorbs(tmp_path
     )
     assert_refused(tmp_path / "adapter", match)
     convert_adapter(tmp_path / "adapter", tmp_path / "served", "sglang")
-    assert any(".kv_b_proj." in name for name in load_file(tmp_path / "served" / "adapter_model.safetensors"))
+    assert any(".kv_b_proj." in name for name in tensors_in(tmp_path / "served"))
 
 
 def test_files_that_are_no_such_adapter_raise_with_the_name(adapter, tmp_path):
     convert_adapter(adapter, tmp_path / "served", "vllm")
-    path, name = (
-        tmp_path / "served" / "adapter_model.safetensors",
-        "base_model.model.model.layers.0.mlp.experts.{}.lora_A.weight",
-    )
-    weights = load_file(path)
+    weights = tensors_in(tmp_path / "served")
+
+    def factors(module, a, b=None):
+        stem = f"base_model.model.model.layers.0.mlp.experts.{module}"
+        return {f"{stem}.lora_A.weight": a} | ({} if b is None else {f"{stem}.lora_B.weight": b})
+
+    a, b = torch.ones(2, 32), torch.ones(16, 2)
     for changes, match in (
-        ({name.format("3.up_proj"): None}, "has no lora_A of model.layers.0.mlp.experts.3.up_proj.weight"),
-        ({name.format("3.up_proj"): torch.ones(3, 32)}, r"\(3, 32\) and \(16, 2\), where \(2, 32\)"),
-        ({name.format("3.up_proj"): torch.ones(2, 31)}, r"\(2, 31\) and \(16, 2\), where \(2, 32\)"),
-        (
-            {
-                name.format("8.up_proj"): torch.ones(2, 32),
-                name.format("8.up_proj").replace("A.", "B."): torch.ones(16, 2),
-            },
-            "is of expert 8, but there are 8",
-        ),
-        (
-            {name.format("3.w9"): torch.ones(2, 32), name.format("3.w9").replace("A.", "B."): torch.ones(16, 2)},
-            "experts.3.w9 is no expert's projection",
-        ),
-        (
-            {"base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight": torch.ones(16, 32)},
-            "mixes two forms",
-        ),
+        (factors("3.up_proj", None), "has no lora_A of model.layers.0.mlp.experts.3.up_proj.weight"),
+        (factors("3.up_proj", torch.ones(3, 32)), r"\(3, 32\) and \(16, 2\), where \(2, 32\)"),
+        (factors("3.up_proj", torch.ones(2, 31)), r"\(2, 31\) and \(16, 2\), where \(2, 32\)"),
+        (factors("8.up_proj", a, b), "is of expert 8, but there are 8"),
+        (factors("3.w9", a, b), "experts.3.w9 is no expert's projection"),
+        (factors("base_layer", torch.ones(16, 32)), "mixes two forms"),
     ):
-        save_file({key: tensor for key, tensor in {**weights, **changes}.items() if tensor is not None}, path)
+        edit_tensors(tmp_path / "served", changes)
         for layout in ("vllm", "hub", "native"):
             assert_refused(tmp_path / "served", match, layout, trained_on=tmp_path / "base")
-    save_file(weights, path)
+        rewrite(tmp_path / "served", weights)
     edit(tmp_path / "served", r=4)
     expected = r"where \(4, 16\) and \(32, 4\) are expected for r = 4"
     assert_refused(tmp_path / "served", expected, trained_on=tmp_path / "base")
@@ -125,12 +113,8 @@ def test_an_adapter_of_the_vision_tower_is_refused(engine, tmp_path):
 
 
 def test_a_model_that_engines_are_not_known_to_adapt_is_refused(adapter):
-    config = json.loads((adapter.parent / "base" / "config.json").read_text())
-    (adapter.parent / "base" / "config.json").write_text(
-        json.dumps(
-            {**config, "model_type": "flex_olmo", "intermediate_size": 16, "architectures": ["FlexOlmoForCausalLM"]}
-        )
-    )
+    changes = {"model_type": "flex_olmo", "intermediate_size": 16, "architectures": ["FlexOlmoForCausalLM"]}
+    edit_config(adapter.parent / "base", **changes)
     for engine, title in (("vllm", "vLLM 0.33"), ("sglang", "SGLang 0.5.23")):
         match = rf"{title} is not known to take adapters of FlexOlmoForCausalLM .*docs/models.md.*merge"
         assert_refused(adapter, match, engine)

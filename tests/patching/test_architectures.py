@@ -89,9 +89,8 @@ def test_its_block_routes_and_rounds_by_its_own_formula(architecture):
 
 def test_token_rounding_without_facts_is_refused_by_name():
     without = next(a for a in architectures() if a.experts == "JambaExperts")
-    with pytest.raises(
-        sonicmoe_hf.UnsupportedModelError, match=r"no token rounding in layer: token rounding does not"
-    ):
+    words = r"no token rounding in layer: token rounding does not"
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
         sonicmoe_hf.patch_model(layers_of(without), "token_rounding")
 
 

@@ -5,8 +5,16 @@ import functools
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
-from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in, start_counting
+from helpers.models import (
+    assert_all_close,
+    batch,
+    gradients_of,
+    loss_and_gradients,
+    patched,
+    relative_error,
+    twin,
+)
+from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpointed, fail_in, start_counting
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
@@ -39,15 +47,11 @@ def whole(model, inputs, kind):
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("left", ["nothing", "outputs", "outputs of a failed backward"])
 def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind, left):
-    model, inputs = patched("qwen3_moe", POLICY, use_cache=False), batch(padding=True)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    model, inputs = checkpointed(patched("qwen3_moe", POLICY, use_cache=False), kind), batch(padding=True)
     out = model(**inputs)
     if left == "outputs of a failed backward":
-        handle = fail_in(model.model.layers[0].mlp.gate, OutOfMemory())
-        with pytest.raises(OutOfMemory):
+        with fail_in(model.model.layers[0].mlp.gate, OutOfMemory()), pytest.raises(OutOfMemory):
             out.loss.backward()
-        handle.remove()
-        del handle
     else:
         out.loss.backward()
     del model
@@ -58,7 +62,7 @@ def test_what_one_model_trained_says_nothing_to_anothers_backward(loss_of, kind,
     for checkpointing in (None, CHECKPOINTING[kind]):
         other.zero_grad()
         loss_of(other, inputs, checkpointing).backward()
-        gradients.append({name: p.grad.clone() for name, p in other.named_parameters() if p.grad is not None})
+        gradients.append(gradients_of(other))
     assert_all_close(gradients[1], gradients[0], 1e-6, SAME)
 
 
@@ -85,8 +89,7 @@ def test_a_hook_may_call_the_model_that_it_is_in():
 
 
 def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
-    model, refused = patched("qwen3_moe", POLICY), build("qwen3_moe", seed=1)
-    sonicmoe_hf.patch_model(refused, POLICY)
+    model, refused = patched("qwen3_moe", POLICY), patched("qwen3_moe", POLICY, seed=1)
     remove_installed(refused.model.layers[0].mlp.gate)
 
     def call_the_other(block, args):
@@ -103,10 +106,8 @@ def test_a_call_that_is_refused_inside_another_models_call_does_not_end_that():
 @pytest.mark.parametrize("part", ["", "model"], ids=["the model", "its stack of layers"])
 def test_what_is_called_after_an_interrupted_call_is_no_part_of_that_call(part):
     model = patched("qwen3_moe", POLICY)
-    handle = fail_in(model.model.layers[1], KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt) as kept:  # and with it the frames of the interrupted call
-        model(**batch())
-    handle.remove()
+    with fail_in(model.model.layers[1], KeyboardInterrupt()), pytest.raises(KeyboardInterrupt) as kept:
+        model(**batch())  # kept: and with it the frames of the interrupted call
     watch = Watch(model)
     with torch.no_grad():
         model.get_submodule(part)(input_ids=batch()["input_ids"])
@@ -116,19 +117,12 @@ def test_what_is_called_after_an_interrupted_call_is_no_part_of_that_call(part):
 # checkpointing around the whole model
 
 
-def count(model):
-    start_counting(model)
-    return contextlib.nullcontext()
-
-
 def balance(model):
     sonicmoe_hf.LoadBalancing(per_layer_loss=0.1).start(model)
-    return contextlib.nullcontext()
 
 
 def round_tokens(model):
     sonicmoe_hf.set_routing(model, POLICY)
-    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -140,10 +134,11 @@ def replay(model):
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTING)
-@pytest.mark.parametrize("ask", [round_tokens, count, balance, sonicmoe_hf.record_routing, replay])
+@pytest.mark.parametrize("ask", [round_tokens, start_counting, balance, sonicmoe_hf.record_routing, replay])
 def test_checkpointing_around_a_whole_model_with_work_is_an_error_that_names_its_layers(ask, kind):
     model, inputs = patched("qwen3_moe", use_cache=False), batch()
-    with ask(model), pytest.raises(RuntimeError, match=r"whole model runs it twice.*activation_checkpointing_enable"):
+    words = r"whole model runs it twice.*activation_checkpointing_enable"
+    with ask(model) or contextlib.nullcontext(), pytest.raises(RuntimeError, match=words):
         whole(model, inputs, CHECKPOINTING[kind]).backward()
     assert calls.in_progress() is None
     if ask is replay:  # which is over
@@ -205,12 +200,11 @@ def run_by(apply, function, hidden, **options):
 
 def test_a_call_on_an_earlier_calls_output_leaves_it_its_own_recomputation():
     model = patched("qwen3_moe", POLICY, use_cache=False)
-    again = twin(model)
-    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again = checkpointed(twin(model), "non_reentrant")
     padded, gradients = batch(padding=True), []
     for version in (model, again):
         first = version.model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"])
         second = version.model(inputs_embeds=first.last_hidden_state, output_hidden_states=True)
         second.last_hidden_state.square().mean().backward()
-        gradients.append({name: p.grad for name, p in version.named_parameters() if p.grad is not None})
+        gradients.append(gradients_of(version))
     assert_all_close(gradients[1], gradients[0], 1e-5, SAME)

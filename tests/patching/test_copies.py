@@ -1,18 +1,38 @@
 """Parts of a patched model that are copied (by deepcopy, by PEFT's modules_to_save) or put in: they keep working, or say so."""
 
 import copy
+import pickle
 
 import pytest
 import torch
-from helpers.models import CONFIGS, ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, patched
-from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, start_counting, trainer_for
+from helpers.models import (
+    CONFIGS,
+    ORDER_OF_SUMS,
+    assert_all_close,
+    batch,
+    build,
+    loss_and_gradients,
+    patched,
+    patching,
+    through_a_file,
+)
+from helpers.training import (
+    CHECKPOINTING,
+    POLICY,
+    TILE,
+    Watch,
+    checkpointed,
+    logs_of,
+    start_counting,
+    trained,
+    trainer_for,
+)
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
-from sonicmoe_hf.model_patches import FAMILIES
 from sonicmoe_hf.patching import experts as experts_module
 from sonicmoe_hf.patching.patch import check_routers_live, patch_state, router_hooks
 from sonicmoe_hf.patching.support import every_experts, find_layers
@@ -25,24 +45,12 @@ def saving(model, *modules):
     return get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=list(modules)))
 
 
-def patched_and_saving(order, modules, routing=POLICY, family="qwen3_moe"):
-    model = build(family)
+def patched_and_saving(order, modules, family="qwen3_moe"):
     if order == "patched, then PEFT":
-        sonicmoe_hf.patch_model(model, routing)
-        return saving(model, *modules)
-    model = saving(model, *modules)
-    sonicmoe_hf.patch_model(model, routing)
+        return saving(patched(family, POLICY), *modules)
+    model = saving(build(family), *modules)
+    sonicmoe_hf.patch_model(model, POLICY)
     return model
-
-
-def in_plain_names(tensors):
-    """Gradients under the names that they have without PEFT, those of its adapters left out."""
-    found = {}
-    for name, tensor in tensors.items():
-        plain = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
-        if "lora_" not in name:
-            found[plain] = tensor
-    return found
 
 
 @pytest.fixture
@@ -66,10 +74,13 @@ def test_what_peft_copies_rounds_counts_and_learns_as_the_original(modules, orde
     model = patched_and_saving(order, modules)
     if kind is not None:
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
-    start_counting(model)
+    start_counting(checkpointed(model, kind))
     watch = Watch(model)
-    actual = in_plain_names(loss_and_gradients(model, batch(padding=True)))
+    actual = {  # under the names that they have without PEFT, without those of its adapters
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): tensor
+        for name, tensor in loss_and_gradients(model, batch(padding=True)).items()
+        if "lora_" not in name
+    }
     assert watch.rounded() == [True] * (2 if kind is None else 4)
     learned = {name: expected[name] for name in actual}
     weights = sum({"gate": 1, "experts": 2, "mlp": 3}[module] for module in modules)
@@ -122,11 +133,8 @@ def test_a_trainer_counts_on_the_copies_of_a_model_from_pretrained(tmp_path):
         model = sonicmoe_hf.from_pretrained(tmp_path, dtype=torch.float32)
         model = saving(model, "gate") if peft else model
         watch = Watch(model)
-        trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
-        sonicmoe_hf.attach(trainer)
-        trainer.train()
+        (log,) = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1))
         assert watch.rounded() == [True, True]
-        (log,) = [log for log in trainer.state.log_history if "loss" in log]
         logs.append({name: value for name, value in log.items() if name.startswith("moe/")})
     assert logs[0] == logs[1] and logs[0]["moe/padded_rows_avoided"] > 0
 
@@ -148,9 +156,8 @@ def test_a_layer_copied_to_a_new_place_is_counted_under_its_own_name(tmp_path):
     model = patched("qwen3_moe")
     model.model.layers.append(copy.deepcopy(model.model.layers[1]))
     model.model.config.num_hidden_layers = 3
-    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
-    callback = sonicmoe_hf.attach(trainer)
-    trainer.train()
+    callback = sonicmoe_hf.ExpertLoadCallback()
+    trained(model, tmp_path, [TokenRoundingCallback(tile=TILE), callback], max_steps=1)
     assert list(callback.history[0]["rows_per_expert"]) == [f"model.layers.{i}.mlp" for i in range(3)]
     assert all(sum(rows) > 0 for rows in callback.history[0]["rows_per_expert"].values())
 
@@ -167,17 +174,11 @@ def test_a_deep_copied_inner_model_is_a_patched_model_of_its_own():
     assert sonicmoe_hf.is_patched(model) and not sonicmoe_hf.is_patched(inner)
 
 
-def a_new_router(model):
-    family = FAMILIES["qwen3_moe"]
+def test_a_router_put_in_after_patching_raises_and_is_named(tmp_path):
+    model = patched("qwen3_moe")
     block = model.model.layers[1].mlp
     block.gate = type(block.gate)(model.config).requires_grad_()
     torch.nn.init.normal_(block.gate.weight)
-    assert family.router_attribute == "gate"
-
-
-def test_a_router_put_in_after_patching_raises_and_is_named(tmp_path):
-    model = patched("qwen3_moe")
-    a_new_router(model)
     assert model(**batch()).loss.isfinite(), "top-k needs no hook"
     words = r"model.layers.1.mlp: its Qwen3MoeTopKRouter came into the model after patch_model"
     for check in (check_routers_live, start_counting):
@@ -242,30 +243,38 @@ def test_the_modules_of_a_patched_model_share_its_config_however_often_it_is_pat
     assert own == {id(model.config)}
     sonicmoe_hf.patch_model(model)
     assert configs(model) == own
-    sonicmoe_hf.patch("qwen3_moe")  # the inner model before the outer one, both while they are built
-    try:
+    with patching("qwen3_moe"):  # the inner model before the outer one, both while they are built
         assert len(configs(build("qwen3_moe"))) == 1
-    finally:
-        sonicmoe_hf.unpatch()
 
 
-@pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_a_file],
+    ids=["deepcopy", "pickle", "file"],
+)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_unpatching_a_copy_leaves_the_original_patched(family, copied, tmp_path):
+def test_a_copy_trains_as_the_original_and_on_its_own_and_unpatching_it_leaves_the_original_patched(family, copied):
+    try:
+        copied(build(family))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        pytest.skip(f"Transformers' own model does not: {error}")
     model = patched(family, POLICY)
+    start_counting(model)
     expected = loss_and_gradients(model, batch(padding=True))
-    if copied == "deepcopy":
-        copy_of_model = copy.deepcopy(model)
-    else:
-        torch.save(model, tmp_path / "model.pt")
-        copy_of_model = torch.load(tmp_path / "model.pt", weights_only=False)
-    sonicmoe_hf.unpatch_model(copy_of_model)
-    assert not sonicmoe_hf.is_patched(copy_of_model)
-    assert copy_of_model.config._experts_implementation == "eager"
-    for module in copy_of_model.modules():
+    model.zero_grad()
+    other = copied(model)
+    before = [hook.load.counted.clone() for hook in router_hooks(model)]
+    assert_all_close(loss_and_gradients(other, batch(padding=True)), expected, 1e-6, "the same computation")
+    assert all(torch.equal(hook.load.counted, count) for hook, count in zip(router_hooks(model), before))
+    sonicmoe_hf.set_routing(other, None)
+    assert patch_state(model).policy == POLICY and patch_state(other).policy is None
+    sonicmoe_hf.unpatch_model(other)
+    assert sonicmoe_hf.is_patched(model) and not sonicmoe_hf.is_patched(other)
+    assert other.config._experts_implementation == "eager"
+    for module in other.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
         assert not any("sonicmoe" in name for name in vars(module))
     watch = Watch(model)
     assert_all_close(loss_and_gradients(model, batch(padding=True)), expected, 1e-6, "the same computation")
-    assert watch.rounded() and all(watch.rounded())
+    assert watch.rounded() == [True] * len(list(find_layers(model)))
     assert model.config._experts_implementation == IMPLEMENTATION

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import training
 from helpers.attention import packed
 from helpers.marks import rest_slow
 from helpers.models import batch, build, patched
-from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, start_counting, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, POLICY, TILE, checkpointed, start_counting
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
@@ -102,11 +103,9 @@ def test_nothing_in_a_compiled_step_keeps_it_from_being_captured(monkeypatch, na
     assert list(traced(monkeypatch, MODELS[name]().to("meta"), padding).obstacles()) == []
 
 
-@pytest.mark.parametrize("use_reentrant", rest_slow([False, True]))
-def test_nor_does_checkpointing(monkeypatch, use_reentrant):
-    model = full().to("meta")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    assert list(traced(monkeypatch, model).obstacles()) == []
+@pytest.mark.parametrize("kind", rest_slow(["non_reentrant", "reentrant"]))
+def test_nor_does_checkpointing(monkeypatch, kind):
+    assert list(traced(monkeypatch, checkpointed(full().to("meta"), kind)).obstacles()) == []
 
 
 PACKED = packed(lengths=(5, 1, 10))
@@ -182,9 +181,8 @@ def trained(case, folder, compiled):
     if case == "token_rounding":
         callbacks.append(TokenRoundingCallback(tile=TILE))
     options = {"torch_compile": True, "torch_compile_mode": "reduce-overhead"} if compiled else {}
-    trainer = trainer_for(model, folder, callbacks, padding=True, count=48, **ON_GPU, **CASES[case], **options)
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
+    options = {"padding": True, "count": 48, **ON_GPU, **CASES[case], **options}
+    trainer = training.trained(model, folder, callbacks, **options)
     kept = ("loss", "eval_loss", "moe/load_cv")
     return [log[key] for log in trainer.state.log_history for key in kept if key in log]
 

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from helpers.adapters import EXPERTS, fused, with_lora
 from helpers.marks import rest_slow
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched
+from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, patching
 from helpers.parallel import (
     HAS_EP_SIZE,
     OWN_BATCH,
@@ -18,68 +18,80 @@ from helpers.parallel import (
     trained_and_evaluated,
 )
 from helpers.ranks import WORLD
-from helpers.training import POLICY, Watch
+from helpers.training import CHECKPOINTING, POLICY, Watch, checkpointed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.experts_module import has_expert_parallelism, is_tensor_parallel
 from sonicmoe_hf.patching.support import find_layers
 
-# DDP
+# DDP and FSDP2
+
+ODD = {  # experts, their size and adapters' rank: none of them divides over two ranks
+    "qwen3_moe": {"num_experts": 7, "moe_intermediate_size": 15},
+    "gpt_oss": {"num_local_experts": 7, "intermediate_size": 15},
+}
 
 
-def ddp_step(rank, family, checkpointing):
-    model = patched(family, POLICY)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-    watch = Watch(model)
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(model)
-    loss = prepared(**batch(**OWN_BATCH[rank])).loss
-    accelerator.backward(loss)
-    assert type(prepared).__name__ == "DistributedDataParallel" and all(watch.rounded())
-    return loss.detach(), gradients(prepared)
+def made(family, routing=POLICY, is_odd=False, is_adapted=False):
+    model = patched(family, routing, **(ODD[family] if is_odd else {}))
+    return with_lora(model, target_modules=["q_proj"], r=3) if is_adapted else model
 
 
-@pytest.mark.parametrize(
-    "family, checkpointing",
-    [
-        ("qwen3_moe", None),
-        ("gpt_oss", None),
-        ("qwen3_moe", {"use_reentrant": True}),
-        ("qwen3_moe", {"use_reentrant": False}),
-    ],
-)
-def test_under_ddp_every_rank_rounds_its_own_tokens_and_gradients_are_averaged(ranks, family, checkpointing):
-    assert_mean_of_ranks(patched(family, POLICY), ranks.run(ddp_step, family, checkpointing))
-
-
-# FSDP2
-
-
-def fsdp_step(rank, family, precision, experts_on_their_own, checkpointing, patch_last, routing):
-    model = build(family)
-    if not patch_last:
-        sonicmoe_hf.patch_model(model, routing)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        if experts_on_their_own and hasattr(layer.mlp, "experts"):
-            fully_shard(layer.mlp.experts, mp_policy=policy)
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+def step(
+    rank, kind, family, routing=POLICY, checkpointing=None, patch_last=False, own=False, precision=None, **changes
+):
+    """One step on each rank's batch. own: the experts are a unit of their own."""
+    model = build(family) if patch_last else made(family, routing, **changes)
+    checkpointed(model, checkpointing)
+    if kind == "DDP":
+        model = Accelerator(cpu=True).prepare(model)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+        for layer in (model.get_base_model() if changes.get("is_adapted") else model).model.layers:
+            if own and hasattr(layer.mlp, "experts"):
+                fully_shard(layer.mlp.experts, mp_policy=policy)
+            fully_shard(layer, mp_policy=policy)
+            assert type(layer).__name__.startswith("FSDP")
+        fully_shard(model, mp_policy=policy)
     if patch_last:
         sonicmoe_hf.patch_model(model, routing)
     watch = Watch(model)
-    loss = model(**batch(**OWN_BATCH[rank])).loss
-    loss.backward()
-    assert type(model).__name__.startswith("FSDP")
-    assert all(type(layer).__name__.startswith("FSDP") for layer in model.model.layers)
-    for layer in find_layers(model):
-        assert type(layer.experts).__name__.startswith("FSDP") == experts_on_their_own
+    with fused() if changes.get("is_adapted") else contextlib.nullcontext():
+        loss = model(**batch(**OWN_BATCH[rank])).loss
+        loss.backward()
+    assert type(model).__name__.startswith({"DDP": "DistributedDataParallel", "FSDP2": "FSDP"}[kind])
+    assert {type(layer.experts).__name__.startswith("FSDP") for layer in find_layers(model)} == {own}
     assert set(watch.rounded()) == {routing is not None}
     return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "DDP", "family": "qwen3_moe"},
+        {"kind": "DDP", "family": "gpt_oss"},
+        *({"kind": "DDP", "family": "qwen3_moe", "checkpointing": kind} for kind in CHECKPOINTING),
+        {"kind": "FSDP2", "family": "olmoe", "patch_last": True, "routing": None},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_every_rank_routes_its_own_tokens_and_gradients_are_averaged(ranks, options):
+    expected = patched(options["family"], options.get("routing", POLICY))
+    assert_mean_of_ranks(expected, ranks.run(step, **options))
+
+
+@pytest.mark.parametrize(
+    "kind, is_odd, is_adapted",
+    [("FSDP2", True, False), ("FSDP2", True, True), ("FSDP2", False, True), ("DDP", False, True)],
+)
+@pytest.mark.parametrize("family", list(ODD))
+def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks, family, kind, is_odd, is_adapted):
+    changes = {"family": family, "is_odd": is_odd, "is_adapted": is_adapted}
+    results = ranks.run(step, kind, **changes)
+    if is_adapted:
+        assert all(sum(".experts." in name for name in found) == 2 * 4 for _, found in results)
+    assert_mean_of_ranks(made(**changes), results)
 
 
 # FSDP2 of torch 2.15 takes a gradient of a bf16 parameter as it was computed: that of gpt-oss's norms in fp32. Before, and
@@ -97,69 +109,31 @@ def in_precision(model, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "experts_on_their_own"),
+    ("precision", "own"),
     rest_slow([(torch.float32, False), (torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)], 2),
 )
 @pytest.mark.parametrize(
     "family, checkpointing, patch_last",
-    [("qwen3_moe", False, False), ("qwen3_moe", True, True), ("gpt_oss", False, True), ("deepseek_v3", False, False)],
+    [
+        ("qwen3_moe", None, False),
+        ("qwen3_moe", "non_reentrant", True),
+        ("gpt_oss", None, True),
+        ("deepseek_v3", None, False),
+    ],
 )
 def test_under_fsdp2_token_rounding_gives_the_unsharded_models_loss_and_gradients(
-    ranks, family, checkpointing, patch_last, experts_on_their_own, precision
+    ranks, family, checkpointing, patch_last, own, precision
 ):
-    model = in_precision(build(family), precision)
-    sonicmoe_hf.patch_model(model, POLICY)
-    options = (family, precision, experts_on_their_own, checkpointing, patch_last, POLICY)
+    model = in_precision(patched(family, POLICY), precision)
+    results = ranks.run(step, "FSDP2", family, POLICY, checkpointing, patch_last, own, precision)
     # in bf16, too: every rank computes the same bf16 numbers, and their sum over ranks is in fp32
-    assert_mean_of_ranks(model, ranks.run(fsdp_step, *options))
-
-
-def test_under_fsdp2_top_k_gives_the_unsharded_models_gradients(ranks):
-    assert_mean_of_ranks(build("olmoe"), ranks.run(fsdp_step, "olmoe", torch.float32, True, False, True, None))
-
-
-ODD = {  # experts, their size and adapters' rank: none of them divides over two ranks
-    "qwen3_moe": {"num_experts": 7, "moe_intermediate_size": 15},
-    "gpt_oss": {"num_local_experts": 7, "intermediate_size": 15},
-}
-
-
-def made(family, is_odd, is_adapted):
-    model = patched(family, POLICY, **(ODD[family] if is_odd else {}))
-    return with_lora(model, target_modules=["q_proj"], r=3) if is_adapted else model
-
-
-def replicated_or_sharded_step(rank, kind, family, is_odd, is_adapted):
-    model = made(family, is_odd, is_adapted)
-    if kind == "FSDP2":
-        for layer in (model.get_base_model() if is_adapted else model).model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    else:
-        model = Accelerator(cpu=True).prepare(model)
-    with fused() if is_adapted else contextlib.nullcontext():
-        loss = model(**batch(**OWN_BATCH[rank])).loss
-        loss.backward()
-    return loss.detach(), gradients(model)
-
-
-@pytest.mark.parametrize(
-    "kind, is_odd, is_adapted",
-    [("FSDP2", True, False), ("FSDP2", True, True), ("FSDP2", False, True), ("DDP", False, True)],
-)
-@pytest.mark.parametrize("family", list(ODD))
-def test_odd_sizes_and_adapted_experts_get_the_unsharded_models_gradients(ranks, family, kind, is_odd, is_adapted):
-    results = ranks.run(replicated_or_sharded_step, kind, family, is_odd, is_adapted)
-    if is_adapted:
-        assert all(sum(".experts." in name for name in found) == 2 * 4 for _, found in results)
-    assert_mean_of_ranks(made(family, is_odd, is_adapted), results)
+    assert_mean_of_ranks(model, results)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_under_transformers_own_fsdp_token_rounding_gives_the_unsharded_models_gradients(ranks, family, tmp_path):
-    model = build(family)
+    model = patched(family, POLICY)
     model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model, POLICY)
     assert_mean_of_ranks(model, ranks.run(own_batch_step, str(tmp_path), "data", POLICY))
 
 
@@ -186,9 +160,8 @@ def test_under_parallelism_of_the_experts_top_k_equals_the_unsharded_model(ranks
 
 
 def test_where_tensor_parallelism_leaves_the_experts_whole_tokens_are_rounded(ranks, tmp_path):
-    model = build("gpt_oss")  # Transformers' plan splits its attention alone
+    model = patched("gpt_oss", POLICY)  # Transformers' plan splits its attention alone
     model.save_pretrained(tmp_path)
-    sonicmoe_hf.patch_model(model, POLICY)
     expected = loss_and_gradients(model, batch(padding=True))
     for actual in ranks.run(parallel_step, str(tmp_path), "tensor", POLICY):
         del actual["inference"]
@@ -230,11 +203,8 @@ def refusals(rank, folder, kind):
     assert not sonicmoe_hf.is_patched(model)
     sonicmoe_hf.patch_model(model)
     note(lambda: sonicmoe_hf.set_routing(model, POLICY))
-    sonicmoe_hf.patch(routing=POLICY)
-    try:
+    with patching(routing=POLICY):
         unaware = load_parallel(folder, kind)
-    finally:
-        sonicmoe_hf.unpatch()
     note(lambda: unaware(**batch()))
     return messages
 

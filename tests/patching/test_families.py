@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
+from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -36,22 +36,15 @@ def test_logits_loss_and_gradients_equal_eagers(family, changes, how, padding):
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_save_input_gives_the_same(family):
-    model, inputs = build(family), batch()
-    ours = twin(model)
-    sonicmoe_hf.patch_model(ours, save="input")
-    kept = twin(model)
-    sonicmoe_hf.patch_model(kept)
-    wanted = loss_and_gradients(kept, inputs)
-    assert_all_close(loss_and_gradients(ours, inputs), wanted, 0.0, "h computed again from the same x: the same bits")
+    kept, again = (loss_and_gradients(patched(family, save=save), batch()) for save in ("preactivation", "input"))
+    assert_all_close(again, kept, 0.0, "h computed again from the same x: the same bits")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_auxiliary_loss_and_router_logits_are_still_there(family):
     if family == "deepseek_v3" and not hasattr(transformers.models.deepseek_v3.modeling_deepseek_v3, "OutputRecorder"):
         pytest.skip("this Transformers version records no router logits for DeepSeek-V3")
-    model, inputs = build(family), batch()
-    ours = twin(model)
-    sonicmoe_hf.patch_model(ours, TokenRounding(tile=4))
+    model, ours, inputs = build(family), patched(family, TokenRounding(tile=4)), batch()
     wanted, got = (m(**inputs, output_router_logits=True) for m in (model, ours))
     assert len(got.router_logits) == len(wanted.router_logits) > 0
     first = relative_error(got.router_logits[0], wanted.router_logits[0])
@@ -63,9 +56,7 @@ def test_the_auxiliary_loss_and_router_logits_are_still_there(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rounding", ["nearest", "balanced", "stochastic", "nearest_score", "up", "down"])
 def test_token_rounding_changes_training_and_nothing_else(family, rounding):
-    model, inputs = build(family), batch(rows=4, length=24)
-    ours = twin(model)
-    sonicmoe_hf.patch_model(ours, TokenRounding(rounding=rounding, tile=4))
+    model, ours, inputs = build(family), patched(family, TokenRounding(rounding=rounding, tile=4)), batch()
     plain, rounded = loss_and_gradients(model, inputs), loss_and_gradients(ours, inputs)
     assert set(plain) == set(rounded) and all(t.isfinite().all() for t in rounded.values())
     assert relative_error(rounded["logits"], plain["logits"]) > 1e-3, "rounding had no effect: not a test"
@@ -80,10 +71,9 @@ def test_token_rounding_changes_training_and_nothing_else(family, rounding):
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3"])
 def test_the_other_value_of_norm_topk_prob(family):
     flag = {"qwen3_moe": False, "olmoe": True, "deepseek_v3": False}[family]
-    model, inputs = build(family, norm_topk_prob=flag), batch()
-    ours = twin(model)
-    sonicmoe_hf.patch_model(ours, TokenRounding(tile=1, min_tiles_per_expert=0))
-    assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, FP32)
+    exact = TokenRounding(tile=1, min_tiles_per_expert=0)
+    model, ours = build(family, norm_topk_prob=flag), patched(family, exact, norm_topk_prob=flag)
+    assert_all_close(loss_and_gradients(ours, batch()), loss_and_gradients(model, batch()), 1e-5, FP32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,9 +93,7 @@ def test_a_layer_in_bf16_is_as_near_to_fp32_as_bf16_allows(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_follow_a_dtype_that_changes_between_calls(family):
-    model = build(family)
-    plain = twin(model)
-    sonicmoe_hf.patch_model(model)
+    plain, model = build(family), patched(family)
     for dtype in (torch.float32, torch.float64, torch.float32):
         found, expected = (loss_and_gradients(each.to(dtype), batch()) for each in (model, plain))
         assert found["logits"].dtype == dtype

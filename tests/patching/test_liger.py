@@ -6,14 +6,12 @@ and in a process of its own, by Triton's interpreter, RoPE and the fused loss to
 """
 
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import accelerate
 import pytest
 import torch
+from helpers.adapters import with_lora
 from helpers.models import (
     ORDER_OF_SUMS,
     assert_all_close,
@@ -21,11 +19,12 @@ from helpers.models import (
     build,
     loss_and_gradients,
     patched,
+    patching,
     relative_error,
     twin,
 )
-from helpers.training import TILE, Watch, trainer_for
-from peft import LoraConfig, get_peft_model
+from helpers.programs import run_python
+from helpers.training import TILE, Watch, logs_of, trained
 from transformers import AutoModelForCausalLM
 
 import sonicmoe_hf
@@ -82,10 +81,9 @@ def begin_a_call(model):
     def stop(layer, args, kwargs):
         raise _ReachedTheFirstLayer
 
-    handle = model.model.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-    with pytest.raises(_ReachedTheFirstLayer):
+    hook = model.model.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+    with hook, pytest.raises(_ReachedTheFirstLayer):
         model(**batch())
-    handle.remove()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -124,11 +122,6 @@ def test_a_model_whose_experts_liger_replaced_computes_with_ours(family, order):
 
 @pytest.mark.parametrize("order", ["Liger, then LoRA", "LoRA, then Liger", "LoRA, then Liger, then patched"])
 def test_adapters_of_the_experts_stay_in_the_computation(order):
-    def with_lora(model):
-        torch.manual_seed(3)
-        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_parameters=parameters))
-
     model = build("qwen3_moe")
     expected = loss_and_gradients(with_lora(twin(model)), batch())
     if order == "LoRA, then Liger, then patched":
@@ -150,9 +143,8 @@ def test_liger_below_accelerates_hooks_is_refused_with_its_switch():
     apply_liger(model, **EXPERTS_ALONE)
     for layer in find_layers(model):
         accelerate.hooks.add_hook_to_module(layer.experts, accelerate.hooks.ModelHook())
-    with pytest.raises(
-        sonicmoe_hf.UnsupportedModelError, match=r"its forward is liger_kernel.*LigerExperts.*swiglu=F"
-    ):
+    words = r"its forward is liger_kernel.*LigerExperts.*swiglu=F"
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
         sonicmoe_hf.patch_model(model)
 
 
@@ -174,12 +166,9 @@ def test_a_model_built_after_liger_replaced_the_experts_class_is_refused_with_it
     model = build(family)
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"Liger put LigerExperts .*swiglu=False"):
         sonicmoe_hf.patch_model(model)
-    sonicmoe_hf.patch([family])
-    try:
-        with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"Liger put LigerExperts .*swiglu=False"):
-            build(family)
-    finally:
-        sonicmoe_hf.unpatch()
+    words = r"Liger put LigerExperts .*swiglu=False"
+    with patching([family]), pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
+        build(family)
 
 
 def test_a_native_model_built_after_liger_replaced_the_experts_class_is_refused_with_its_switch():
@@ -194,12 +183,10 @@ def test_the_trainers_liger_trains_with_our_experts_and_rounds(tmp_path):
     for options in ({}, {"use_liger_kernel": True, "liger_kernel_config": EXPERTS_ALONE}):
         model = patched("qwen3_moe")
         watch = Watch(model)
-        trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], **options)
-        sonicmoe_hf.attach(trainer)
-        trainer.train()
+        logs = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], **options))
         assert all(watch.rounded()) and all(is_ours(layer.experts) for layer in find_layers(model))
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-        assert all(log["moe/padded_rows_avoided"] > 0 for log in trainer.state.log_history if "loss" in log)
+        losses.append([log["loss"] for log in logs])
+        assert all(log["moe/padded_rows_avoided"] > 0 for log in logs)
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -207,7 +194,7 @@ def test_the_trainers_liger_trains_with_our_experts_and_rounds(tmp_path):
 INTERPRETED = """
 import torch
 from helpers.models import assert_all_close, batch, build, loss_and_gradients
-from test_liger import ORDERS, apply_both, is_ligers
+from patching.test_liger import ORDERS, apply_both, is_ligers
 
 inputs = batch(rows=1, length=8)
 models = [build("qwen3_moe") for _ in range(3)]
@@ -227,14 +214,9 @@ for order in ORDERS:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert_all_close({"loss": out.loss.detach(), **found}, expected, 1e-5, "fp32: another order of sums")
     module.apply_rotary_pos_emb = rope
-print("right")
 """
 
 
 @pytest.mark.slow
 def test_whole_models_with_ligers_rope_and_loss_and_our_experts_compute_the_same():
-    tests = Path(__file__).parent.parent
-    paths = os.pathsep.join(map(str, (tests.parent, tests, tests / "patching")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("right\n"), done.stderr
+    run_python(INTERPRETED, TRITON_INTERPRET="1")

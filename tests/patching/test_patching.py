@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, relative_error, twin
+from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, patching, relative_error
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -90,15 +90,12 @@ def test_the_report_names_every_layer():
 def test_patch_reaches_models_built_later_and_unpatch_stops_it(family):
     inputs = batch()
     plain = build(family)
-    sonicmoe_hf.patch([family], routing=TokenRounding(tile=4))
-    try:
+    with patching([family], routing=TokenRounding(tile=4)):
         model = build(family)
         assert model.config._experts_implementation == "sonicmoe_hf" and len(router_hooks(model)) > 0
         assert states(model) == {id(patch_state(model))}
         rounded = loss_and_gradients(model, inputs)
         assert relative_error(rounded["logits"], loss_and_gradients(plain, inputs)["logits"]) > 1e-3
-    finally:
-        sonicmoe_hf.unpatch()
     later = build(family)
     assert later.config._experts_implementation == "eager" and not router_hooks(later)
     assert "post_init" not in vars(load_family_class(FAMILIES[family], "pretrained"))
@@ -106,15 +103,12 @@ def test_patch_reaches_models_built_later_and_unpatch_stops_it(family):
 
 def test_patch_covers_all_families_and_from_pretrained(tmp_path):
     build("qwen3_moe").save_pretrained(tmp_path)
-    sonicmoe_hf.patch()
-    try:
+    with patching():
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert sonicmoe_hf.is_patched(model) and sonicmoe_hf.is_patched(build("gpt_oss"))
-    finally:
-        sonicmoe_hf.unpatch()
 
 
-def test_from_pretrained_loads_and_patches(tmp_path):
+def test_from_pretrained_loads_patches_and_hands_on_what_transformers_says_of_the_names(tmp_path):
     original, inputs = build("qwen3_moe"), batch()
     original.save_pretrained(tmp_path)
     model = sonicmoe_hf.from_pretrained(tmp_path, routing=TokenRounding(tile=4), dtype=torch.float32)
@@ -125,20 +119,13 @@ def test_from_pretrained_loads_and_patches(tmp_path):
         sonicmoe_hf.from_pretrained(tmp_path, experts_implementation="eager")
     with pytest.raises(ValueError, match=r"routing is 'rounded'"):
         sonicmoe_hf.from_pretrained(tmp_path, routing="rounded")
-
-
-def test_from_pretrained_hands_on_what_transformers_says_of_the_names(tmp_path):
-    saved = build("qwen3_moe")
-    saved.save_pretrained(tmp_path)
     model, information = sonicmoe_hf.from_pretrained(tmp_path, output_loading_info=True)
     assert patch_state(model).policy is None and not information["missing_keys"]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saving_a_patched_model_saves_the_plain_one(family, tmp_path):
-    model = build(family)
-    plain = twin(model)
-    sonicmoe_hf.patch_model(model, "token_rounding")
+    plain, model = build(family), patched(family, "token_rounding")
     assert list(model.state_dict()) == list(plain.state_dict())
     model.save_pretrained(tmp_path / "patched")
     plain.save_pretrained(tmp_path / "plain")
@@ -183,9 +170,8 @@ def test_data_parallel_replicas_raise_and_name_the_remedy():
 
 
 def test_few_tokens_fall_back_to_top_k_and_say_so_once(caplog):
-    model, inputs = build("qwen3_moe"), batch(rows=1, length=8)
-    plain = twin(model)
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=16))
+    inputs = batch(rows=1, length=8)
+    plain, model = build("qwen3_moe"), patched("qwen3_moe", TokenRounding(tile=16))
     with caplog.at_level("WARNING", logger="sonicmoe_hf.patching.handlers"):
         got = model(**inputs).logits
         model(**batch(rows=1, length=7))
@@ -236,9 +222,8 @@ def test_a_refused_model_is_left_as_it_was():
     model = build("qwen3_moe")
     model.model.layers[1].mlp.experts.has_post_expert_norm = True
     before = fingerprint(model)
-    with pytest.raises(
-        UnsupportedModelError, match=r"1 of 2 mixture-of-experts layers.*\n  model.layers.1.mlp: .*a norm of their own"
-    ):
+    words = r"1 of 2 mixture-of-experts layers.*\n  model.layers.1.mlp: .*a norm of their own"
+    with pytest.raises(UnsupportedModelError, match=words):
         sonicmoe_hf.patch_model(model)
     assert fingerprint(model) == before
 

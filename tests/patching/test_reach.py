@@ -1,14 +1,11 @@
 """Whether a call of the experts reaches us: subclasses, forwards that somebody replaced, experts outside the interface."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.models import batch, build, loss_and_gradients, patched, relative_error
+from helpers.programs import run_python
 from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig
 
 import sonicmoe_hf
@@ -51,20 +48,12 @@ again = WithAHead(plain.config)
 assert sonicmoe_hf.is_patched(again)
 again(**batch())
 assert len(computed) == 2, computed
-print("right")
 """
 
 
 @pytest.mark.slow
 def test_a_users_own_subclass_in_main_is_accelerated():
-    tests = Path(__file__).parent.parent
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
-    }
-    done = subprocess.run([sys.executable, "-c", SUBCLASS], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("right\n"), done.stderr
+    run_python(SUBCLASS)
 
 
 def of_somebody_else(hidden_states, top_k_index, top_k_weights):
@@ -98,9 +87,8 @@ def test_a_class_that_overrides_the_experts_forward_is_refused_by_name():
             return super().forward(*args)
 
     experts.__class__ = Instrumented
-    with pytest.raises(
-        UnsupportedModelError, match=r"model.layers.0.mlp: Instrumented: its forward is .*Instrumented.fo"
-    ):
+    words = r"model.layers.0.mlp: Instrumented: its forward is .*Instrumented.fo"
+    with pytest.raises(UnsupportedModelError, match=words):
         sonicmoe_hf.patch_model(model)
 
 
@@ -119,9 +107,8 @@ def test_a_model_compiled_with_another_forward_does_not_run_as_if_it_were_ours(f
     torch._dynamo.reset()
     model = patched("qwen3_moe", num_hidden_layers=1)
     model.model.layers[0].mlp.experts.forward = of_somebody_else
-    with pytest.raises(
-        (RuntimeError, UnsupportedModelError), match=r"Observed exception|its forward is .*of_somebody"
-    ):
+    words = r"Observed exception|its forward is .*of_somebody"
+    with pytest.raises((RuntimeError, UnsupportedModelError), match=words):
         torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**batch())
 
 

@@ -8,27 +8,19 @@ from helpers.models import (
     batch,
     build,
     ernie_vl_text,
+    gradients_of,
     image_tokens,
     loss_and_gradients,
     patched,
     relative_error,
-    twin,
+    with_other_routers,
 )
-from helpers.training import CHECKPOINTING, POLICY
+from helpers.training import CHECKPOINTING, POLICY, checkpointed
 from torch.overrides import TorchFunctionMode
 
 import sonicmoe_hf
 from sonicmoe_hf import UnsupportedModelError, record_routing, replay_routing
 from sonicmoe_hf.patching.support import find_layers
-
-
-def changed(model):
-    """A copy whose routers have moved, as after some steps of training."""
-    other = twin(model)
-    with torch.no_grad():
-        for layer in find_layers(other):
-            layer.router.weight.add_(torch.randn_like(layer.router.weight), alpha=0.3)
-    return other
 
 
 def same_experts(one, other):
@@ -45,7 +37,7 @@ def test_the_same_model_gives_the_same_bits_and_a_changed_one_uses_the_recorded_
         again = loss_and_gradients(model, inputs)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
 
-    other = changed(model)
+    other = with_other_routers(model)
     with record_routing(other) as own:
         loss_and_gradients(other, inputs)
     with replay_routing(other, routing), record_routing(other) as used:
@@ -61,18 +53,16 @@ def test_checkpointing_recomputes_with_the_replayed_experts_also_after_the_conte
     model, inputs = patched("qwen3_moe"), batch()
     with torch.no_grad(), record_routing(model) as routing:
         model(**inputs)
-    other = changed(model)
+    other = with_other_routers(model)
     with replay_routing(other, routing):
         expected = loss_and_gradients(other, inputs)
-    other.zero_grad()
-    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    checkpointed(other, kind).zero_grad()
     with replay_routing(other, routing), record_routing(other) as used:
         loss = other(**inputs).loss
     loss.backward()
     assert same_experts(used, routing), "recorded once"
-    for name, parameter in other.named_parameters():
-        if parameter.grad is not None:
-            assert torch.equal(parameter.grad, expected[name]), name
+    for name, gradient in gradients_of(other).items():
+        assert torch.equal(gradient, expected[name]), name
 
 
 def test_calls_are_replayed_in_order_and_tensors_do_too():
@@ -167,8 +157,7 @@ def test_checkpointing_of_runs_of_one_layer_is_an_error(kind):
     model, inputs = with_a_shared_block()
     with torch.no_grad(), record_routing(model) as routing:
         model(**inputs)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
-    with replay_routing(model, routing):
+    with replay_routing(checkpointed(model, kind), routing):
         loss = model(**inputs).loss
     with pytest.raises(RuntimeError, match="runs 2 times in one model call, and gradient checkpointing does not tell"):
         loss.backward()
@@ -252,8 +241,7 @@ def test_what_it_cannot_do_is_refused_by_name():
 
 
 def test_a_recorded_call_in_which_no_router_reports_is_an_error():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     model.model.forward = build("qwen3_moe").model.forward
     with sonicmoe_hf.record_routing(model), pytest.raises(RuntimeError, match="no router of it reported its experts"):
         model(**batch())

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from helpers.architectures import EXPERTS, HIDDEN, TOKENS, TOP_K, architectures, family_of, layers_of
-from helpers.models import CONFIGS, patched, relative_error, twin
+from helpers.models import CONFIGS, assert_all_close, gradients_of, patched, relative_error, with_other_routers
 from torch.overrides import TorchFunctionMode
 
 from sonicmoe_hf import RecordedRouting, record_routing, replay_routing, serving_divergence
@@ -25,13 +25,7 @@ PADDING = {  # where each sequence begins in its row
 }
 
 
-def server_of(model):
-    """A copy with other routers, as a server in other arithmetic has in effect."""
-    server = twin(model).eval()
-    with torch.no_grad():
-        for layer in find_layers(server):
-            layer.router.weight.add_(torch.randn_like(layer.router.weight), alpha=0.3)
-    return server
+OTHER_ROWS = "fp32; products of another number of rows add up in another order"
 
 
 def sequences():
@@ -63,21 +57,13 @@ def weighted_sum(logits):
     return (logits * torch.randn(logits.shape, generator=generator)).sum()
 
 
-def gradients(model):
-    found = {
-        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("start", [0, START])
 @pytest.mark.parametrize("side", PADDING)
 def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, start):
     """Beside each sequence alone, unpadded, with the same experts: logits and all gradients. The sequence of one token has
     no row of the server's; with a cut prompt the cut is -1 there too."""
     model = patched("qwen3_moe").eval()
-    arrays = served_arrays(server_of(model))
+    arrays = served_arrays(with_other_routers(model))
     ids, mask = padded(PADDING[side])
     cut = [array[start:] for array in arrays]
     routing = RecordedRouting.from_server(
@@ -87,7 +73,8 @@ def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, s
     with replay_routing(model, routing), record_routing(model) as used:
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     sum(weighted_sum(logits[row][mask[row].bool()]) for row in range(len(LENGTHS))).backward()
-    found = gradients(model)
+    found = gradients_of(model)
+    model.zero_grad()
 
     expected_logits, used_LBSK = [], used.tensors()[0].unflatten(1, ids.shape)
     for row, (array, sequence) in enumerate(zip(arrays, sequences())):
@@ -99,18 +86,15 @@ def test_a_padded_batch_computes_every_sequence_with_the_servers_experts(side, s
         assert torch.equal(used_LBSK[:, row][:, mask[row].bool()], alone.tensors()[0])
         served_LTK = alone.tensors()[0][:, start : len(sequence) - 1].transpose(0, 1)
         assert numpy.array_equal(served_LTK.numpy(), array[start:]), "the server's, where it computed"
-    expected = gradients(model)
-    # fp32; products of another number of rows add up in another order
+    expected = gradients_of(model)
     for row, alone_logits in enumerate(expected_logits):
-        assert relative_error(logits[row][mask[row].bool()], alone_logits) < 1e-5
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert relative_error(found[name], gradient) < 1e-4, name
+        assert relative_error(logits[row][mask[row].bool()], alone_logits) < 1e-5, OTHER_ROWS
+    assert_all_close(found, expected, 1e-4, OTHER_ROWS)
 
 
 @pytest.mark.parametrize("dtype", [numpy.uint8, numpy.uint16, numpy.int32, numpy.int64])
 def test_arrays_of_any_integers_lists_and_tensors_on_the_network_give_the_same(dtype):
-    server = server_of(patched("qwen3_moe").eval())
+    server = with_other_routers(patched("qwen3_moe").eval())
     _, mask = padded(PADDING["left"])
     expected = RecordedRouting.from_server(served_arrays(server), mask).tensors()[0]
     arrays = served_arrays(server, dtype)
@@ -135,15 +119,14 @@ def with_layers_of_zeros(array):
 def test_layers_without_experts_that_a_server_counts_are_left_out():
     model = patched("qwen3_moe").eval()
     _, mask = padded(PADDING["left"])
-    arrays = served_arrays(server_of(model))
+    arrays = served_arrays(with_other_routers(model))
     arrays[0][0] = -1  # where nothing is known, nothing says that a layer is empty
     expected = RecordedRouting.from_server(arrays, mask).tensors()[0]
     with_dense = [with_layers_of_zeros(array) for array in arrays]
     for layers in (None, [1, 3]):
         assert torch.equal(RecordedRouting.from_server(with_dense, mask, layers=layers).tensors()[0], expected)
-    with pytest.raises(
-        ValueError, match=r"sequence 0 names expert 0 twice for position 7 in layer 2.*in layers=\.\.\."
-    ):
+    words = r"sequence 0 names expert 0 twice for position 7 in layer 2.*in layers=\.\.\."
+    with pytest.raises(ValueError, match=words):
         RecordedRouting.from_server(with_dense, mask, layers=[1, 2])
     with pytest.raises(ValueError, match="layers names 4, but the server's arrays have 4 layers"):
         RecordedRouting.from_server(with_dense, mask, layers=range(2, 5))
@@ -161,7 +144,7 @@ def test_layers_without_experts_that_a_server_counts_are_left_out():
 def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_way_to_read_them():
     """vLLM: .npy in base64 (vllm/utils/serial_utils.py); SGLang: the array's bytes in base64."""
     _, mask = padded(PADDING["left"])
-    arrays = served_arrays(server_of(patched("qwen3_moe").eval()), numpy.uint8)
+    arrays = served_arrays(with_other_routers(patched("qwen3_moe").eval()), numpy.uint8)
     texts = []
     for array in arrays:
         numpy.save(file := io.BytesIO(), array, allow_pickle=False)
@@ -182,7 +165,7 @@ def test_what_vllm_sends_over_http_is_taken_and_bare_bytes_are_refused_with_the_
 def test_what_does_not_fit_is_refused_with_both_numbers():
     model = patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["left"])
-    arrays = served_arrays(server_of(model))
+    arrays = served_arrays(with_other_routers(model))
     changed = {
         "the routing of sequence 1 has 11 tokens, but there must be 12": [arrays[0], arrays[1][:-1], *arrays[2:]],
         "sequence 3 has 1 layers and 2 experts per token, that of sequence 0 has 2 and 2": [
@@ -312,7 +295,7 @@ def test_divergence_counts_the_tokens_whose_sets_of_experts_differ(family):
 def test_divergence_of_a_server_is_between_none_and_all_and_unknown_tokens_are_refused():
     model = patched("qwen3_moe").eval()
     ids, mask = padded(PADDING["right"])
-    routing = RecordedRouting.from_server(served_arrays(server_of(model)), mask)
+    routing = RecordedRouting.from_server(served_arrays(with_other_routers(model)), mask)
     shares = serving_divergence(model, routing, input_ids=ids, attention_mask=mask)
     assert list(shares) == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert all(0.1 < share < 1 for share in shares.values())

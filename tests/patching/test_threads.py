@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.models import assert_all_close, batch, build, loss_and_gradients, patched, relative_error, twin
-from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, fail_in
+from helpers.models import assert_all_close, batch, loss_and_gradients, patched, relative_error, twin
+from helpers.training import CHECKPOINTING, POLICY, OutOfMemory, Watch, checkpointed, fail_in
 from torch.utils.checkpoint import checkpoint
 
 import sonicmoe_hf
@@ -64,8 +64,7 @@ def test_inference_in_one_thread_leaves_training_in_another_rounding():
 
 
 def test_recording_and_replaying_in_one_thread_leave_other_threads_alone():
-    model = build("qwen3_moe").eval()
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe").eval()
     other = torch.tensor([0, 2]).expand(2, 96, 2)
     with torch.no_grad():
         plain = model(**batch(seed=1)).logits
@@ -111,14 +110,11 @@ def test_two_threads_train_two_models(kind):
     for family, routing in (("qwen3_moe", POLICY), ("qwen3_moe", TokenRounding(rounding="up", tile=4))):
         model = patched(family, routing, use_cache=False)
         expected.append(gradients_by_backward(twin(model), batch(padding=True, seed=len(models))))
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
-        models.append(model)
+        models.append(checkpointed(model, kind))
     meet_in_blocks(*models)
     watches = [Watch(model) for model in models]
-    steps = [
-        functools.partial(gradients_by_backward, model, batch(padding=True, seed=seed))
-        for seed, model in enumerate(models)
-    ]
+    batches = [batch(padding=True, seed=seed) for seed in range(2)]
+    steps = [functools.partial(gradients_by_backward, *pair) for pair in zip(models, batches)]
     for _ in range(3):
         for actual, wanted in zip(in_threads(*steps), expected):
             assert_all_close(actual, wanted, 1e-6, SAME)
@@ -130,8 +126,7 @@ def test_two_threads_differentiate_one_model():
     model = patched("qwen3_moe", POLICY, use_cache=False)
     batches = [batch(padding=True), batch(seed=1)]
     expected = [gradients_of(model, inputs) for inputs in batches]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    meet_in_blocks(model)
+    meet_in_blocks(checkpointed(model, "non_reentrant"))
     found = in_threads(*[functools.partial(gradients_of, model, inputs) for inputs in batches])
     for actual, wanted in zip(found, expected):
         assert_all_close(actual, wanted, 1e-6, SAME)
@@ -140,8 +135,7 @@ def test_two_threads_differentiate_one_model():
 @pytest.mark.parametrize("inner", CHECKPOINTING)
 def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(inner):
     model = patched("qwen3_moe", POLICY, use_cache=False)
-    again = twin(model)
-    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    again = checkpointed(twin(model), "reentrant")
     for layer in again.model.layers:
         layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, **CHECKPOINTING[inner])
     gradients = []
@@ -158,10 +152,8 @@ def test_checkpoints_inside_reentrant_checkpoints_recompute_their_calls_routing(
 @pytest.mark.parametrize("place", ["model.layers.1.mlp.experts", "model.layers.1.mlp.gate", "lm_head", "model.norm"])
 def test_a_forward_that_raises_leaves_no_call_behind(place):
     model = patched("qwen3_moe", POLICY)
-    handle = fail_in(model.get_submodule(place), OutOfMemory())
-    with pytest.raises(OutOfMemory):
+    with fail_in(model.get_submodule(place), OutOfMemory()), pytest.raises(OutOfMemory):
         model(**batch())
-    handle.remove()
     assert calls.in_progress() is None
     watch = Watch(model)
     model.model.layers[0].mlp(torch.randn(4, 24, 32))
@@ -169,8 +161,7 @@ def test_a_forward_that_raises_leaves_no_call_behind(place):
 
 
 def test_a_model_called_inside_another_keeps_its_own_settings():
-    student, teacher = patched("qwen3_moe", POLICY), build("qwen3_moe", seed=1)
-    sonicmoe_hf.patch_model(teacher, TokenRounding(tile=4))
+    student, teacher = patched("qwen3_moe", POLICY), patched("qwen3_moe", TokenRounding(tile=4), seed=1)
     watches = [Watch(student), Watch(teacher)]
 
     def teach(layer, args):
@@ -184,15 +175,12 @@ def test_a_model_called_inside_another_keeps_its_own_settings():
 
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_nothing_holds_a_model_or_its_calls_after_training(kind):
-    model = patched("qwen3_moe", POLICY, use_cache=False)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
+    model = checkpointed(patched("qwen3_moe", POLICY, use_cache=False), kind)
     loss_and_gradients(model, batch())
     out = model(**batch())
-    handle = fail_in(model.model.layers[0].mlp.gate, OutOfMemory())
-    with pytest.raises(OutOfMemory):
+    with fail_in(model.model.layers[0].mlp.gate, OutOfMemory()), pytest.raises(OutOfMemory):
         out.loss.backward()
-    handle.remove()
-    del out, handle
+    del out
     reference = weakref.ref(model)
     del model
     for _ in range(2):  # calls are let go with the graph, which the collector does not see into

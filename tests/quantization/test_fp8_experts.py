@@ -9,11 +9,10 @@ import copy
 import pytest
 import torch
 from helpers.adapters import EXPERTS
-from helpers.checkpoints import DECLARED_FP8, edit_config, in_fp8, make, rewrite, same_bits, tensors_in
-from helpers.models import batch
+from helpers.checkpoints import load_whole, make, same_bits, tensors_in, to_fp8
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import sonicmoe_hf
@@ -22,12 +21,7 @@ from sonicmoe_hf.kernels.quantized import dequantize, quantize
 
 SIZES = {
     "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 128, "num_hidden_layers": 2},
-    "deepseek_v3": {
-        "hidden_size": 144,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": {"hidden_size": 144, "moe_intermediate_size": 128, "num_hidden_layers": 2},
 }
 DENSE = ["proj", "proj_with_mqa", "lm_head"]  # how the names of linear layers end
 BATCH = batch(2, 8)
@@ -39,19 +33,10 @@ def load(monkeypatch, tmp_path):
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
 
     def loaded(family, kind="fp32", **sizes):
-        folder = tmp_path / "fp8"
-        make(folder, family, **{**SIZES[family], **sizes})
-        experts = {name: tensor for name, tensor in tensors_in(folder).items() if ".mlp.experts." in name}
-        rest = {name: tensor for name, tensor in tensors_in(folder).items() if name not in experts}
-        stored, dense = in_fp8(experts, kind)
-        make(tmp_path / "dense", family, **{**SIZES[family], **sizes})
-        rewrite(tmp_path / "dense", {**rest, **dense})
-        rewrite(folder, {**rest, **stored})
-        declared = {**DECLARED_FP8, "scale_fmt": "ue8m0" if kind == "ue8m0" else "float"}
-        edit_config(folder, quantization_config={**declared, "modules_to_not_convert": DENSE})
-        return [
-            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("fp8", "dense")
-        ]
+        make(tmp_path / "fp8", family, **{**SIZES[family], **sizes})
+        declared = {"scale_fmt": "ue8m0" if kind == "ue8m0" else "float", "modules_to_not_convert": DENSE}
+        to_fp8(tmp_path / "fp8", kind, ".mlp.experts.", **declared)
+        return [load_whole(tmp_path / name) for name in ("fp8", "dense")]
 
     return loaded
 
@@ -150,10 +135,9 @@ def test_adapters_train_beside_them(load, patched_first):
                 nn.init.normal_(parameter, std=0.05)
         sonicmoe_hf.patch_model(peft)
         peft.train()(**BATCH).loss.backward()
-        found.append({name: p.grad for name, p in peft.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() and len(found[0]) >= 6
-    errors = {name: (found[0][name] - wanted).norm() / wanted.norm() for name, wanted in found[1].items()}
-    assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+        found.append(gradients_of(peft))
+    assert len(found[0]) >= 6
+    assert_all_close(*found, 1e-5, ORDER_OF_SUMS)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +194,7 @@ def test_what_no_packed_weight_is_stays_refused_with_the_remedy(load):
         assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())
     model = copy.deepcopy(sound)
     fp8_experts(model)[1].gate_up_proj_scale_inv.data[2, 1, 0] = float("nan")
-    with pytest.raises(
-        sonicmoe_hf.UnsupportedExpertsError, match=r"layers\.1\.mlp\.experts: gate_up_proj_scale_inv has NaN"
-    ):
+    words = r"layers\.1\.mlp\.experts: gate_up_proj_scale_inv has NaN"
+    with pytest.raises(sonicmoe_hf.UnsupportedExpertsError, match=words):
         sonicmoe_hf.patch_model(model)
     assert not any(isinstance(weight, PackedWeight) for weight in model.parameters())

@@ -4,25 +4,26 @@ Tolerances: where both sides compute the same sums in fp32 they differ by nothin
 gradients, which sum over more.
 """
 
-import copy
 import itertools
 import json
 
 import pytest
 import torch
-from helpers.adapters import EXPERTS, UNGATED_EXPERTS, with_lora
+from helpers.adapters import with_lora
 from helpers.checkpoints import (
+    CUT_OFF,
     DECLARED_FP8,
     edit_config,
+    edit_tensors,
     fp8_of,
-    in_fp8,
     make,
     packed_in,
     rewrite,
     same_bits,
     tensors_in,
+    to_fp8,
 )
-from helpers.models import batch
+from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, gradients_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -43,23 +44,14 @@ from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.formats import HUB
 from sonicmoe_hf.kernels.quantized import quantize
 
-# 192 and 144: blocks that are cut off, in both of the experts' products
-CUT_OFF = {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2}
-SIZES = {"qwen3_moe": CUT_OFF, "deepseek_v3": {**CUT_OFF, "first_k_dense_replace": 1}}
+SIZES = {"qwen3_moe": dict(CUT_OFF), "deepseek_v3": dict(CUT_OFF)}
 UNGATED = {"nemotron_h": {"hidden_size": 144, "moe_latent_size": 160, "moe_intermediate_size": 192}}
 BATCH = batch(2, 8)
 
 
 def make_fp8(folder, family, kind="fp32", **declared):
-    """An FP8 checkpoint in `folder`, and beside it the dense one that it stands for; both sets of tensors."""
-    sizes = (SIZES | UNGATED)[family]
-    make(folder, family, **sizes)
-    stored, dense = in_fp8(tensors_in(folder), kind)
-    make(folder.with_name("dense"), family, **sizes)
-    rewrite(folder.with_name("dense"), dense)
-    rewrite(folder, stored)
-    edit_config(folder, quantization_config={**DECLARED_FP8, **declared})
-    return stored, dense
+    make(folder, family, **(SIZES | UNGATED)[family])
+    return to_fp8(folder, kind, **declared)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "ue8m0"])
@@ -112,14 +104,10 @@ def test_logits_and_adapters_gradients_are_those_of_the_dequantized_model(family
     expected = eager(**BATCH).logits
     for model in (packed, dense):
         assert (model(**BATCH).logits - expected).norm() <= 1e-6 * expected.norm()
-    experts, found = UNGATED_EXPERTS if family in UNGATED else EXPERTS, []
     for model in (packed, dense):
-        adapted = with_lora(model, experts, target_modules=["o_proj"]).train()
-        adapted(**BATCH).loss.backward()
-        found.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys() and len(found[0]) >= 6
-    errors = {name: (found[0][name] - wanted).norm() / wanted.norm() for name, wanted in found[1].items()}
-    assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+        with_lora(model, target_modules=["o_proj"]).train()(**BATCH).loss.backward()
+    assert len(gradients_of(packed)) >= 6
+    assert_all_close(gradients_of(packed), gradients_of(dense), 1e-5, ORDER_OF_SUMS)
 
 
 @pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4"])
@@ -141,11 +129,10 @@ def test_fp8_experts_become_4_bits_while_they_stream_in_as_the_dequantized_do(fa
 
 
 def test_what_is_wrong_with_fp8_experts_that_become_4_bits_is_named(tmp_path):
-    stored, _ = make_fp8(tmp_path / "fp8", "qwen3_moe")
+    make_fp8(tmp_path / "fp8", "qwen3_moe")
     with pytest.raises(UnsupportedExpertsError, match=r"nf4 stores 64 values .* 144 input features"):
         from_pretrained(tmp_path / "fp8", experts_quantization="nf4")
-    stored[f"{LAYER}_scale_inv"].fill_(float("nan"))
-    rewrite(tmp_path / "fp8", stored)
+    edit_tensors(tmp_path / "fp8", lambda tensors: tensors[SCALE].fill_(float("nan")))
     with pytest.raises(CheckpointError, match="gate_up_proj_scale_inv has NaN or infinite"):
         from_pretrained(tmp_path / "fp8", experts_quantization="nvfp4")
 
@@ -257,9 +244,8 @@ def test_a_declaration_that_is_no_object_is_named(declared, tmp_path, capsys):
     make(tmp_path, "qwen3_moe")
     edit_config(tmp_path, quantization_config=declared)
     for options in ({}, {"experts_quantization": "nf4"}):
-        with pytest.raises(
-            CheckpointError, match=r"config\.json of .*: quantization_config is .*8.*; it must be an object"
-        ):
+        words = r"config\.json of .*: quantization_config is .*8.*; it must be an object"
+        with pytest.raises(CheckpointError, match=words):
             from_pretrained(tmp_path, **options)
     for command in ("doctor", "plan", "inspect"):
         assert main([command, str(tmp_path)]) == 2
@@ -270,9 +256,9 @@ def test_a_declaration_that_is_no_object_is_named(declared, tmp_path, capsys):
 def test_a_layers_experts_that_the_checkpoint_has_in_floats_are_packed_like_those_of_a_dense_one(format, tmp_path):
     stored, dense = make_fp8(tmp_path / "fp8", "qwen3_moe", modules_to_not_convert=["model.layers.1.mlp.experts"])
     plain = {name: tensor.bfloat16() for name, tensor in dense.items() if ".layers.1.mlp.experts." in name}
-    kept = {name: tensor for name, tensor in stored.items() if ".layers.1.mlp.experts." not in name}
-    rewrite(tmp_path / "fp8", {**kept, **plain})
-    rewrite(tmp_path / "dense", {**dense, **plain})
+    of_layer = [name for name in stored if ".layers.1.mlp.experts." in name]
+    edit_tensors(tmp_path / "fp8", {**dict.fromkeys(of_layer), **plain})
+    edit_tensors(tmp_path / "dense", plain)
     model = from_pretrained(tmp_path / "fp8", experts_quantization=format, dtype=torch.bfloat16)
     expected = from_pretrained(tmp_path / "dense", experts_quantization=format, dtype=torch.bfloat16)
     layers = [0, 1] if format != "fp8" else [1]  # FP8 is taken as it is stored
@@ -295,48 +281,43 @@ def test_a_model_on_the_meta_device_has_its_packed_weights_there(family, tmp_pat
 
 
 LAYER = "model.layers.1.mlp.experts.3.up_proj.weight"
+SCALE = f"{LAYER}_scale_inv"
 LINEAR = "model.layers.1.self_attn.o_proj.weight"
+
+
+def without(part):
+    """A function that removes the tensors that have this in their names."""
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
 
 
 @pytest.mark.parametrize(
     "change, match",
     [
-        (lambda t: t.pop(f"{LAYER}_scale_inv"), "scales of .*up_proj.weight are missing"),
-        (
-            lambda t: t[f"{LAYER}_scale_inv"].fill_(float("nan")),
-            "up_proj_scale_inv has NaN or infinite .* in expert 3",
-        ),
-        (
-            lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 3)}),
-            r"up_proj.weight of expert 3: weight_scale_inv is .* \(2, 3\)",
-        ),
+        ({SCALE: None}, "scales of .*up_proj.weight are missing"),
+        (lambda t: t[SCALE].fill_(float("nan")), "up_proj_scale_inv has NaN or infinite .* in expert 3"),
+        ({SCALE: torch.ones(2, 3)}, r"up_proj.weight of expert 3: weight_scale_inv is .* \(2, 3\)"),
         (lambda t: t[LAYER].view(torch.uint8)[3:4, :5].fill_(255), "gate_up_proj_values has NaN .* in expert 3"),
         (
-            lambda t: [t.pop(name) for name in list(t) if ".layers.1.mlp.experts.3." in name],
+            without(".layers.1.mlp.experts.3."),
             r"layers\.1\.mlp\.experts\.\w+: .*of 8 experts the checkpoint has 7 .weight, 7 .weight_scale_inv",
         ),
-        (
-            lambda t: [t.pop(name) for name in list(t) if ".layers.1.mlp.experts." in name],
-            r"the checkpoint has no model\.layers\.1\.mlp\.experts\.gate_up_proj",
-        ),
+        (without(".layers.1.mlp.experts."), r"the checkpoint has no model\.layers\.1\.mlp\.experts\.gate_up_proj"),
         # 127 as a number of fp32, if dtypes were mixed, where it stands for 1
         (
-            lambda t: t.update({f"{LAYER}_scale_inv": torch.ones(2, 2).to(torch.float8_e8m0fnu)}),
+            {SCALE: torch.ones(2, 2).to(torch.float8_e8m0fnu)},
             "up_proj.weight of expert 3: its weight and scales are stored as .*uint8.*others of this layer as",
         ),
         (
             lambda t: t.update({LAYER: t[LAYER][:-16].clone()}),
             r"up_proj.weight of expert 3: .* stored as .*176, 144",
         ),
-        (lambda t: t.pop(f"{LINEAR}_scale_inv"), "o_proj.weight is torch.float8_e4m3fn with 0 of 1 scales"),
+        ({f"{LINEAR}_scale_inv": None}, "o_proj.weight is torch.float8_e4m3fn with 0 of 1 scales"),
         (lambda t: t[f"{LINEAR}_scale_inv"].fill_(float("inf")), "o_proj.weight or its scales have NaN"),
     ],
 )
 def test_a_scale_that_is_missing_or_no_number_or_of_another_shape_is_found_while_loading(change, match, tmp_path):
-    stored, _ = make_fp8(tmp_path / "fp8", "qwen3_moe")
-    stored = copy.deepcopy(stored)
-    change(stored)
-    rewrite(tmp_path / "fp8", stored)
+    make_fp8(tmp_path / "fp8", "qwen3_moe")
+    edit_tensors(tmp_path / "fp8", change)
     with pytest.raises(CheckpointError, match=match):
         from_pretrained(tmp_path / "fp8", experts_quantization="fp8")
 

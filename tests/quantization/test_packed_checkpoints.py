@@ -1,9 +1,12 @@
 """Packed checkpoints: made by conversion, read by everything, and dense again on request."""
 
+import shutil
+
 import pytest
 import torch
 from helpers.adapters import NATIVE_EXPERTS, adapt
-from helpers.checkpoints import config_in, edit_config, make, packed_in, rewrite, same_bits, tensors_in
+from helpers.checkpoints import assert_conversion_refused as refused
+from helpers.checkpoints import config_in, edit_tensors, make, packed_in, same_bits, tensors_in
 from helpers.models import OF_64, batch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
@@ -36,9 +39,8 @@ def test_a_checkpoint_is_packed_by_conversion_and_dense_again(family, name, tmp_
     make(tmp_path / "hub", family, **SIZES[family])
     assert convert(tmp_path / "hub", tmp_path / "native", "--layout", "native") == 0
     assert convert(tmp_path / "hub", tmp_path / "packed", "--layout", "native", "--quantize", name) == 0
-    assert f"the experts are {name} now, and differ from the weights before by" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"the experts are {name} now, and differ from the weights before by" in told
     model = from_pretrained(tmp_path / "packed")
     expected = quantize_experts(from_pretrained(tmp_path / "native"), name)
     assert same_bits(model.state_dict(), expected.state_dict()) and len(packed_in(model)) == 4
@@ -52,15 +54,11 @@ def test_a_checkpoint_is_packed_by_conversion_and_dense_again(family, name, tmp_
         capsys.readouterr()
         assert convert(tmp_path / "saved", tmp_path / f"dense {target}", "--layout", target) == 0
         told = " ".join(capsys.readouterr().out.split())
-        assert (
-            f"the weights were {name} and are bfloat16 now" in told
-            and f"what rounding to {name} lost stays lost" in told
-        )
+        assert f"the weights were {name} and are bfloat16 now" in told
+        assert f"what rounding to {name} lost stays lost" in told
     assert config_in(tmp_path / "dense hub").keys() == config_in(tmp_path / "hub").keys()
     stored = tensors_in(tmp_path / "dense native")
-    assert len(packed_in(model)) == sum(
-        torch.equal(w.dequantize(), stored[key]) for key, w in packed_in(model).items()
-    )
+    assert all(torch.equal(weight.dequantize(), stored[key]) for key, weight in packed_in(model).items())
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense hub", dtype=torch.float32)
     assert error_of_tokens(model(**BATCH).logits.float(), dense(**BATCH).logits) < 0.02  # bf16
 
@@ -119,30 +117,20 @@ def packed(tmp_path_factory):
     return folder
 
 
-def refused(source, target, match, **options):
-    with pytest.raises(CheckpointError, match=match):
-        convert_checkpoint(source, target, **options)
-    assert not target.exists()
-
-
-def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, tmp_path, capsys):
-    out = tmp_path / "out"
-    refused(packed / "hub", out, "no layout for .* in nf4, only for fp8", layout="hub", quantize="nf4")
-    refused(packed / "hub", out, "contradict each other", quantize="nf4", dequantize=True)
-    refused(packed / "nf4", out, "packed as mxfp4, but are nf4 already", quantize="mxfp4")
-    refused(packed / "nf4", out, "packed as nf4 already; from_pretrained loads it", quantize="nf4")
-    refused(
-        packed / "nf4", out, r"is quantized \(nf4\): conversion can only dequantize", layout="hub", dequantize=False
-    )
+def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, tmp_path):
+    refused(packed / "hub", "no layout for .* in nf4, only for fp8", "hub", quantize="nf4")
+    refused(packed / "hub", "contradict each other", quantize="nf4", dequantize=True)
+    refused(packed / "nf4", "packed as mxfp4, but are nf4 already", quantize="mxfp4")
+    refused(packed / "nf4", "packed as nf4 already; from_pretrained loads it", quantize="nf4")
+    refused(packed / "nf4", r"is quantized \(nf4\): conversion can only dequantize", "hub", dequantize=False)
     make(tmp_path / "odd", "qwen3_moe")
-    refused(tmp_path / "odd", out, r"layers\.0\.mlp\.experts\.c_proj: nf4 stores 64 values .* or fp8", quantize="nf4")
-    tensors = tensors_in(packed / "hub")
+    refused(tmp_path / "odd", r"layers\.0\.mlp\.experts\.c_proj: nf4 stores 64 values .* or fp8", quantize="nf4")
     key = "model.layers.1.mlp.experts.0.down_proj.weight"
     make(tmp_path / "nan", "qwen3_moe", **SIZES["qwen3_moe"])
-    rewrite(tmp_path / "nan", {**tensors, key: torch.full_like(tensors[key], float("nan"))})
-    refused(tmp_path / "nan", out, r"layers\.1\.mlp\.experts\.c_proj: .*NaN or infinite", quantize="mxfp4")
+    edit_tensors(tmp_path / "nan", lambda tensors: tensors[key].fill_(float("nan")))
+    refused(tmp_path / "nan", r"layers\.1\.mlp\.experts\.c_proj: .*NaN or infinite", quantize="mxfp4")
     with pytest.raises(ValueError, match="quantize is 'int4'; choose one of 'nf4', 'mxfp4'"):
-        convert_checkpoint(packed / "hub", out, quantize="int4")
+        convert_checkpoint(packed / "hub", tmp_path / "out", quantize="int4")
 
 
 @pytest.mark.parametrize("change, match", [
@@ -155,13 +143,10 @@ def test_conversions_that_would_lose_more_or_make_no_sense_are_refused(packed, t
     (lambda t: {"c_fc_state": None}, "c_fc_state is missing"),
 ])  # fmt: skip
 def test_damaged_packed_weights_are_errors_that_name_them(packed, tmp_path, change, match):
-    tensors, prefix = tensors_in(packed / "nf4"), "model.layers.1.mlp.experts."
-    changed = change({key.removeprefix(prefix): tensor for key, tensor in tensors.items()})
-    tensors.update({prefix + key: tensor for key, tensor in changed.items()})
-    folder = tmp_path / "damaged"
-    make(folder, "qwen3_moe", **SIZES["qwen3_moe"])
-    edit_config(folder, **config_in(packed / "nf4"))
-    rewrite(folder, {key: tensor for key, tensor in tensors.items() if tensor is not None})
-    refused(folder, tmp_path / "out", match, layout="hub")
+    prefix, folder = "model.layers.1.mlp.experts.", tmp_path / "damaged"
+    shutil.copytree(packed / "nf4", folder)
+    changed = change({key.removeprefix(prefix): tensor for key, tensor in tensors_in(folder).items()})
+    edit_tensors(folder, {prefix + key: tensor for key, tensor in changed.items()})
+    refused(folder, match, "hub")
     with pytest.raises((CheckpointError, RuntimeError, ValueError)):
         from_pretrained(folder)

@@ -102,12 +102,9 @@ def test_it_computes_in_the_packed_weights_dtype_or_autocasts():
     expected = out_and_gradients(*dense, narrow, index)
     assert_same({"out": found["out"]}, {"out": expected["out"].float()})
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        autocast = out_and_gradients(*packed_weights_as(torch.float32, gate_up, down), leaves, index)
+        wide = [PackedWeight(w.packed, w.format, torch.float32, w.is_transposed) for w in (gate_up, down)]
+        autocast = out_and_gradients(*wide, leaves, index)
     assert_same(autocast, found)
-
-
-def packed_weights_as(dtype, *weights):
-    return [PackedWeight(w.packed, w.format, dtype, w.is_transposed) for w in weights]
 
 
 @pytest.mark.parametrize("name", FORMATS)

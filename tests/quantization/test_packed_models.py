@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from helpers.adapters import EXPERTS, with_lora
-from helpers.checkpoints import edit_config, make, packed_in, rewrite, tensors_in
+from helpers.checkpoints import edit_config, edit_tensors, make, packed_in, rewrite, tensors_in
 from helpers.marks import rest_slow
 from helpers.memory import LiveBytes
-from helpers.models import CONFIGS, OF_64, batch, build, loss_and_gradients
+from helpers.models import CONFIGS, OF_64, ON_DISK, batch, build, loss_and_gradients
 from helpers.native import save_both
 from helpers.trl_trainers import trl_trainer, word_tokenizer
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -148,10 +148,8 @@ def test_a_model_is_dense_again_and_saved_under_the_hubs_names(tmp_path):
 
 def test_offloading_is_refused(tmp_path):
     small("qwen3_moe").save_pretrained(tmp_path)
-    parts = ("embed_tokens", "rotary_emb", "norm", "layers.0", "layers.1")
-    device_map = {"lm_head": "cpu", **{f"model.{part}": "cpu" for part in parts}, "model.layers.1": "disk"}
     with pytest.raises(ValueError, match="device_map puts modules on the CPU or the disk"):
-        from_pretrained(tmp_path, experts_quantization="nf4", device_map=device_map)
+        from_pretrained(tmp_path, experts_quantization="nf4", device_map=ON_DISK)
     assert packed_in(from_pretrained(tmp_path, experts_quantization="nf4", device_map={"": "cpu"}))
 
 
@@ -275,9 +273,8 @@ def test_what_cannot_be_packed_is_refused():
 )
 def test_damaged_parts_are_errors(change, match, tmp_path):
     quantize_experts(small("qwen3_moe"), "mxfp4").save_pretrained(tmp_path)
-    tensors, key = tensors_in(tmp_path), "model.layers.1.mlp.experts.down_proj_scales"
-    changed = {**tensors, key: change(tensors[key])}
-    rewrite(tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None})
+    key = "model.layers.1.mlp.experts.down_proj_scales"
+    edit_tensors(tmp_path, {key: change(tensors_in(tmp_path)[key])})
     with pytest.raises(CheckpointError, match=match):
         from_pretrained(tmp_path)
 

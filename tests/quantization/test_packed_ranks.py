@@ -7,7 +7,7 @@ import torch
 from helpers.adapters import with_lora
 from helpers.checkpoints import fp8_of
 from helpers.models import OF_64, assert_all_close, batch, build, loss_and_gradients
-from helpers.parallel import OWN_BATCH, PARALLELISM, SUMMATION, gradients, mean_of_ranks
+from helpers.parallel import OWN_BATCH, SUMMATION, gradients, mean_of_ranks, parallelism
 from helpers.ranks import WORLD
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import CheckpointException
@@ -96,10 +96,8 @@ def fp8_rows(rank, sizes):
     mesh, found = init_device_mesh("cpu", (WORLD,)), []
     for rows, columns in sizes:
         values, scales, dense = fp8_of(torch.randn(rows, columns), "fp32")
-        values, scales, wanted, parameter = (
-            distribute_tensor(
-                tensor, mesh, [Shard(0)], src_data_rank=None
-            )  # gloo sends no FP8; all ranks have the whole
+        values, scales, wanted, parameter = (  # gloo sends no FP8; all ranks have the whole
+            distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
             for tensor in (values, scales, dense, torch.empty_like(dense))
         )
         found.append((dense_rows(HubFP8(), values.to_local(), scales.to_local(), parameter), wanted.to_local()))
@@ -115,7 +113,7 @@ def test_fp8_rows_that_ranks_share_unevenly_have_the_scales_of_their_own_blocks(
 
 
 def packed_logits(rank, folder, format):
-    options = {"experts_quantization": format, "distributed_config": PARALLELISM["expert"]()}
+    options = {"experts_quantization": format, "distributed_config": parallelism("expert")}
     with torch.no_grad():
         return sonicmoe_hf.from_pretrained(folder, **options)(**batch()).logits
 
@@ -131,7 +129,7 @@ def test_transformers_own_expert_parallelism_packs_and_computes_each_ranks_exper
 
 def packed_by_transformers_own(rank, folder, kind):
     with pytest.raises(sonicmoe_hf.UnsupportedModelError) as error:
-        sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=PARALLELISM[kind]())
+        sonicmoe_hf.from_pretrained(folder, experts_quantization="nf4", distributed_config=parallelism(kind))
     return str(error.value)
 
 

@@ -1,12 +1,12 @@
 """PackedWeight: what it looks like from outside, what leaves it intact, and what it refuses."""
 
 import copy
-import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from helpers.models import through_a_file
 from torch import nn
 
 from sonicmoe_hf import PackedWeight
@@ -109,10 +109,7 @@ def test_state_dicts_hold_plain_tensors_and_load_into_packed_modules(weight):
     names = [f"_{part}" for part in PACKED[weight.format].parts]
     assert set(state) == {"bias", *(f"weight{name}" for name in names)}
     assert all(type(tensor) is torch.Tensor for tensor in state.values())
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
+    other.load_state_dict(through_a_file(state, weights_only=True))
     assert same(other.weight, weight)
     other.load_state_dict(Experts(weight).state_dict(), assign=True)
     assert same(other.weight, weight)
@@ -127,10 +124,7 @@ def test_a_dense_weight_is_not_loaded_into_a_packed_one(weight):
 
 
 def test_weights_only_files_hold_it(weight):
-    buffer = io.BytesIO()
-    torch.save(as_parameter(weight), buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
+    loaded = through_a_file(as_parameter(weight), weights_only=True)
     assert isinstance(loaded, nn.Parameter) and same(loaded, weight)
 
 

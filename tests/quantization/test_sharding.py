@@ -15,7 +15,7 @@ from helpers.adapters import fused, with_lora
 from helpers.models import CONFIGS, assert_all_close, batch, build, patched
 from helpers.parallel import OWN_BATCH, SUMMATION, assert_mean_of_ranks, mean_of_ranks, pretend_to_have_gpus
 from helpers.ranks import WORLD
-from helpers.training import CHECKPOINTING, POLICY, TILE, Examples, Watch, arguments
+from helpers.training import POLICY, TILE, Examples, Watch, arguments, checkpointed, logs_of
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from transformers import AutoModelForCausalLM, Trainer
@@ -28,7 +28,6 @@ from sonicmoe_hf.demo.corpus import standard_library
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
-ROUTINGS = pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 
 
 # DeepSpeed
@@ -69,16 +68,12 @@ def zero_gradients(model):
     return {name: gradient.float() for name, gradient in found.items() if gradient is not None}
 
 
-def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora=False):
-    model = build(family)
-    if not patch_last:
-        sonicmoe_hf.patch_model(model, routing)
+def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora):
+    model = build(family) if patch_last else patched(family, routing)
     if lora:
         model = with_lora(model)
         model.enable_input_require_grads()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
-    engine = start_engine(model, stage)
+    engine = start_engine(checkpointed(model, checkpointing), stage)
     if patch_last:
         sonicmoe_hf.patch_model(engine, routing)
     watch = Watch(model)
@@ -93,44 +88,29 @@ def zero_step(rank, family, stage, routing, patch_last, checkpointing, lora=Fals
 
 
 @with_deepspeed
-@pytest.mark.parametrize("family", CONFIGS)
-@ROUTINGS
-def test_zero_3_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
-    assert_mean_of_ranks(patched(family, routing), ranks.run(zero_step, family, 3, routing, False, None))
-
-
-@with_deepspeed
 @pytest.mark.parametrize(
-    "family, stage, routing, patch_last, checkpointing",
+    "family, stage, routing, patch_last, checkpointing, lora",
     [
-        ("qwen3_moe", 3, POLICY, True, None),
-        ("gpt_oss", 3, None, True, None),
-        ("gpt_oss", 3, POLICY, True, "non_reentrant"),
-        ("olmoe", 3, POLICY, False, "reentrant"),
-        ("deepseek_v3", 2, POLICY, False, None),
-        ("gpt_oss", 2, None, True, None),
+        *((family, 3, routing, False, None, False) for family in CONFIGS for routing in (None, POLICY)),
+        ("qwen3_moe", 3, POLICY, True, None, False),
+        ("gpt_oss", 3, None, True, None, False),
+        ("gpt_oss", 3, POLICY, True, "non_reentrant", False),
+        ("olmoe", 3, POLICY, False, "reentrant", False),
+        ("deepseek_v3", 2, POLICY, False, None, False),
+        ("gpt_oss", 2, None, True, None, False),
+        ("qwen3_moe", 3, None, False, None, True),
+        ("gpt_oss", 3, None, True, "non_reentrant", True),
+        ("qwen3_moe", 3, None, False, "reentrant", True),
+        ("qwen3_moe", 2, None, True, None, True),
     ],
 )
-def test_zero_patched_after_the_engine_or_checkpointed_gives_the_same(
-    ranks, family, stage, routing, patch_last, checkpointing
+def test_zero_gives_the_unsharded_models_loss_and_gradients(
+    ranks, family, stage, routing, patch_last, checkpointing, lora
 ):
-    results = ranks.run(zero_step, family, stage, routing, patch_last, checkpointing)
-    assert_mean_of_ranks(patched(family, routing), results)
-
-
-@with_deepspeed
-@pytest.mark.parametrize(
-    "family, stage, patch_last, checkpointing",
-    [
-        ("qwen3_moe", 3, False, None),
-        ("gpt_oss", 3, True, "non_reentrant"),
-        ("qwen3_moe", 3, False, "reentrant"),
-        ("qwen3_moe", 2, True, None),
-    ],
-)
-def test_zero_gathers_the_factors_of_adapted_experts(ranks, family, stage, patch_last, checkpointing):
-    results = ranks.run(zero_step, family, stage, None, patch_last, checkpointing, True)
-    assert_mean_of_ranks(with_lora(patched(family, None)), results)
+    """Patched before the engine is made or after it, checkpointed, and with the factors of adapted experts gathered."""
+    model = patched(family, routing)
+    results = ranks.run(zero_step, family, stage, routing, patch_last, checkpointing, lora)
+    assert_mean_of_ranks(with_lora(model) if lora else model, results)
 
 
 def trained(rank, folder, checkpoint, options, wrapper):
@@ -153,8 +133,9 @@ def trained(rank, folder, checkpoint, options, wrapper):
         unset_hf_deepspeed_config()  # else every model built from now on is sharded
     os.environ.clear()
     os.environ.update(environment)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    return [[log[key] for key in ("loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped")] for log in logs]
+    return [
+        [log[key] for key in ("loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped")] for log in logs_of(trainer)
+    ]
 
 
 def assert_trained_alike(actual, expected):
@@ -183,9 +164,8 @@ def test_the_trainer_rounds_and_counts_with_zero_3_as_with_zero_2(ranks, tmp_pat
 def refused(rank, stage):
     import_deepspeed()  # as TrainingArguments(deepspeed=...) does, before a model is loaded
     model = sonicmoe_hf.quantize_experts(build("qwen3_moe", hidden_size=64, moe_intermediate_size=64), "nf4")
-    with pytest.raises(
-        sonicmoe_hf.UnsupportedModelError, match="DeepSpeed does not take packed experts; replicate them"
-    ):
+    words = "DeepSpeed does not take packed experts; replicate them"
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
         start_engine(with_lora(model), stage)
 
 
@@ -212,11 +192,7 @@ def fsdp_step(
     rank, family, routing, use_orig_params, patch_last, checkpointing=None, units=None, precision=None, lora=False
 ):
     pretend_to_have_gpus()
-    model = build(family)
-    if not patch_last:
-        sonicmoe_hf.patch_model(model, routing)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[checkpointing])
+    model = checkpointed(build(family) if patch_last else patched(family, routing), checkpointing)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         use_orig_params=use_orig_params,
@@ -241,7 +217,7 @@ def fsdp_step(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@ROUTINGS
+@pytest.mark.parametrize("routing", [None, POLICY], ids=["top_k", "token_rounding"])
 def test_fsdp1_gives_the_unsharded_models_loss_and_gradients(ranks, family, routing):
     model = patched(family, routing)
     losses, expected = mean_of_ranks(model)

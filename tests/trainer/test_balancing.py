@@ -2,8 +2,17 @@
 
 import pytest
 import torch
-from helpers.models import ORDER_OF_SUMS, assert_all_close, batch, build, loss_and_gradients, twin
-from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, POLICY, trainer_for
+from helpers.models import (
+    ORDER_OF_SUMS,
+    assert_all_close,
+    batch,
+    build,
+    gradients_of,
+    loss_and_gradients,
+    patched,
+    twin,
+)
+from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, POLICY, Routers, checkpointed, trained
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -14,24 +23,8 @@ from sonicmoe_hf.patching.patch import router_hooks
 from sonicmoe_hf.patching.support import find_layers
 
 WEIGHT, K, E = 0.5, 2, 8  # a weight at which the loss shows in every gradient
-KINDS = {"none": None, **CHECKPOINTING}
-
-
-class Routers:
-    """Logits and indices of every training call of the routers, in order, as they computed them."""
-
-    def __init__(self, model):
-        self.calls = []
-        for layer in find_layers(model):
-            layer.router.register_forward_hook(self, prepend=True)
-
-    def __call__(self, router, args, output):
-        if router.training:
-            self.calls.append((output[0], output[2]))
-
-    def take(self):
-        calls, self.calls = self.calls, []
-        return calls
+KINDS = ["none", *CHECKPOINTING]
+TWO_MICRO_BATCHES = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 
 
 def by_hand(family, calls, mask):
@@ -53,22 +46,19 @@ def with_loss_by_hand(family, model, inputs, factor):
     routers = Routers(model)
     out = model(**inputs)
     (factor * (out.loss + by_hand(family, routers.take(), inputs["attention_mask"]))).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_its_gradients_are_those_of_every_layers_loss_scaled_as_the_models_is(family, kind):
-    model, inputs = build(family), batch(padding=True)
-    ours = twin(model)
-    sonicmoe_hf.patch_model(ours)
-    if KINDS[kind] is not None:
-        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[kind])
-    balancing = LoadBalancing(per_layer_loss=WEIGHT)
+    model, ours, inputs = build(family), checkpointed(patched(family), kind), batch(padding=True)
+    balancing = LoadBalancing(per_layer_loss=WEIGHT, bias_update=1e-3 if family == "deepseek_v3" else None)
     balancing.start(ours)
     (3.0 * ours(**inputs).loss).backward()
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    assert_all_close(found, with_loss_by_hand(family, model, inputs, 3.0), 1e-5, ORDER_OF_SUMS)
+    assert_all_close(gradients_of(ours), with_loss_by_hand(family, model, inputs, 3.0), 1e-5, ORDER_OF_SUMS)
+    for hook in router_hooks(ours) if balancing.bias_update else ():
+        assert hook.balance.rows_E.sum() == K * inputs["attention_mask"].sum(), "also where layers are recomputed"
     balancing.stop(ours)
     assert_all_close(loss_and_gradients(ours, inputs), loss_and_gradients(model, inputs), 1e-5, ORDER_OF_SUMS)
 
@@ -80,26 +70,11 @@ def test_layers_that_share_their_experts_each_count_in_the_mean():
     sonicmoe_hf.patch_model(ours)
     LoadBalancing(per_layer_loss=WEIGHT).start(ours)
     ours(**inputs).loss.backward()
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    assert_all_close(found, with_loss_by_hand("qwen3_moe", model, inputs, 1.0), 1e-5, ORDER_OF_SUMS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_are_recomputed_count_their_tokens_once(kind):
-    model, inputs = build("deepseek_v3"), batch(padding=True)
-    sonicmoe_hf.patch_model(model)
-    if KINDS[kind] is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KINDS[kind])
-    LoadBalancing(bias_update=1e-3).start(model)
-    model(**inputs).loss.backward()
-    for hook in router_hooks(model):
-        assert hook.balance.rows_E.sum() == K * inputs["attention_mask"].sum()
+    assert_all_close(gradients_of(ours), with_loss_by_hand("qwen3_moe", model, inputs, 1.0), 1e-5, ORDER_OF_SUMS)
 
 
 def test_a_loss_computed_outside_the_model_gives_the_scale():
-    model, inputs = build("qwen3_moe"), batch()
-    ours = twin(model)
-    sonicmoe_hf.patch_model(ours)
+    model, ours, inputs = build("qwen3_moe"), patched("qwen3_moe"), batch()
     balancing = LoadBalancing(per_layer_loss=WEIGHT)
     with pytest.raises(RuntimeError, match="scaled_as comes after a training call"):
         balancing.start(ours)
@@ -111,14 +86,12 @@ def test_a_loss_computed_outside_the_model_gives_the_scale():
     logits = ours(**inputs).logits[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
     (2.0 * balancing.scaled_as(ours, loss)).backward()
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
     expected = with_loss_by_hand("qwen3_moe", model, {**inputs, "labels": labels}, 2.0)
-    assert_all_close(found, expected, 1e-5, ORDER_OF_SUMS)
+    assert_all_close(gradients_of(ours), expected, 1e-5, ORDER_OF_SUMS)
 
 
 def test_under_token_rounding_it_counts_top_k():
-    model, inputs = build("qwen3_moe", num_hidden_layers=1), batch()
-    sonicmoe_hf.patch_model(model, POLICY)
+    model, inputs = patched("qwen3_moe", POLICY, num_hidden_layers=1), batch()
     rounded = loss_and_gradients(model, inputs)
     LoadBalancing(per_layer_loss=WEIGHT).start(model)
     balanced = loss_and_gradients(model, inputs)
@@ -136,15 +109,9 @@ def test_under_token_rounding_it_counts_top_k():
 def test_in_the_trainer_micro_batches_count_by_their_labels(tmp_path):
     """One step of two micro-batches of different lengths; SGD with a rate of 1 leaves the gradient in the weights."""
     model = build("qwen3_moe")
-    before, reference, routers = twin(model), twin(model), None
-    options = {
-        "max_steps": 1,
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1.0,
-    }
-    trainer = trainer_for(model, tmp_path, [LoadBalancing(per_layer_loss=WEIGHT)], padding=True, **options)
-    trainer.train()
+    before, reference = twin(model), twin(model)
+    balancing = [LoadBalancing(per_layer_loss=WEIGHT)]
+    trainer = trained(model, tmp_path, balancing, False, padding=True, learning_rate=1.0, **TWO_MICRO_BATCHES)
 
     routers, total = Routers(reference), (trainer.train_dataset.columns["labels"][:4, 1:] != -100).sum()
     for rows in (slice(0, 2), slice(2, 4)):
@@ -161,12 +128,10 @@ def test_in_the_trainer_micro_batches_count_by_their_labels(tmp_path):
 def test_biases_follow_the_counts_of_a_whole_step_and_are_saved(kind, tmp_path):
     model = build("deepseek_v3").bfloat16()
     before = [layer.router.e_score_correction_bias.float() for layer in find_layers(model)]
-    options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    options |= CHECKPOINTED_TRAINING[kind]
+    options = {**TWO_MICRO_BATCHES, **CHECKPOINTED_TRAINING[kind]}
     routers = Routers(model)
     sonicmoe_hf.patch_model(model, POLICY)
-    trainer = trainer_for(model, tmp_path, [LoadBalancing(bias_update=1e-3)], padding=True, **options)
-    trainer.train()
+    trainer = trained(model, tmp_path, [LoadBalancing(bias_update=1e-3)], False, padding=True, **options)
     layers, masks = list(find_layers(model)), trainer.train_dataset.columns["attention_mask"][:4]
     calls = routers.take()
     per_batch = len(calls) // 2  # recomputed ones follow those of the forward
@@ -187,11 +152,10 @@ def test_biases_follow_the_counts_of_a_whole_step_and_are_saved(kind, tmp_path):
 
 @pytest.mark.parametrize("family, at_first", [("deepseek_v3", 2.5), ("nemotron_h", 2.0)])
 def test_training_with_it_balances_a_router_that_starts_out_of_balance(family, at_first):
-    model, inputs = build(family, n_group=1, topk_group=1), batch(rows=8)
+    model, inputs = patched(family, n_group=1, topk_group=1), batch(rows=8)
     router = next(find_layers(model)).router
     with torch.no_grad():
         router.e_score_correction_bias.copy_(torch.linspace(0, 0.5, E))
-    sonicmoe_hf.patch_model(model)
     balancing, routers, loads = LoadBalancing(bias_update=1e-2), Routers(model), []
     balancing.start(model)
     for _ in range(40):
@@ -209,13 +173,9 @@ def test_what_it_cannot_do_is_refused_by_name():
         LoadBalancing(per_layer_loss=-1)
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not patched"):
         LoadBalancing(per_layer_loss=1.0).start(build("qwen3_moe"))
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe")
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"Qwen3MoeTopKRouter has no correction bias"):
         LoadBalancing(bias_update=1e-3).start(model)
-    LoadBalancing(per_layer_loss=1.0).start(model)
-    with pytest.raises(RuntimeError, match=r"does not work in a compiled model|Observed exception"):
-        torch.compile(model, backend="eager", fullgraph=True)(**batch())
     adapted = get_peft_model(build("deepseek_v3"), LoraConfig(target_modules=["o_proj"]))
     sonicmoe_hf.patch_model(adapted)
     with pytest.raises(ValueError, match="which an adapter's checkpoint leaves out"):

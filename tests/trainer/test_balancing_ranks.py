@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from helpers.adapters import with_lora
-from helpers.models import assert_all_close, batch, build
+from helpers.models import assert_all_close, batch, build, patched
 from helpers.parallel import (
     HAS_PP_SIZE,
     OWN_BATCH,
@@ -15,12 +15,12 @@ from helpers.parallel import (
     pretend_to_have_gpus,
 )
 from helpers.ranks import WORLD
-from helpers.training import TILE, Examples, Watch, arguments, counting, trainer_for
+from helpers.training import TILE, Examples, Watch, arguments, counting, logs_of, trained
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
 import sonicmoe_hf
-from sonicmoe_hf import LoadBalancing, TokenRoundingCallback
+from sonicmoe_hf import ExpertLoadCallback, LoadBalancing, TokenRoundingCallback
 from sonicmoe_hf.layer.routing import TokenRounding
 from sonicmoe_hf.patching.support import find_layers
 
@@ -28,8 +28,7 @@ from sonicmoe_hf.patching.support import find_layers
 
 
 def balanced_step(rank, family, sharded):
-    model = build(family)
-    sonicmoe_hf.patch_model(model)
+    model = patched(family)
     balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
     if sharded:
         for layer in model.model.layers:
@@ -41,32 +40,27 @@ def balanced_step(rank, family, sharded):
     balancing.start(model)
     prepared(**batch(**OWN_BATCH[rank])).loss.backward()
     balancing.step(model)
-    return gradients(prepared), [
-        layer.router.e_score_correction_bias for layer in find_layers(model) if balancing.bias_update
-    ]
+    return gradients(prepared), biases_of(model) if balancing.bias_update else []
 
 
 @pytest.mark.parametrize(("family", "sharded"), [("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)])
 def test_balancing_averages_each_ranks_loss_and_counts_all_ranks_tokens(ranks, family, sharded):
-    model = build(family)
-    sonicmoe_hf.patch_model(model)
+    model = patched(family)
     balancing = LoadBalancing(0.5, 1e-3 if family == "deepseek_v3" else None)
     balancing.start(model)
     _, expected = mean_of_ranks(model)
     balancing.step(model)
     for actual, biases in ranks.run(balanced_step, family, sharded):
         assert_all_close(actual, expected, 1e-5, SUMMATION)
-        for bias, layer in zip(biases, find_layers(model)):
-            assert torch.equal(bias, layer.router.e_score_correction_bias)
+        for bias, expected_bias in zip(biases, biases_of(model) if balancing.bias_update else [], strict=True):
+            assert torch.equal(bias, expected_bias)
 
 
 # a loss computed outside the model, under DDP with adapters
 
 
 def adapted():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model)
-    return with_lora(model)
+    return with_lora(patched("qwen3_moe"))
 
 
 def backward_of_another_loss(rank):
@@ -169,20 +163,12 @@ def test_under_fsdp1_in_bf16_biases_move_by_less_than_bf16_can_tell_and_are_save
 
 
 def trained_load(rank, folder):
-    trainer = trainer_for(
-        build("qwen3_moe"),
-        folder,
-        [TokenRoundingCallback(tile=TILE)],
-        padding=True,
-        per_device_train_batch_size=4,
-        max_steps=2,
-    )
-    callback = sonicmoe_hf.attach(trainer)
-    watch = Watch(trainer.model)
-    trainer.train()
+    model, callback = build("qwen3_moe"), ExpertLoadCallback()
+    watch = Watch(model)
+    trainer = trained(model, folder, [TokenRoundingCallback(tile=TILE), callback], padding=True, max_steps=2)
     assert trainer.args.world_size == WORLD and trainer.args.parallel_mode.value == "distributed"
     own = [torch.bincount(routing.expert_index.flatten(), minlength=9)[:8] for _, routing in watch.calls]
-    return own, callback.history, [log for log in trainer.state.log_history if "loss" in log]
+    return own, callback.history, logs_of(trainer)
 
 
 def test_the_experts_load_is_summed_over_ranks(ranks, tmp_path):

@@ -44,11 +44,12 @@ def balancing_gradients(model, calls, shares):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
 
 
-def what_balancing_adds(model, make, attach=True):
-    """Of one optimiser step of SGD at rate 1, with and without balancing: by how much the gradients differ; the calls."""
-    before, results = twin(model), []
+def assert_balanced_by(model, make, shares, attach=True):
+    """One optimiser step of SGD at rate 1 has, beside what it has without balancing, each call's balancing loss times its
+    share; `shares` is a list or a function of the calls."""
+    results = []
     for callbacks in ([], [LoadBalancing(per_layer_loss=WEIGHT)]):
-        trained = twin(before)
+        trained = twin(model)
         sonicmoe_hf.patch_model(trained)
         torch.manual_seed(0)
         trainer = make(trained, callbacks)
@@ -58,15 +59,9 @@ def what_balancing_adds(model, make, attach=True):
         trainer.train()
         results.append(dict(trained.named_parameters()))
     plain, balanced = results
-    return {name: (plain[name] - balanced[name]).detach() for name in plain}, calls.kwargs
-
-
-def assert_balanced_by(model, make, shares, attach=True):
-    """The step has each call's balancing loss, times its share; `shares` is a list or a function of the calls."""
-    added, calls = what_balancing_adds(model, make, attach)
-    expected = balancing_gradients(twin(model), calls, shares(calls) if callable(shares) else shares)
+    expected = balancing_gradients(twin(model), calls.kwargs, shares(calls.kwargs) if callable(shares) else shares)
     assert len(expected) > 5
-    assert_all_close({name: added[name] for name in expected}, expected, 2e-4, DIFFERENCES)
+    assert_all_close({name: plain[name] - balanced[name] for name in expected}, expected, 2e-4, DIFFERENCES)
 
 
 def shares_of_labels(columns, shift):
@@ -80,19 +75,21 @@ def mean_of_the_labels(outputs, labels, num_items_in_batch):
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": mean_of_the_labels}])
+def maker(folder, data, trainer_class=Trainer, settings=None, **options):
+    """A function that makes a Trainer of a model with callbacks, of one step of SGD."""
+    settings = arguments(folder, **{**ONE_STEP, **(settings or {})})
+    return lambda model, callbacks: trainer_class(model, settings, train_dataset=data, callbacks=callbacks, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"settings": {"label_smoothing_factor": 0.1}}, {"compute_loss_func": mean_of_the_labels}]
+)
 def test_a_loss_that_the_trainer_computes_gives_the_scale_once_attached(options, tmp_path):
-    data, options = Examples(4, padding=True), dict(options)
-    function = options.pop("compute_loss_func", None)
-
-    def make(model, callbacks):
-        settings = arguments(tmp_path, **ONE_STEP, **options)
-        return Trainer(model, settings, train_dataset=data, callbacks=callbacks, compute_loss_func=function)
-
+    data = Examples(4, padding=True)
+    make = maker(tmp_path, data, **options)
     assert_balanced_by(build("qwen3_moe"), make, shares_of_labels(data.columns, shift=1))
-    with pytest.raises(
-        RuntimeError, match=r"as TRL's trainers and label smoothing do, call sonicmoe_hf.attach\(trainer\)"
-    ):
+    words = r"as TRL's trainers and label smoothing do, call sonicmoe_hf.attach\(trainer\)"
+    with pytest.raises(RuntimeError, match=words):
         make(build("qwen3_moe"), [LoadBalancing(per_layer_loss=WEIGHT)]).train()
 
 
@@ -112,10 +109,7 @@ class OfHalves(Trainer):
 
 
 def test_the_calls_of_one_loss_are_averaged(tmp_path):
-    def make(model, callbacks):
-        return OfHalves(model, arguments(tmp_path, **ONE_STEP), train_dataset=Examples(4), callbacks=callbacks)
-
-    assert_balanced_by(build("qwen3_moe"), make, [0.25] * 4)
+    assert_balanced_by(build("qwen3_moe"), maker(tmp_path, Examples(4), OfHalves), [0.25] * 4)
 
 
 class Classified(Examples):
@@ -133,11 +127,7 @@ def test_a_classification_heads_loss_is_a_mean_and_counts_whole(head, rows, tmp_
     model = head.from_config(CONFIGS["qwen3_moe"](num_labels=3, classifier_dropout=0.0))
     model.model.load_state_dict(build("qwen3_moe").model.state_dict())
     data = Classified(2 * rows, head is AutoModelForTokenClassification)
-
-    def make(model, callbacks):
-        settings = arguments(tmp_path, **{**ONE_STEP, "per_device_train_batch_size": rows})
-        return Trainer(model, settings, train_dataset=data, callbacks=callbacks)
-
+    make = maker(tmp_path, data, settings={"per_device_train_batch_size": rows})
     assert_balanced_by(model, make, [1.0, 1.0], attach=False)  # the Trainer adds up the two calls' losses as they are
 
 

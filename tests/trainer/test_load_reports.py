@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.models import build
-from helpers.training import trainer_for
+from helpers.training import trained
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import WandbCallback
@@ -23,16 +23,13 @@ PNG = b"\x89PNG"
 STEPS, ROWS = 3, 96 * 2  # of each layer in a step: tokens times top-k
 
 
-def trained(folder, callback, **options):
-    trainer = trainer_for(build("qwen3_moe"), folder, [callback], max_steps=STEPS, **options)
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
-    return trainer
+def train_with(callback, folder, **options):
+    return trained(build("qwen3_moe"), folder, [callback], max_steps=STEPS, **options)
 
 
 def test_the_picture_is_there_at_the_end_of_training(tmp_path):
     picture = tmp_path / "new" / "load.png"
-    trained(tmp_path, ExpertLoadCallback(plot=picture))
+    train_with(ExpertLoadCallback(plot=picture), tmp_path)
     assert picture.read_bytes().startswith(PNG)
 
 
@@ -41,8 +38,7 @@ def test_the_picture_is_of_this_training_alone_and_by_the_first_rank(tmp_path, m
     monkeypatch.setattr(sonicmoe_hf.trainer.callbacks, "draw_history", lambda path, history: drawn.append(history))
     callback, model = ExpertLoadCallback(plot=tmp_path / "load.svg"), build("qwen3_moe")
     for steps in (3, 2):
-        trainer = trainer_for(model, tmp_path, [callback], max_steps=steps)
-        trainer.train()
+        trainer = trained(model, tmp_path, [callback], attach=False, max_steps=steps)
     assert [[entry["step"] for entry in history] for history in drawn] == [[1, 2, 3], [1, 2]]
     trainer.state.is_world_process_zero = False
     callback.on_train_end(trainer.args, trainer.state, trainer.control, model=model)
@@ -81,8 +77,8 @@ def test_a_picture_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch
     (tmp_path / "file").write_text("")
     warnings = []
     monkeypatch.setattr(sonicmoe_hf.trainer.callbacks.logger, "warning", warnings.append)
-    trained(tmp_path, ExpertLoadCallback(plot=tmp_path / "file" / "load.png"))
-    trained(tmp_path, ExpertLoadCallback(plot=tmp_path / "load.png"), logging_steps=10, logging_strategy="no")
+    train_with(ExpertLoadCallback(plot=tmp_path / "file" / "load.png"), tmp_path)
+    train_with(ExpertLoadCallback(plot=tmp_path / "load.png"), tmp_path, logging_steps=10, logging_strategy="no")
     assert [warning.partition(": ")[2].startswith("no picture in") for warning in warnings] == [True, True]
 
 
@@ -93,7 +89,7 @@ def histograms_of(folder):
 
 def test_tensorboard_has_a_histogram_of_every_layers_rows_at_every_log(tmp_path):
     callback = ExpertLoadCallback()
-    trained(tmp_path / "on", callback, report_to=["tensorboard"])
+    train_with(callback, tmp_path / "on", report_to=["tensorboard"])
     found = histograms_of(tmp_path / "on")
     assert set(found) == {f"{load_reports.ROWS}/{name}" for name in callback.history[0]["rows_per_expert"]}
     for name, events in found.items():
@@ -102,7 +98,7 @@ def test_tensorboard_has_a_histogram_of_every_layers_rows_at_every_log(tmp_path)
             rows = entry["rows_per_expert"][name.removeprefix(f"{load_reports.ROWS}/")]
             value = event.histogram_value
             assert (value.num, value.sum) == (len(rows), ROWS) and (value.min, value.max) == (min(rows), max(rows))
-    trained(tmp_path / "off", ExpertLoadCallback(histograms=False), report_to=["tensorboard"])
+    train_with(ExpertLoadCallback(histograms=False), tmp_path / "off", report_to=["tensorboard"])
     assert not histograms_of(tmp_path / "off")
 
 
@@ -130,9 +126,8 @@ def test_wandb_gets_the_histograms_at_the_trainers_step(is_running, tmp_path, mo
                 return lambda *args, **kwargs: None
             return super().__getattribute__(name)
 
-    trainer = trainer_for(build("qwen3_moe"), tmp_path, [Reporter()], max_steps=STEPS)
-    callback = sonicmoe_hf.attach(trainer)
-    trainer.train()
+    callback = ExpertLoadCallback()
+    trained(build("qwen3_moe"), tmp_path, [Reporter(), callback], max_steps=STEPS)
     expected = [
         {
             "train/global_step": entry["step"],

@@ -4,13 +4,12 @@ import json
 
 import pytest
 from helpers.models import build
-from helpers.training import CHECKPOINTED_TRAINING, TILE, Watch, rounded_rows, trainer_for
+from helpers.training import CHECKPOINTED_TRAINING, TILE, Routers, Watch, logs_of, rounded_rows, trained, trainer_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
 import sonicmoe_hf
 from sonicmoe_hf import ExpertLoadCallback, TokenRoundingCallback
-from sonicmoe_hf.patching.support import find_layers
 
 METRICS = {
     f"moe/{name}"
@@ -27,23 +26,6 @@ class Reporter(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(dict(logs))
-
-
-class LogitsByHand:
-    """Router logits of every training forward by layer, as the routers computed them."""
-
-    def __init__(self, model):
-        self.by_layer = {}
-        for layer in find_layers(model):
-            self.by_layer[layer.name] = []
-            layer.router.register_forward_hook(self.note(layer.name), prepend=True)
-
-    def note(self, name):
-        def hook(router, args, output):
-            if router.training:
-                self.by_layer[name].append(output[0].detach())
-
-        return hook
 
 
 def by_hand(logits, masks, tile):
@@ -73,7 +55,7 @@ def by_hand(logits, masks, tile):
 @pytest.mark.parametrize("kind", CHECKPOINTED_TRAINING)
 def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(kind, padding, tmp_path):
     model = build("qwen3_moe")
-    logits, reporter = LogitsByHand(model), Reporter()
+    logits, reporter = Routers(model), Reporter()
     trainer = trainer_for(
         model, tmp_path, [TokenRoundingCallback(tile=TILE), reporter], padding, logging_steps=2, eval_on_start=True,
         save_strategy="steps", save_steps=4, report_to=["tensorboard"], **CHECKPOINTED_TRAINING[kind],
@@ -103,9 +85,7 @@ def test_the_metrics_are_what_counting_by_hand_gives_and_reach_every_listener(ki
 def test_the_number_of_metrics_does_not_grow_with_the_model(tmp_path):
     keys = []
     for changes in ({}, {"num_hidden_layers": 4, "num_experts": 4}):
-        trainer = trainer_for(build("qwen3_moe", **changes), tmp_path, max_steps=1)
-        sonicmoe_hf.attach(trainer)
-        trainer.train()
+        trainer = trained(build("qwen3_moe", **changes), tmp_path, max_steps=1)
         keys.append({key for log in trainer.state.log_history for key in log if key.startswith("moe/")})
     assert keys == [METRICS, METRICS]
 
@@ -113,10 +93,7 @@ def test_the_number_of_metrics_does_not_grow_with_the_model(tmp_path):
 def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
     model = build("qwen3_moe")
     watch = Watch(model)
-    trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=128)], max_steps=2)
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
+    logs = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=128)], max_steps=2))
     assert not any(watch.rounded())
     assert [log["moe/top_k_fallbacks"] for log in logs] == [2, 2], "two layers a step"
     assert all(log["moe/rows_added"] == log["moe/rows_dropped"] == 0 for log in logs)
@@ -124,17 +101,15 @@ def test_too_few_tokens_fall_back_to_top_k_and_are_counted_as_such(tmp_path):
 
 def test_padding_that_leaves_too_few_tokens_falls_back_to_top_k_on_the_device(tmp_path):
     # 96 tokens would do for tiles of 6 (24 rows per expert), but only 78 are real (19.5)
-    trainer = trainer_for(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=6)], padding=True, max_steps=2)
-    callback = sonicmoe_hf.attach(trainer)
-    trainer.train()
+    callback = ExpertLoadCallback()
+    trained(build("qwen3_moe"), tmp_path, [TokenRoundingCallback(tile=6), callback], padding=True, max_steps=2)
     assert [log["moe/top_k_fallbacks"] for log in callback.history] == [2, 2]
     assert all(sum(rows) == 78 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
 
 
 def test_without_attach_the_metrics_stay_in_history(tmp_path):
     callback, reporter = ExpertLoadCallback(), Reporter()
-    trainer = trainer_for(build("qwen3_moe"), tmp_path, [callback, reporter], max_steps=3)
-    trainer.train()
+    trained(build("qwen3_moe"), tmp_path, [callback, reporter], attach=False, max_steps=3)
     assert [log["step"] for log in callback.history] == [1, 2, 3] and set(callback.history[0]) > METRICS
     assert not any(key.startswith("moe/") for log in reporter.logs for key in log)
     assert all(sum(rows) == 96 * 2 for log in callback.history for rows in log["rows_per_expert"].values())
@@ -151,10 +126,7 @@ def test_attaching_twice_counts_once_and_takes_the_callback_that_is_there(tmp_pa
 def test_a_callback_is_attached_to_every_trainer_that_it_is_given_to(tmp_path):
     callback, model = ExpertLoadCallback(), build("qwen3_moe")
     for _ in range(2):
-        trainer = trainer_for(model, tmp_path, [callback], max_steps=1)
-        sonicmoe_hf.attach(trainer)
-        trainer.train()
-        assert set(trainer.state.log_history[0]) > METRICS
+        assert set(trained(model, tmp_path, [callback], max_steps=1).state.log_history[0]) > METRICS
 
 
 def test_a_second_training_starts_counting_from_zero(tmp_path):
@@ -162,8 +134,7 @@ def test_a_second_training_starts_counting_from_zero(tmp_path):
     histories = []
     for _ in range(2):
         callback = ExpertLoadCallback()
-        trainer = trainer_for(model, tmp_path, [callback], max_steps=3, logging_steps=2)
-        trainer.train()  # the third step is counted and never logged
-        histories.append(callback.history)
+        trained(model, tmp_path, [callback], attach=False, max_steps=3, logging_steps=2)
+        histories.append(callback.history)  # the third step is counted and never logged
     for history in histories:
         assert [sum(rows) for rows in history[0]["rows_per_expert"].values()] == [2 * 96 * 2] * 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.marks import rest_slow
-from helpers.models import CONFIGS, batch, build
+from helpers.models import CONFIGS, batch, build, patched
 from helpers.native import native_twin, save_both
 from helpers.resuming import (
     BEST,
@@ -34,15 +34,25 @@ from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 # resumed = straight
 
 
+def straight_and_resumed(make, folder, change=lambda checkpoint: None, **options):
+    """The run of one model, the run of another that resumes it after two steps, which ends with the same weights, and the
+    checkpoint in between, after `change`."""
+    straight = train(make(0), folder / "straight", **options)
+    checkpoint = folder / "straight" / "checkpoint-2"
+    change(checkpoint)
+    resumed = train(make(5), folder / "resumed", str(checkpoint), **options)
+    assert_equal(weights(resumed.model), weights(straight.model))
+    return straight, resumed, checkpoint
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("family", rest_slow(CONFIGS, 1))
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(family, sharded, tmp_path, messages):
-    model = build(family)
-    straight = train(shard_checkpoints(model) if sharded else model, tmp_path / "straight")
-    checkpoint = tmp_path / "straight" / "checkpoint-2"
+    def make(seed):
+        return shard_checkpoints(build(family, seed=seed)) if sharded else build(family, seed=seed)
+
+    straight, resumed, checkpoint = straight_and_resumed(make, tmp_path)
     assert (checkpoint / "model.safetensors.index.json").exists() == sharded
-    resumed = train(build(family, seed=5), tmp_path / "resumed", str(checkpoint))
-    assert_equal(weights(resumed.model), weights(straight.model))
     assert resumed.state.log_history[-2]["loss"] == straight.state.log_history[-2]["loss"]
     assert not messages.about("missing keys") and not messages.about("unexpected keys")
 
@@ -60,43 +70,38 @@ def test_resume_true_takes_the_last_checkpoint_of_the_output_folder(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
-    straight = train(build("qwen3_moe"), tmp_path / "straight")
-    checkpoint = tmp_path / "straight" / "checkpoint-2"
-    tensors = load_file(checkpoint / "model.safetensors")
-    (checkpoint / "model.safetensors").unlink()
-    if shards == 1:
-        torch.save(tensors, checkpoint / "pytorch_model.bin")
-    else:  # every other tensor, so that each expert is torn apart
+    def in_pickle_files(checkpoint):
+        tensors = load_file(checkpoint / "model.safetensors")
+        (checkpoint / "model.safetensors").unlink()
+        if shards == 1:
+            torch.save(tensors, checkpoint / "pytorch_model.bin")
+            return
         files = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(tensors)}
-        for file in set(files.values()):
+        for file in set(files.values()):  # every other tensor, so that each expert is torn apart
             torch.save({name: tensors[name] for name in tensors if files[name] == file}, checkpoint / file)
         (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    resumed = train(build("qwen3_moe", seed=5), tmp_path / "resumed", str(checkpoint))
-    assert_equal(weights(resumed.model), weights(straight.model))
+
+    straight_and_resumed(lambda seed: build("qwen3_moe", seed=seed), tmp_path, in_pickle_files)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_accumulation_steps": 2}, {"save_only_model": True, "optim": "sgd"}, {"bf16": True}],
-    ids=["plain", "accumulation", "model only", "bf16 autocast"],
+    [{"gradient_accumulation_steps": 2}, {"save_only_model": True, "optim": "sgd"}, {"bf16": True}],
+    ids=["accumulation", "model only", "bf16 autocast"],
 )
 def test_ways_to_train_resume(options, tmp_path):
-    straight = train(build("qwen3_moe"), tmp_path / "straight", **options)
-    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    resumed = train(build("qwen3_moe", seed=5), tmp_path / "resumed", checkpoint, **options)
-    assert_equal(weights(resumed.model), weights(straight.model))
+    _, _, checkpoint = straight_and_resumed(lambda seed: build("qwen3_moe", seed=seed), tmp_path, **options)
     assert_equal(
         weights(restored(build("qwen3_moe"), checkpoint)), weights(AutoModelForCausalLM.from_pretrained(checkpoint))
     )
 
 
 def test_tied_weights_stay_tied_and_the_name_that_is_not_saved_is_not_missed(tmp_path, messages):
-    straight = train(build("qwen3_moe", tie_word_embeddings=True), tmp_path / "straight")
-    checkpoint = str(tmp_path / "straight" / "checkpoint-2")
-    model = build("qwen3_moe", seed=5, tie_word_embeddings=True)
-    resumed = train(model, tmp_path / "resumed", checkpoint)
+    def make(seed):
+        return build("qwen3_moe", seed=seed, tie_word_embeddings=True)
+
+    _, resumed, _ = straight_and_resumed(make, tmp_path)
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
-    assert_equal(weights(resumed.model), weights(straight.model))
     assert not messages.about("missing keys") and not messages.about("lm_head")
 
 
@@ -109,16 +114,7 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
 
     def run(folder, model, checkpoint=None):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-        trainer = Trainer(
-            model,
-            arguments(folder, **SAVING),
-            train_dataset=Examples(24),
-            callbacks=[rounding()],
-            optimizers=(optimizer, None),
-        )
-        sonicmoe_hf.attach(trainer)
-        trainer.train(resume_from_checkpoint=checkpoint)
+        train(model, folder, checkpoint, optimizers=(torch.optim.SGD(trained, lr=0.1, momentum=0.9), None))
         assert [p for p in model.parameters() if p.requires_grad] == trained
         return weights(model)
 
@@ -154,11 +150,10 @@ def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_native_models_resume_and_find_their_best_with_a_plain_trainer(family, tmp_path, messages):
-    start = native_twin(build(family), tmp_path)
-    again = native_twin(build(family, seed=5), tmp_path / "other")
-    straight = train(start, tmp_path / "straight", attach=False)
-    resumed = train(again, tmp_path / "resumed", str(tmp_path / "straight" / "checkpoint-2"), attach=False)
-    assert_equal(weights(resumed.model), weights(straight.model))
+    def make(seed):
+        return native_twin(build(family, seed=seed), tmp_path / f"{seed}")
+
+    straight_and_resumed(make, tmp_path, attach=False)
     assert not messages.about("missing keys")
 
 
@@ -293,8 +288,7 @@ def test_two_ranks(ranks, tmp_path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_accelerate_averages_and_save_pretrained_keep_a_patched_models_experts(family, tmp_path):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, "token_rounding")
+    model = patched(family, "token_rounding")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)

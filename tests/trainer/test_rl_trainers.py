@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.examples import load as load_example
 from helpers.models import build
-from helpers.training import Watch, arguments, trainer_for
-from helpers.trl_trainers import model_of, sentence_tokenizer, trl_trainer
+from helpers.training import arguments, trainer_for
+from helpers.trl_trainers import model_of, sentence_tokenizer, trl_trainer, watched_training
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Seq2SeqTrainingArguments, Trainer
 from trl import (
     DistillationConfig,
@@ -69,15 +69,11 @@ POLICY_TRAINERS = {
 
 
 @pytest.mark.parametrize("name", POLICY_TRAINERS)
-def test_the_callback_stops_a_policy_trainer_when_it_is_made_and_says_what_to_do(name, tmp_path):
-    trainer, config, rows, options = POLICY_TRAINERS[name]
-    with pytest.raises(ValueError, match=REFUSED.format(name=config.__name__)):
-        make(trainer, config, rows, tmp_path, [rounding()], **options)
-
-
-@pytest.mark.parametrize("name", POLICY_TRAINERS)
-def test_a_callback_added_later_is_stopped_when_attached_or_when_training_begins(name, tmp_path):
+def test_the_callback_stops_a_policy_trainer_and_says_what_to_do(name, tmp_path):
+    """When the trainer is made; and a callback added later, when it is attached or when training begins."""
     trainer_class, config, rows, options = POLICY_TRAINERS[name]
+    with pytest.raises(ValueError, match=REFUSED.format(name=config.__name__)):
+        make(trainer_class, config, rows, tmp_path, [rounding()], **options)
     trainer = make(trainer_class, config, rows, tmp_path, [], **options)
     trainer.add_callback(rounding())
     with pytest.raises(ValueError, match=REFUSED.format(name=trainer_class.__name__)):
@@ -91,20 +87,15 @@ def test_policy_trainers_train_with_top_k_or_if_told_to_with_rounding(name, tmp_
     trainer_class, config, rows, options = POLICY_TRAINERS[name]
     for callbacks, expected in ([ExpertLoadCallback()], False), ([rounding(allow_policy_optimization=True)], True):
         trainer = make(trainer_class, config, rows, tmp_path, callbacks, **options)
-        sonicmoe_hf.attach(trainer)
-        watch = Watch(trainer.model, note=torch.is_grad_enabled)
-        trainer.train()
-        assert trainer.state.global_step == 1
-        assert watch.rounded_by_note()[True] == expected
+        assert watched_training(trainer)[True] == expected and trainer.state.global_step == 1
 
 
 def test_a_rounding_set_by_patch_model_is_refused_by_the_load_callback(tmp_path):
     model = loaded(tmp_path)
     sonicmoe_hf.patch_model(model, routing="token_rounding")
     trainer = make(DPOTrainer, DPOConfig, PREFERENCES, tmp_path, [ExpertLoadCallback()], model=model)
-    with pytest.raises(
-        ValueError, match=r'DPOConfig: .* train it with top-k: sonicmoe_hf.set_routing\(model, "top_k"\)'
-    ):
+    words = r'DPOConfig: .* train it with top-k: sonicmoe_hf.set_routing\(model, "top_k"\)'
+    with pytest.raises(ValueError, match=words):
         trainer.train()
 
 
@@ -128,11 +119,7 @@ def test_supervised_and_reward_trainers_round(trainer_class, config, rows, tmp_p
         settings = loaded(tmp_path).config
         settings.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(settings)
-    trainer = make(trainer_class, config, rows, tmp_path, [rounding()], model=model)
-    sonicmoe_hf.attach(trainer)
-    watch = Watch(trainer.model, note=torch.is_grad_enabled)
-    trainer.train()
-    assert watch.rounded_by_note()[True]
+    assert watched_training(make(trainer_class, config, rows, tmp_path, [rounding()], model=model))[True]
 
 
 # names

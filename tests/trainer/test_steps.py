@@ -3,8 +3,8 @@ it are an error."""
 
 import pytest
 import torch
-from helpers.models import batch, build, loss_and_gradients, twin
-from helpers.training import CHECKPOINTING, POLICY, TILE, OutOfMemory, Watch, fail_in, trainer_for
+from helpers.models import batch, build, loss_and_gradients, patched, twin
+from helpers.training import POLICY, TILE, OutOfMemory, Watch, checkpointed, fail_in, trainer_for
 from transformers import TrainerCallback
 
 import sonicmoe_hf
@@ -59,8 +59,7 @@ def test_a_run_that_an_error_or_ctrl_c_ends_leaves_nothing_on_once_attached(fail
 
 
 def test_what_an_interrupted_step_left_on_ends_when_the_next_run_begins_or_the_routing_is_set(tmp_path):
-    model = build("qwen3_moe", **ONE_LAYER)
-    sonicmoe_hf.patch_model(model)
+    model = patched("qwen3_moe", **ONE_LAYER)
     for _ in range(2):
         trainer = trainer_for(model, tmp_path, callbacks())
         in_backward(trainer)
@@ -97,8 +96,7 @@ def test_trainers_after_an_interrupted_one_train_by_their_own_callbacks(tmp_path
 
 
 def test_a_policy_that_the_user_set_is_there_after_training(tmp_path):
-    model = build("qwen3_moe", **ONE_LAYER)
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY, **ONE_LAYER)
     watch = Watch(model)
     trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE, start=1)], max_steps=2).train()
     assert watch.rounded() == [False, True] and patch_state(model).policy == POLICY
@@ -156,9 +154,7 @@ def test_compiled_code_of_a_model_without_hooks_is_an_error(tmp_path):
 
 def test_compiled_and_checkpointed_layers_train_without_graph_breaks(tmp_path):
     torch._dynamo.reset()
-    model = build("qwen3_moe", use_cache=False, **ONE_LAYER)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING["non_reentrant"])
-    sonicmoe_hf.patch_model(model)
+    model = checkpointed(patched("qwen3_moe", use_cache=False, **ONE_LAYER), "non_reentrant")
     model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
     load = ExpertLoadCallback()
     trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE), load], max_steps=2).train()

@@ -2,9 +2,28 @@
 
 import pytest
 import torch
-from helpers.models import CONFIGS, assert_all_close, batch, build, loss_and_gradients, relative_error, twin
-from helpers.resuming import weights
-from helpers.training import CHECKPOINTING, POLICY, TILE, Watch, start_counting, trainer_for
+from helpers.models import (
+    CONFIGS,
+    assert_all_close,
+    batch,
+    build,
+    loss_and_gradients,
+    patched,
+    relative_error,
+    twin,
+)
+from helpers.resuming import SAVING, Snapshots, weights
+from helpers.training import (
+    CHECKPOINTING,
+    POLICY,
+    TILE,
+    Watch,
+    checkpointed,
+    logs_of,
+    start_counting,
+    trained,
+    trainer_for,
+)
 from transformers import TrainerCallback
 
 import sonicmoe_hf
@@ -16,12 +35,6 @@ SAME_COMPUTATION = "the same kernels on the same numbers: only the order of addi
 
 def note_steps(watch, trainer):
     watch.note = lambda: trainer.state.global_step
-
-
-def checkpointed(model, kind):
-    if kind != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
-    return model
 
 
 # when token rounding is on
@@ -59,9 +72,8 @@ def test_a_resumed_run_continues_the_schedule_and_ends_where_an_uninterrupted_on
     assert_all_close(resumed, whole, 1e-6, SAME_COMPUTATION)
     by_top_k = build(family)
     trainer_for(by_top_k, tmp_path / "top_k", count=24, max_steps=6, learning_rate=0.1).train()
-    change = relative_error(
-        by_top_k.model.layers[0].mlp.experts.down_proj, whole["model.layers.0.mlp.experts.down_proj"]
-    )
+    down = "model.layers.0.mlp.experts.down_proj"
+    change = relative_error(by_top_k.get_parameter(down), whole[down])
     assert change > 1e-4, "rounding changes the training, so the comparison could fail"
 
 
@@ -85,58 +97,31 @@ def test_bad_arguments_are_refused_at_once_with_their_value(options, says):
 
 
 def test_every_micro_batch_of_an_accumulated_step_is_rounded_and_the_update_is_their_mean(tmp_path):
-    model, by_hand = build("qwen3_moe"), build("qwen3_moe")
+    model, by_hand = build("qwen3_moe"), patched("qwen3_moe", POLICY)
     watch = Watch(model)
-    trainer = trainer_for(
-        model,
-        tmp_path,
-        [TokenRoundingCallback(tile=TILE, end=1)],
-        count=8,
-        max_steps=2,
-        learning_rate=0.1,
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-    )
-    note_steps(watch, trainer)
-    first_step = {}
+    options = {"max_steps": 2, "learning_rate": 0.1, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    snapshots = Snapshots()
+    callbacks = [TokenRoundingCallback(tile=TILE, end=1), snapshots]
+    trainer = trained(model, tmp_path, callbacks, attach=False, count=8, **options)
+    assert [routing is not None for _, routing in watch.calls] == [True] * 4 + [False] * 4
 
-    class Snapshot(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 1:
-                first_step.update(weights(model))
-
-    trainer.add_callback(Snapshot())
-    trainer.train()
-    assert [routing is not None for step, routing in watch.calls] == [True] * 4 + [False] * 4
-
-    sonicmoe_hf.patch_model(by_hand, POLICY)
     for start in (0, 4):
         rows = [trainer.train_dataset[i] for i in range(start, start + 4)]
         (by_hand(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss / 2).backward()
     with torch.no_grad():
         for parameter in by_hand.parameters():
             parameter -= 0.1 * parameter.grad
-    assert_all_close(first_step, weights(by_hand), 1e-6, SAME_COMPUTATION)
+    assert_all_close(snapshots.at[1], weights(by_hand), 1e-6, SAME_COMPUTATION)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_bf16_training_on_a_cpu_rounds_and_learns(family, tmp_path):
     model = build(family)
     watch = Watch(model)
-    trainer = trainer_for(
-        model,
-        tmp_path,
-        [TokenRoundingCallback(tile=TILE)],
-        bf16=True,
-        count=4,
-        max_steps=8,
-        num_train_epochs=8,
-        learning_rate=0.1,
-    )
-    trainer.train()
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    options = {"bf16": True, "max_steps": 8, "num_train_epochs": 8, "learning_rate": 0.1}
+    logs = logs_of(trained(model, tmp_path, [TokenRoundingCallback(tile=TILE)], attach=False, count=4, **options))
     assert all(watch.rounded())
-    assert losses[-1] < 0.9 * losses[0]
+    assert logs[-1]["loss"] < 0.9 * logs[0]["loss"]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
@@ -147,19 +132,20 @@ def test_bf16_training_on_a_cpu_rounds_and_learns(family, tmp_path):
 def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(family, tmp_path):
     model = build(family)
     watch = Watch(model, note=lambda: "training" if torch.is_grad_enabled() else "inference")
-    trainer = trainer_for(
-        model, tmp_path, [TokenRoundingCallback(tile=TILE)], eval_on_start=True, eval_strategy="steps", eval_steps=2,
-        save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-    )  # fmt: skip
+    options = {
+        "eval_on_start": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        **SAVING,
+        "load_best_model_at_end": True,
+    }
 
     class GenerateWhileTraining(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             assert model.training
             model.generate(batch(4, 24)["input_ids"], max_new_tokens=2, do_sample=False)
 
-    trainer.add_callback(GenerateWhileTraining())
-    sonicmoe_hf.attach(trainer)
-    trainer.train()
+    trainer = trained(model, tmp_path, [TokenRoundingCallback(tile=TILE), GenerateWhileTraining()], **options)
     trainer.evaluate()
     predicted = trainer.predict(trainer.eval_dataset).predictions
     assert watch.rounded_by_note() == {"training": True, "inference": False}
@@ -175,15 +161,13 @@ def test_evaluation_prediction_and_generation_use_top_k_while_training_rounds(fa
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(family, use_cache):
-    plain = build(family)
-    patched = twin(plain)
-    sonicmoe_hf.patch_model(patched, POLICY)
-    watch = Watch(patched)
+    plain, ours = build(family), patched(family, POLICY)
+    watch = Watch(ours)
     prompt = batch()["input_ids"]
     options = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache}
-    assert torch.equal(patched.generate(prompt, **options), plain.generate(prompt, **options))
-    assert patched.training and not any(watch.rounded())
-    patched(**batch())
+    assert torch.equal(ours.generate(prompt, **options), plain.generate(prompt, **options))
+    assert ours.training and not any(watch.rounded())
+    ours(**batch())
     assert all(watch.rounded()), "the same model, called with gradients, rounds"
 
 
@@ -194,8 +178,7 @@ def test_generation_on_a_model_left_in_train_mode_equals_plain_transformers(fami
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_checkpointing_changes_neither_loss_nor_gradients(family, kind, rounding):
-    model = build(family)
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, rounding=rounding))
+    model = patched(family, TokenRounding(tile=TILE, rounding=rounding))
     again = checkpointed(twin(model), kind)
     inputs = batch(padding=True)
     torch.manual_seed(1)
@@ -215,39 +198,30 @@ def test_checkpointing_follows_the_schedule(kind, tmp_path):
     assert_all_close(ends[1], ends[0], 1e-5, SAME_COMPUTATION)
 
 
-def backward_of_sum(model, batches):
-    sum(model(**inputs).loss for inputs in batches).backward()
+LOSSES = {  # of two calls, in the order of their backwards
+    "the sum": lambda first, second: [first.loss + second.loss],
+    "in turn": lambda first, second: [first.loss, second.loss],
+    "in reverse": lambda first, second: [second.loss, first.loss],
+    "a contrast": lambda first, second: [  # the calls meet in one loss after both, as in DPO
+        torch.nn.functional.softplus((first.logits - second.logits)[:, :12].mean() + first.logits.square().mean())
+    ],
+}
 
 
-def backward_in_turn(model, batches):
-    for loss in [model(**inputs).loss for inputs in batches]:
-        loss.backward()
-
-
-def backward_in_reverse(model, batches):
-    for loss in reversed([model(**inputs).loss for inputs in batches]):
-        loss.backward()
-
-
-def backward_of_a_contrast(model, batches):
-    """Two calls meet in one loss after both, as in DPO."""
-    first, second = [model(**inputs).logits for inputs in batches]
-    torch.nn.functional.softplus((first - second)[:, :12].mean() + first.square().mean()).backward()
-
-
-@pytest.mark.parametrize("backward", [backward_of_sum, backward_in_turn, backward_in_reverse, backward_of_a_contrast])
+@pytest.mark.parametrize("losses_of", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", CHECKPOINTING)
-def test_two_forwards_with_different_padding_before_backward_recompute_their_own_routing(kind, rounding, backward):
+def test_two_forwards_with_different_padding_before_backward_recompute_their_own_routing(kind, rounding, losses_of):
     # the auxiliary loss reads router logits, which have no gradient where reentrant checkpointing ran the layers without
-    model = build("qwen3_moe", output_router_logits=kind == "non_reentrant")
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, rounding=rounding))
+    policy = TokenRounding(tile=TILE, rounding=rounding)
+    model = patched("qwen3_moe", policy, output_router_logits=kind == "non_reentrant")
     again = checkpointed(twin(model), kind)
     batches = [batch(padding=True, seed=1), batch(seed=2)]
     gradients = []
     for version in (model, again):
         torch.manual_seed(1)
-        backward(version, batches)
+        for loss in losses_of(*[version(**inputs) for inputs in batches]):
+            loss.backward()
         gradients.append({name: p.grad for name, p in version.named_parameters()})
     assert_all_close(gradients[1], gradients[0], 1e-6, SAME_COMPUTATION)
 
@@ -256,8 +230,7 @@ def test_two_forwards_with_different_padding_before_backward_recompute_their_own
 
 
 def test_padding_tokens_are_neither_added_nor_counted():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, POLICY)
+    model = patched("qwen3_moe", POLICY)
     start_counting(model)
     watch = Watch(model)
     inputs = batch(padding=True)
@@ -274,8 +247,7 @@ def test_padding_tokens_are_neither_added_nor_counted():
 
 
 def test_padding_changes_nothing_for_the_other_tokens():
-    model = build("qwen3_moe")
-    sonicmoe_hf.patch_model(model, TokenRounding(tile=TILE, min_tiles_per_expert=0))
+    model = patched("qwen3_moe", TokenRounding(tile=TILE, min_tiles_per_expert=0))
     short = batch(4, 16)
     long = {
         name: torch.nn.functional.pad(t, (0, 8), value=-100 if name == "labels" else 0) for name, t in short.items()
@@ -305,9 +277,8 @@ def test_layers_that_cannot_round_are_refused_with_what_the_caller_can_do(tmp_pa
     model = PhimoeForCausalLM(PhimoeConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                            num_attention_heads=2, num_key_value_heads=2, num_local_experts=4))  # fmt: skip
     trainer = trainer_for(model, tmp_path, [TokenRoundingCallback(tile=TILE)], max_steps=1)
-    with pytest.raises(
-        sonicmoe_hf.UnsupportedModelError, match=r"does not know its router.*; leave TokenRoundingCallback out$"
-    ):
+    words = r"does not know its router.*; leave TokenRoundingCallback out$"
+    with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=words):
         trainer.train()
     with pytest.raises(sonicmoe_hf.UnsupportedModelError, match=r"does not know its router.*; use routing=None$"):
         sonicmoe_hf.patch_model(model, "token_rounding")

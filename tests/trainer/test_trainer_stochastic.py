@@ -3,9 +3,9 @@
 import pytest
 import torch
 from helpers.models import build
-from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, TILE, Watch, trainer_for
+from helpers.resuming import weights as weights_of
+from helpers.training import CHECKPOINTED_TRAINING, CHECKPOINTING, TILE, Watch, trained
 
-import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 
 
@@ -14,11 +14,9 @@ def train(folder, checkpoint=None, **options):
     model = build("qwen3_moe")
     watch = Watch(model)
     callback = TokenRoundingCallback(rounding="stochastic", tile=TILE)
-    trainer = trainer_for(model, folder, [callback], padding=True, learning_rate=0.1, **options)
-    sonicmoe_hf.attach(trainer)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trained(model, folder, [callback], checkpoint=checkpoint, padding=True, learning_rate=0.1, **options)
     pairs = [torch.stack([routing.token_index, routing.expert_index]) for _, routing in watch.calls]
-    return pairs, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return pairs, weights_of(model)
 
 
 def same(first, second):
