@@ -28,11 +28,7 @@ DECLARED_FP8 = {  # of DeepSeek's and Qwen's checkpoints
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
-DECLARED_NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "ignore": ["lm_head", "model.layers.*.mlp.gate"],
-}
+DECLARED_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
 # 192 and 144: blocks of 128 that are cut off, in both of the experts' products
 CUT_OFF = {"hidden_size": 144, "moe_intermediate_size": 192, "num_hidden_layers": 2}
 FP8_BLOCK = (24, 10)  # divides neither 16 nor 32: the last blocks are cut off, as on DeepSeek's own kv_a_proj
@@ -78,7 +74,7 @@ def rewrite(folder, tensors):
 
 
 def edit_tensors(folder, changes):
-    """Rewrite a checkpoint or an adapter with these tensors, of which None removes one, or after a function has changed its own."""
+    """Put these tensors into a checkpoint or an adapter, None to remove one, or have a function change those there."""
     tensors = tensors_in(folder)
     changes(tensors) if callable(changes) else tensors.update(changes)
     rewrite(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})

@@ -40,10 +40,9 @@ GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
 
 
 ON_DISK = {  # a device map of two layers, of which the second is on the disk
-    **dict.fromkeys(
-        ("lm_head", *(f"model.{part}" for part in ("embed_tokens", "layers.0", "norm", "rotary_emb"))), "cpu"
-    ),
+    **{f"model.{part}": "cpu" for part in ("embed_tokens", "layers.0", "norm", "rotary_emb")},
     "model.layers.1": "disk",
+    "lm_head": "cpu",
 }
 
 

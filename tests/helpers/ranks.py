@@ -59,7 +59,8 @@ def _serve(rank, world, folder, pipe):
 
 
 class Ranks:
-    """`run(function, *args, **options)` calls this function of a module with the rank, too, on each: the results in order."""
+    """`run(function, *args, **options)` calls the module-level `function(rank, ...)` on every rank: the results in their
+    order."""
 
     def __init__(self, folder, world=WORLD):
         context = multiprocessing.get_context("forkserver")

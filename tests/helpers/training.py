@@ -93,8 +93,8 @@ def arguments(folder, **options) -> TrainingArguments:
 
 
 def checkpointed(model, kind):
-    """The model, its layers recomputed in backward by this kind of checkpointing, or as they are."""
-    if kind in CHECKPOINTING:
+    """The model, its layers recomputed in backward by this kind of checkpointing, or as they are: None or "none"."""
+    if kind not in (None, "none"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING[kind])
     return model
 

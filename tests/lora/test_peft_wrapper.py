@@ -348,23 +348,7 @@ def test_a_forward_put_in_the_place_of_the_experts_gets_pefts_weights():
     experts = next(find_layers(model)).experts
     experts.config._experts_implementation = "sonicmoe_hf"
     expected = fused_gradients(model)
-    eager = ExpertsForward(experts)
-    experts.forward = eager
+    saw, eager = set(), type(experts).forward.__wrapped__  # Transformers' own loop over the experts
+    experts.forward = lambda *args: saw.add(type(experts).__name__) or eager(experts, *args)
     assert_all_close(loss_and_gradients(model, batch()), expected, 1e-5, ORDER_OF_SUMS)
-    assert eager.saw == {"ParametrizedQwen3MoeExperts"}
-
-
-class ExpertsForward:
-    """Eager experts, as something else than Transformers' interface might compute them."""
-
-    def __init__(self, experts):
-        self.experts, self.saw = experts, set()
-
-    def __call__(self, x, index, weights):
-        self.saw.add(type(self.experts).__name__)
-        out = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(self.experts.gate_up_proj, self.experts.down_proj)):
-            gate, up = (x @ gate_up.T).chunk(2, dim=-1)
-            weight = (weights * (index == expert)).sum(-1, keepdim=True)
-            out = out + weight * ((nn.functional.silu(gate) * up) @ down.T)
-        return out
+    assert saw == {"ParametrizedQwen3MoeExperts"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.models import CONFIGS, batch, build, loss_and_gradients, patched, patching, relative_error
+from helpers.training import Watch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -136,11 +137,9 @@ def test_saving_a_patched_model_saves_the_plain_one(family, tmp_path):
 def test_a_layer_called_alone_uses_top_k():
     model = patched("qwen3_moe", TokenRounding(tile=4))
     loss_and_gradients(model, batch())
-    received = []
-    block = model.model.layers[0].mlp
-    block.experts.register_forward_pre_hook(lambda module, args: received.append(type(args[1])))
-    block(torch.randn(2, 8, 32))
-    assert received == [torch.Tensor]
+    watch = Watch(model)
+    model.model.layers[0].mlp(torch.randn(2, 8, 32))
+    assert watch.rounded() == [False]
 
 
 def test_another_implementation_under_token_rounding_raises_and_is_named():

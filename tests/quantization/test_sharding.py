@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.adapters import fused, with_lora
+from helpers.examples import EXAMPLES
+from helpers.examples import load as load_example
 from helpers.models import CONFIGS, assert_all_close, batch, build, patched
 from helpers.parallel import OWN_BATCH, SUMMATION, assert_mean_of_ranks, mean_of_ranks, pretend_to_have_gpus
 from helpers.ranks import WORLD
@@ -26,7 +28,6 @@ import sonicmoe_hf
 from sonicmoe_hf import TokenRoundingCallback
 from sonicmoe_hf.demo.corpus import standard_library
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 with_deepspeed = pytest.mark.skipif(sys.platform != "linux", reason="the tests' requirements have it on Linux only")
 
 
@@ -113,9 +114,9 @@ def test_zero_gives_the_unsharded_models_loss_and_gradients(
     assert_mean_of_ranks(with_lora(model) if lora else model, results)
 
 
+@mock.patch.dict(os.environ)
 def trained(rank, folder, checkpoint, options, wrapper):
     """The logs of a Trainer on these ranks, whose callback patches the model once the Trainer has prepared it."""
-    environment = dict(os.environ)
     args = arguments(folder, max_steps=3, learning_rate=0.05, **options)
     if "deepspeed" in options:
         import_deepspeed()
@@ -131,8 +132,6 @@ def trained(rank, folder, checkpoint, options, wrapper):
     if "deepspeed" in options:
         trainer.model_wrapped.destroy()
         unset_hf_deepspeed_config()  # else every model built from now on is sharded
-    os.environ.clear()
-    os.environ.update(environment)
     return [
         [log[key] for key in ("loss", "moe/load_cv", "moe/rows_added", "moe/rows_dropped")] for log in logs_of(trainer)
     ]
@@ -273,16 +272,13 @@ def launch_environment(config):
     return {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
+@mock.patch.dict(os.environ)
 def finetuned(rank, options, environment):
     """The held-out loss and the Trainer's wrapped model of examples/finetune.py on these ranks; whether it prints."""
-    before = dict(os.environ)
     os.environ.update(environment)
     if "--deepspeed" in options:
         import_deepspeed()
-    sys.path.insert(0, str(EXAMPLES))
-    import finetune
-
-    texts = standard_library()[0][:4]
+    finetune, texts = load_example("finetune"), standard_library()[0][:4]
     finetune.standard_library = lambda: (texts, [])
     make_arguments, make_trainer, trainers = finetune.training_arguments, finetune.build_trainer, []
 
@@ -300,9 +296,6 @@ def finetuned(rank, options, environment):
     if "--deepspeed" in options:
         trainers[0].model_wrapped.destroy()
         unset_hf_deepspeed_config()
-    finetune.training_arguments, finetune.build_trainer = make_arguments, make_trainer
-    os.environ.clear()
-    os.environ.update(before)
     return loss, wrapper, "held-out loss" in printed.getvalue()
 
 
@@ -331,20 +324,21 @@ def test_the_example_trains_the_same_with_fsdp2_by_its_config_with_zero_3_and_wi
 
 def written_by_qlora(rank, folder):
     """The folders in which this rank wrote, how many lines it printed, and the held-out loss."""
-    sys.path.insert(0, str(EXAMPLES))
-    import qlora
-
-    written, standard_library_ = [], qlora.load_texts
+    qlora, written = load_example("qlora"), []
     qlora.load_texts = lambda arguments: standard_library()[0][:2]
     qlora.VOCAB_SIZE, merge, make = 300, sonicmoe_hf.merge_adapter, qlora.make_small_model
     qlora.make_small_model = lambda texts, to: written.append(to.name) or make(texts, to)
-    sonicmoe_hf.merge_adapter = lambda base, adapter, to, *more: (
-        written.append(to.name) or merge(base, adapter, to, *more)
-    )
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        options = ["--steps", "1", "--batch-size", "1", "--sequence-length", "32", "--rank", "2", "--output", folder]
+
+    def merge_adapter(base, adapter, to, *more):
+        written.append(to.name)
+        return merge(base, adapter, to, *more)
+
+    options = ["--steps", "1", "--batch-size", "1", "--sequence-length", "32", "--rank", "2", "--output", folder]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(sonicmoe_hf, "merge_adapter", merge_adapter),
+    ):
         loss = qlora.main([*options, "--replicate"])["eval_loss"]
-    qlora.load_texts, qlora.make_small_model, sonicmoe_hf.merge_adapter = standard_library_, make, merge
     return written, len(printed.getvalue().splitlines()), loss
 
 

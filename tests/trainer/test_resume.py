@@ -1,10 +1,12 @@
 """Resumed and best models in a real Trainer: every weight restored, or an error that says so."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.adapters import EXPERTS
 from helpers.marks import rest_slow
 from helpers.models import CONFIGS, batch, build, patched
 from helpers.native import native_twin, save_both
@@ -37,10 +39,10 @@ from sonicmoe_hf.trainer.resume import check_experts_restored, restore
 def straight_and_resumed(make, folder, change=lambda checkpoint: None, **options):
     """The run of one model, the run of another that resumes it after two steps, which ends with the same weights, and the
     checkpoint in between, after `change`."""
-    straight = train(make(0), folder / "straight", **options)
+    straight = train(make(seed=0), folder / "straight", **options)
     checkpoint = folder / "straight" / "checkpoint-2"
     change(checkpoint)
-    resumed = train(make(5), folder / "resumed", str(checkpoint), **options)
+    resumed = train(make(seed=5), folder / "resumed", str(checkpoint), **options)
     assert_equal(weights(resumed.model), weights(straight.model))
     return straight, resumed, checkpoint
 
@@ -81,7 +83,7 @@ def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
             torch.save({name: tensors[name] for name in tensors if files[name] == file}, checkpoint / file)
         (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
-    straight_and_resumed(lambda seed: build("qwen3_moe", seed=seed), tmp_path, in_pickle_files)
+    straight_and_resumed(partial(build, "qwen3_moe"), tmp_path, in_pickle_files)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +92,13 @@ def test_checkpoints_in_pickle_files_are_restored_too(shards, tmp_path):
     ids=["accumulation", "model only", "bf16 autocast"],
 )
 def test_ways_to_train_resume(options, tmp_path):
-    _, _, checkpoint = straight_and_resumed(lambda seed: build("qwen3_moe", seed=seed), tmp_path, **options)
-    assert_equal(
-        weights(restored(build("qwen3_moe"), checkpoint)), weights(AutoModelForCausalLM.from_pretrained(checkpoint))
-    )
+    _, _, checkpoint = straight_and_resumed(partial(build, "qwen3_moe"), tmp_path, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert_equal(weights(restored(build("qwen3_moe"), checkpoint)), weights(loaded))
 
 
 def test_tied_weights_stay_tied_and_the_name_that_is_not_saved_is_not_missed(tmp_path, messages):
-    def make(seed):
-        return build("qwen3_moe", seed=seed, tie_word_embeddings=True)
-
-    _, resumed, _ = straight_and_resumed(make, tmp_path)
+    _, resumed, _ = straight_and_resumed(partial(build, "qwen3_moe", tie_word_embeddings=True), tmp_path)
     assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
     assert not messages.about("missing keys") and not messages.about("lm_head")
 
@@ -131,15 +129,9 @@ def test_frozen_experts_stay_frozen_and_an_optimizer_of_the_users_keeps_its_para
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_lora_adapters_resume_and_find_their_best_as_before(family, attach, tmp_path, messages):
     def adapted():
-        config = LoraConfig(
-            r=2,
-            target_modules=["q_proj"],
-            modules_to_save=["lm_head"],
-            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-            lora_dropout=0.0,
-        )
         torch.manual_seed(3)
-        return get_peft_model(build(family), config)
+        options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "target_parameters": EXPERTS}
+        return get_peft_model(build(family), LoraConfig(r=2, **options))
 
     snapshots = Snapshots()
     best = train(adapted(), tmp_path / "straight", callbacks=[snapshots, rounding()], attach=attach, **BEST)
