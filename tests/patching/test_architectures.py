@@ -22,7 +22,7 @@ from helpers.architectures import (
     with_table,
 )
 from helpers.blocks import hands_indices_to_experts
-from helpers.models import ORDER_OF_SUMS, assert_all_close, relative_error, twin
+from helpers.models import ORDER_OF_SUMS, assert_all_close, gradients_of, relative_error, twin
 
 import sonicmoe_hf
 from sonicmoe_hf.layer.experts_module import IMPLEMENTATION
@@ -53,8 +53,7 @@ def output_and_gradients(module, *inputs):
     module.zero_grad(set_to_none=True)
     out = module(x, *inputs[1:])
     (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "x": x.grad, **gradients}
+    return {"out": out.detach(), "x": x.grad, **gradients_of(module)}
 
 
 @EVERY
