@@ -66,7 +66,7 @@ def computed(monkeypatch):
 @pytest.mark.parametrize("kind", [None, *CHECKPOINTING])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("modules", [["gate"], ["mlp"], ["experts"], ["gate", "experts"]], ids="+".join)
-def test_what_peft_copies_rounds_counts_and_learns_as_the_original(modules, order, kind):
+def test_what_peft_copies_rounds_counts_and_learns_as_the_original_and_is_unpatched_with_it(modules, order, kind):
     plain = patched("qwen3_moe", POLICY)
     start_counting(plain)
     expected = loss_and_gradients(plain, batch(padding=True))
@@ -89,6 +89,12 @@ def test_what_peft_copies_rounds_counts_and_learns_as_the_original(modules, orde
     hooks = router_hooks(model)
     assert [hook.layer_name for hook in hooks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert all(torch.equal(hook.load.take(), count) for hook, count in zip(hooks, counts))
+    sonicmoe_hf.unpatch_model(model)
+    assert {experts.config._experts_implementation for experts in every_experts(model)} == {"eager"}
+    for module in model.modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        assert not any(type(hook).__module__.startswith("sonicmoe_hf") for hook in hooks)
+        assert not any("sonicmoe" in name for name in vars(module))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -111,19 +117,6 @@ def test_every_copy_of_the_experts_is_ours_whichever_adapter_is_on(family, order
     with model.disable_adapter():
         each.append(check())
     assert len({id(experts) for live in each for experts in live}) == 3 * len(each[0]) > 0
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("modules", [["gate"], ["mlp"]], ids="+".join)
-def test_unpatching_undoes_every_copy(modules, order):
-    model = patched_and_saving(order, modules)
-    model(**batch())
-    sonicmoe_hf.unpatch_model(model)
-    assert {experts.config._experts_implementation for experts in every_experts(model)} == {"eager"}
-    for module in model.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        assert not any(type(hook).__module__.startswith("sonicmoe_hf") for hook in hooks)
-        assert not any("sonicmoe" in name for name in vars(module))
 
 
 def test_a_trainer_counts_on_the_copies_of_a_model_from_pretrained(tmp_path):
