@@ -25,7 +25,7 @@ def tile_table_length(num_pairs, num_experts):
     return 0
 
 
-def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, may_alias=False):
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     num_pairs, device = expert_P.numel(), expert_P.device
     expert_P = expert_P.reshape(-1).long()
     missing_P = (expert_P < 0) | (expert_P >= num_experts)

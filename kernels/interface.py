@@ -116,11 +116,8 @@ class Backend(Protocol):
     def tile_table_length(self, num_pairs: int, num_experts: int) -> int:
         """The length of Rows.tiles."""
 
-    def dispatch(
-        self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool, may_alias: bool = False
-    ) -> Rows:
-        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]. may_alias: the tensors
-        may share memory."""
+    def dispatch(self, expert_P, token_P, num_tokens: int, num_experts: int, sentinels: bool) -> Rows:
+        """The pairs sorted by expert. token_P: the token of each pair, or None for top-k's [T, K]."""
 
     def round_rows(
         self, scores_TE, ranking_TE, top_k_index_TK, valid_T, uniform_E, rounding: str, tile: int, min_pairs: int,

@@ -18,6 +18,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
 
     del os.environ["TRITON_INTERPRET"]
 
+from sonicmoe_hf.kernels import tape  # noqa: E402
+
 
 def pytest_collection_finish():
     """What the test modules imported stays: no later collection looks through it. The Trainer, for one, collects each time."""
@@ -26,8 +28,10 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _afresh():
+    """With the same numbers, and no tape of what another test made of the kernels."""
     torch.manual_seed(0)
+    tape.forget()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ weights with gaps), and those that they are slower at (up and down_backward with
 token rounding, the bias gradients, and products that read packed weights always run in Triton.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -13,6 +14,7 @@ from .. import triton
 from ..interface import PackedOperand
 from ..quantized import FP8_BLOCK
 from ..scaled import block_scales, empty_rows
+from ..tape import recording
 from ..triton import combine as combine
 from ..triton import dequantize as dequantize
 from ..triton import dispatch as dispatch
@@ -29,11 +31,11 @@ from ..triton import scale_rows as scale_rows
 from ..triton import tile_table_length as tile_table_length
 from ..triton import transposed as transposed
 from ..triton.config import TILE, num_sms, tile_rows
-from ..triton.launch import SIZES
 from .config import ALIGNMENT, gemm_down_tiles, gemm_wgrad_tiles, is_short, row_bucket, supports_sizes, tile
 from .variants import training_step_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
+_HERE = contextlib.nullcontext()
 MAX_ELEMENTS = 1 << 31  # offsets into a gathered tensor, and into the parts of dw, are 32-bit
 
 
@@ -52,10 +54,8 @@ def _fits(rows, sizes, gathered, *others) -> bool:
         return False
     if gathered is not None and gathered.numel() >= MAX_ELEMENTS:
         return False
-    for tensor in others if gathered is None else (gathered, *others):  # all(...) takes twice the time
-        if tensor.dtype not in DTYPES or tensor.data_ptr() % 16:
-            return False
-    return True
+    operands = others if gathered is None else (gathered, *others)
+    return all(tensor.dtype in DTYPES and tensor.data_ptr() % 16 == 0 for tensor in operands)
 
 
 def _has_few(rows) -> bool:
@@ -65,14 +65,9 @@ def _has_few(rows) -> bool:
 
 def _dense(weight) -> bool:
     """Whether a [E, M, N] view is stored without gaps, as [E, M, N] or [E, N, M]."""
-    return _has_no_gaps(weight.shape, weight.stride())
-
-
-@functools.lru_cache(maxsize=SIZES)
-def _has_no_gaps(shape, strides) -> bool:
-    _, height, width = shape
+    _, height, width = weight.shape
     forms = (height * width, width, 1), (height * width, 1, height)
-    return any(all(n == 1 or s == form for n, s, form in zip(shape, strides, one)) for one in forms)
+    return any(all(n == 1 or s == form for n, s, form in zip(weight.shape, weight.stride(), one)) for one in forms)
 
 
 def _extra_fits(extra, weight) -> bool:
@@ -118,11 +113,12 @@ def _first(compile_kernel, *parameters):
 
 def _run_on_its_device(kernel, tensor, *arguments):
     """Launch on the tensor's GPU, which need not be the current one."""
-    if tensor.get_device() == torch.cuda.current_device():
+    elsewhere = tensor.get_device() != torch.cuda.current_device()
+    recorder = recording()
+    with torch.cuda.device_of(tensor) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
         kernel(tensor, *arguments)
-    else:
-        with torch.cuda.device_of(tensor):
-            kernel(tensor, *arguments)
+        if recorder is not None:
+            recorder.call(kernel, tensor, *arguments)
 
 
 def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want_a, extra=None):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 
-from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
+from .launch import cdiv, launch_kernel, next_power_of_2
 
 MAX_ROWS_PER_STEP = 4
 COLUMNS = 512
@@ -38,30 +36,22 @@ def combine_kernel(
     tl.store(out + token.to(tl.int64) * H + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
-@functools.lru_cache(maxsize=SIZES)
-def _launcher(device, dtype, weighted, num_rows, hidden, num_tokens, num_experts):
-    rows_of_token = cdiv(num_rows, num_tokens)
-    rows_per_step = min(next_power_of_2(rows_of_token), MAX_ROWS_PER_STEP)
-    columns = min(next_power_of_2(hidden), COLUMNS)
-    warps = max(columns * dtype.itemsize // (32 * THREAD_BYTES), 1)
-    if weighted and rows_of_token <= MAX_ROWS_PER_STEP:  # one step, too little for what finding the weights takes
-        columns = min(next_power_of_2(hidden), 2 * COLUMNS)
-    return KernelLauncher(
-        combine_kernel,
-        device,
-        (num_tokens * cdiv(hidden, columns),),
-        constants=(hidden, num_experts, rows_per_step, columns),
-        num_warps=warps,
-    )
-
-
 def combine(y_RH, weight_P, rows, num_tokens):
     num_rows, hidden = y_RH.shape
     if not num_rows or not num_tokens:
         return y_RH.new_zeros(num_tokens, hidden)
     out_TH = y_RH.new_empty(num_tokens, hidden)
-    launcher = _launcher(
-        y_RH.get_device(), y_RH.dtype, weight_P is not None, num_rows, hidden, num_tokens, rows.offsets.shape[0] - 1
+    rows_of_token = cdiv(num_rows, num_tokens)
+    rows_per_step = min(next_power_of_2(rows_of_token), MAX_ROWS_PER_STEP)
+    columns = min(next_power_of_2(hidden), COLUMNS)
+    warps = max(columns * y_RH.element_size() // (32 * THREAD_BYTES), 1)
+    if weight_P is not None and rows_of_token <= MAX_ROWS_PER_STEP:
+        columns = min(next_power_of_2(hidden), 2 * COLUMNS)  # one step, too little for what finding the weights takes
+    launch_kernel(
+        combine_kernel,
+        (num_tokens * cdiv(hidden, columns),),
+        (y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair),
+        constants=(hidden, rows.offsets.shape[0] - 1, rows_per_step, columns),
+        num_warps=warps,
     )
-    launcher(y_RH, weight_P, out_TH, rows.offsets, rows.token_offsets, rows.token_rows, rows.pair)
     return out_TH

@@ -15,16 +15,13 @@ integer atomics assign the places, and the sort by `dispatch_order_kernel` makes
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from ..interface import Rows
 from .config import SMALLEST_TILE, tile_rows
-from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
+from .launch import cdiv, launch_kernel, next_power_of_2
 
 BLOCK = 128  # pairs ranked together, each against each
 CHUNK = 32
@@ -265,79 +262,6 @@ def tile_table_length(num_pairs, num_experts):
     return (num_pairs + SMALLEST_TILE - 1) // SMALLEST_TILE + num_experts + 1
 
 
-class Steps(NamedTuple):
-    """Dispatch's launches for one size, and the elements of its scratch buffer; without tokens, `order` is None."""
-
-    scratch: int
-    count: KernelLauncher
-    scan: KernelLauncher
-    place: KernelLauncher
-    order: KernelLauncher | None
-
-
-def _numbers(num_blocks, num_pairs, num_tokens, num_experts):
-    """Of the kernels that write rows and tiles, which take as many programs as blocks and experts, and one more."""
-    top_k = max(num_pairs // max(num_tokens, 1), 1)
-    return num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k
-
-
-@functools.lru_cache(maxsize=SIZES)
-def _few(device, dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> KernelLauncher:
-    num_blocks = cdiv(num_pairs, FEW_BLOCK)
-    return KernelLauncher(
-        dispatch_few_kernel,
-        device,
-        (num_blocks + num_experts + 1,),
-        _numbers(num_blocks, num_pairs, num_tokens, num_experts),
-        (num_experts, next_power_of_2(num_experts + 1), FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels),
-        num_warps=4,
-        debug=not sentinels,
-        sanitize_overflow=False,
-    )
-
-
-@functools.lru_cache(maxsize=SIZES)
-def _steps(device, dtype, token_dtype, num_pairs, num_tokens, num_experts, sentinels, rows_of_tile) -> Steps:
-    num_blocks, bins = cdiv(num_pairs, BLOCK), next_power_of_2(num_experts + 1)
-    token_blocks = 0 if token_dtype is None else cdiv(num_tokens + 1, SCAN)
-    # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
-    return Steps(
-        num_blocks * (BLOCK + num_experts + 1) + num_experts + 2,
-        KernelLauncher(
-            dispatch_count_kernel,
-            device,
-            (num_blocks,),
-            (num_pairs, num_blocks, num_tokens),
-            (num_experts, bins, BLOCK),
-            num_warps=4,
-            debug=token_dtype is not None,
-            sanitize_overflow=False,
-        ),
-        KernelLauncher(
-            dispatch_scan_kernel,
-            device,
-            (num_experts + 1 + token_blocks,),
-            (num_blocks, num_tokens),
-            (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels),
-            num_warps=8,
-            debug=not sentinels,
-            sanitize_overflow=False,
-        ),
-        KernelLauncher(
-            dispatch_place_kernel,
-            device,
-            (num_blocks + num_experts + 1,),
-            _numbers(num_blocks, num_pairs, num_tokens, num_experts),
-            (num_experts, bins, BLOCK, CHUNK, rows_of_tile),
-            num_warps=4,
-        ),
-        token_dtype
-        and KernelLauncher(
-            dispatch_order_kernel, device, (cdiv(num_tokens, 16),), (num_tokens,), (16, 16), num_warps=4
-        ),
-    )
-
-
 def _no_rows(num_tokens, num_experts, device):
     def new(*size):
         return torch.zeros(size, dtype=torch.int32, device=device)
@@ -345,56 +269,61 @@ def _no_rows(num_tokens, num_experts, device):
     return Rows(new(num_experts + 1), new(0), new(0), new(num_tokens + 1), new(0), new(num_experts + 1, 3) - 1)
 
 
-def _sizes_of_rows(num_pairs, num_tokens, num_experts):
-    """Elements of each tensor of Rows."""
-    tiles = 3 * tile_table_length(num_pairs, num_experts)
-    return num_experts + 1, num_pairs, num_pairs, num_tokens + 1, num_pairs, tiles
-
-
 def unwritten_rows(like, num_pairs, num_tokens, num_experts):
     """Rows of these sizes; `like`: any int32 tensor of their device."""
-    *parts, tiles = map(like.new_empty, _sizes_of_rows(num_pairs, num_tokens, num_experts))
-    return Rows(*parts, tiles.view(-1, 3))
+    new = like.new_empty
+    num_tiles = tile_table_length(num_pairs, num_experts)
+    sizes = (num_experts + 1,), (num_pairs,), (num_pairs,), (num_tokens + 1,), (num_pairs,), (num_tiles, 3)
+    return Rows(*map(new, sizes))
 
 
-@functools.lru_cache(maxsize=SIZES)
-def _sizes_in_one_buffer(num_pairs, num_tokens, num_experts):
-    """`_sizes_of_rows`, and after each the elements up to the next multiple of 16 bytes."""
-    sizes = _sizes_of_rows(num_pairs, num_tokens, num_experts)
-    return [length for size in sizes for length in (size, -size % 4)]
-
-
-def _rows_in_one_buffer(like, num_pairs, num_tokens, num_experts):
-    """As `unwritten_rows`, in a fourth of the host's time."""
-    sizes = _sizes_in_one_buffer(num_pairs, num_tokens, num_experts)
-    *parts, tiles = like.new_empty(sum(sizes)).split_with_sizes(sizes)[::2]
-    return Rows(*parts, tiles.view(-1, 3))
-
-
-def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, may_alias=False):
+def dispatch(expert_P, token_P, num_tokens, num_experts, sentinels):
     expert_P, device = expert_P.reshape(-1).contiguous(), expert_P.device
     num_pairs = expert_P.shape[0]
     if not num_pairs:
         return _no_rows(num_tokens, num_experts, device)
-    sizes = num_pairs, num_tokens, num_experts
-    options = *sizes, sentinels, tile_rows(num_pairs, num_experts)
-    unwritten = _rows_in_one_buffer if may_alias else unwritten_rows
-    if token_P is None and num_pairs <= FEW_PAIRS:
-        rows = unwritten(torch.empty(0, dtype=torch.int32, device=device), *sizes)
-        _few(expert_P.get_device(), expert_P.dtype, *options)(expert_P, *rows)
+    is_few = token_P is None and num_pairs <= FEW_PAIRS
+    num_blocks, bins = cdiv(num_pairs, FEW_BLOCK if is_few else BLOCK), next_power_of_2(num_experts + 1)
+    rows_of_tile = tile_rows(num_pairs, num_experts)
+    # of the kernels that write rows and tiles, which take as many programs as blocks and experts, and one more
+    top_k = max(num_pairs // max(num_tokens, 1), 1)
+    numbers = num_pairs, num_blocks, num_tokens, tile_table_length(num_pairs, num_experts) - 1, top_k
+    # An unknown id fails a device-side assertion, as an index out of range does in PyTorch; `debug` compiles it in.
+    checked = {"debug": not sentinels, "sanitize_overflow": False}
+    size = 0 if is_few else num_blocks * (BLOCK + num_experts + 1) + num_experts + 2
+    scratch = torch.empty(size, dtype=torch.int32, device=device)
+    rows, new = unwritten_rows(scratch, num_pairs, num_tokens, num_experts), scratch.new_empty
+    if is_few:
+        constants = num_experts, bins, FEW_PAIRS, FEW_BLOCK, FEW_CHUNK, rows_of_tile, not sentinels
+        launch_kernel(
+            dispatch_few_kernel, (num_blocks + num_experts + 1,), (expert_P, *rows), numbers, constants, num_warps=4,
+            **checked,
+        )  # fmt: skip
         return rows
-    token_dtype = None if token_P is None else token_P.dtype
-    steps = _steps(expert_P.get_device(), expert_P.dtype, token_dtype, *options)
-    scratch = torch.empty(steps.scratch, dtype=torch.int32, device=device)
-    rows, new = unwritten(scratch, *sizes), scratch.new_empty
     token_counts = cursors = row_of_slot = None
+    token_blocks = 0
     if token_P is not None:
         token_P = token_P.reshape(-1).contiguous()
         token_counts = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         cursors, row_of_slot = new(num_tokens), new(num_pairs, dtype=torch.int64)
-    steps.count(expert_P, token_P, scratch, token_counts)
-    steps.scan(scratch, rows.offsets, token_counts, rows.token_offsets, cursors)
-    steps.place(scratch, token_P, cursors, row_of_slot, *rows)
+        token_blocks = cdiv(num_tokens + 1, SCAN)
+    launch_kernel(
+        dispatch_count_kernel, (num_blocks,), (expert_P, token_P, scratch, token_counts),
+        (num_pairs, num_blocks, num_tokens), (num_experts, bins, BLOCK),
+        num_warps=4, debug=token_P is not None, sanitize_overflow=False,
+    )  # fmt: skip
+    launch_kernel(
+        dispatch_scan_kernel, (num_experts + 1 + token_blocks,),
+        (scratch, rows.offsets, token_counts, rows.token_offsets, cursors), (num_blocks, num_tokens),
+        (num_experts, bins, BLOCK, SCAN, WIDE, not sentinels), num_warps=8, **checked,
+    )  # fmt: skip
+    launch_kernel(
+        dispatch_place_kernel, (num_blocks + num_experts + 1,), (scratch, token_P, cursors, row_of_slot, *rows),
+        numbers, (num_experts, bins, BLOCK, CHUNK, rows_of_tile), num_warps=4,
+    )  # fmt: skip
     if token_P is not None:
-        steps.order(row_of_slot, rows.token_offsets, rows.token_rows)
+        launch_kernel(
+            dispatch_order_kernel, (cdiv(num_tokens, 16),), (row_of_slot, rows.token_offsets, rows.token_rows),
+            (num_tokens,), (16, 16), num_warps=4,
+        )  # fmt: skip
     return rows

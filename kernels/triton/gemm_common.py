@@ -6,7 +6,6 @@ never stored, and touch no other row. Weight columns past the end are read as ze
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -14,9 +13,9 @@ import triton.language as tl
 
 from ..quantized import FP8_BLOCK
 from ..scaled import empty_rows
-from .config import Blocks, Operands, as_e4m3, blocks_for, max_row_tiles, num_sms, tile_rows
+from .config import Blocks, as_e4m3, blocks_for, max_row_tiles, num_sms, tile_rows
 from .descriptors import is_aligned
-from .launch import SIZES, cdiv
+from .launch import cdiv
 
 T_DEPENDENT = ["num_row_tiles", "num_rows"]
 GROUP = tl.constexpr(FP8_BLOCK)
@@ -179,28 +178,23 @@ class GemmPlan(NamedTuple):
         return (min(programs, self.num_sms) if persistent else programs,)
 
 
-@functools.lru_cache(maxsize=SIZES)
-def _plan(kernel, operands, num_pairs, num_experts, num_columns, aligned):
-    blocks = blocks_for(kernel, operands, num_pairs, num_experts, aligned)
-    tile_of_rows = tile_rows(num_pairs, num_experts)
-    rows = min(tile_of_rows, blocks.rows)
-    parts = tile_of_rows // rows
-    return GemmPlan(
-        blocks,
-        rows,
-        max_row_tiles(num_pairs, num_experts) * parts,
-        cdiv(num_columns, blocks.columns),
-        (rows, blocks.columns, blocks.depth, blocks.group, parts),
-        {"num_warps": blocks.warps, "num_stages": blocks.stages},
-        num_sms(operands.device),
-    )
-
-
 def gemm_plan(kernel, tensor, weight, rows, num_columns) -> GemmPlan:
     """tensor, weight: what it multiplies."""
     aligned = all(is_aligned(read, [s for s in read.stride() if s != 1]) for read in (tensor, weight))
-    sizes = rows.token.numel(), rows.offsets.numel() - 1, num_columns
-    return _plan(kernel, Operands(tensor.device, tensor.dtype), *sizes, aligned)
+    num_pairs, num_experts = rows.token.numel(), rows.offsets.numel() - 1
+    blocks = blocks_for(kernel, tensor, num_pairs, num_experts, aligned)
+    tile_of_rows = tile_rows(num_pairs, num_experts)
+    rows_of_block = min(tile_of_rows, blocks.rows)
+    parts = tile_of_rows // rows_of_block
+    return GemmPlan(
+        blocks,
+        rows_of_block,
+        max_row_tiles(num_pairs, num_experts) * parts,
+        cdiv(num_columns, blocks.columns),
+        (rows_of_block, blocks.columns, blocks.depth, blocks.group, parts),
+        {"num_warps": blocks.warps, "num_stages": blocks.stages},
+        num_sms(tensor.device),
+    )
 
 
 def bias_strides(bias):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from .gemm_common import (
     scaled_output,
     swizzle,
 )
-from .launch import SIZES, KernelLauncher, cdiv, launch_kernel
+from .launch import cdiv, launch_kernel
 from .scale_rows import quantized
 
 SMALLEST = tl.constexpr(SMALLEST_GRADIENT)
@@ -250,33 +248,18 @@ def scaled_down_backward(
     return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if want_dw else None, dh
 
 
-@functools.lru_cache(maxsize=SIZES)
-def _launcher(device, dtype, bias_dtype, bias_strides, hidden, num_rows, num_experts, column_tiles):
-    return KernelLauncher(
-        routing_gradient_kernel,
-        device,
-        (max_row_tiles(num_rows, num_experts),),
-        (num_rows,),
-        (hidden, *bias_strides, column_tiles, tile_rows(num_rows, num_experts), 64),
-        num_warps=4,
-    )
-
-
 def routing_gradient(parts, dout_TH, bias_EH, rows):
     """dw [P]: the parts [column tiles, P] of every row summed in their order, + <dout, bias>; zero for dropped pairs."""
     column_tiles, num_rows = parts.shape
     dw_P = parts.new_zeros(num_rows)
-    if not num_rows:
-        return dw_P
-    launcher = _launcher(
-        parts.get_device(),
-        dout_TH.dtype,
-        None if bias_EH is None else bias_EH.dtype,
-        bias_strides(bias_EH),
-        dout_TH.shape[1],
-        num_rows,
-        rows.offsets.shape[0] - 1,
-        column_tiles,
-    )
-    launcher(parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles)
+    if num_rows:
+        num_experts = rows.offsets.shape[0] - 1
+        launch_kernel(
+            routing_gradient_kernel,
+            (max_row_tiles(num_rows, num_experts),),
+            (parts, dout_TH, bias_EH, dw_P, rows.token, rows.pair, rows.tiles),
+            (num_rows,),
+            (dout_TH.shape[1], *bias_strides(bias_EH), column_tiles, tile_rows(num_rows, num_experts), 64),
+            num_warps=4,
+        )
     return dw_P

@@ -5,18 +5,16 @@ Both read the wide side once, whatever the rank up to 64; that read is what take
 
 from __future__ import annotations
 
-import functools
 import struct
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..factors import a_by_expert, b_by_expert, swapped
-from .config import Operands, blocks_for, max_row_tiles, tile_rows
+from .config import blocks_for, max_row_tiles, tile_rows
 from .gemm_common import T_DEPENDENT, pointer_product, precision
-from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
+from .launch import cdiv, launch_kernel, next_power_of_2
 from .reorder import ENTRIES, reorder_in_turn, reorder_job
 
 MIN_COLUMNS = 16  # of a tensor core's tile
@@ -203,141 +201,94 @@ def _bits(scale: float) -> int:
     return struct.unpack("<i", struct.pack("<f", scale))[0]
 
 
-@functools.lru_cache(maxsize=SIZES)
-def _rows_launcher(device, dtype, num_pairs, shape_EKJ, strides, scale, gathered):
-    operands, (num_experts, length, rank), (by_expert, by_depth, by_rank) = Operands(device, dtype), shape_EKJ, strides
-    blocks = blocks_for("lora_shrink", operands, num_pairs, num_experts)
-    columns = _rank_columns(rank, blocks.columns)
-    row_tiles = max_row_tiles(num_pairs, num_experts)
-    return KernelLauncher(
-        gemm_rank_kernel, operands.index, (row_tiles * cdiv(rank, columns),), (row_tiles, _bits(scale)),
-        (rank, length, by_expert, by_rank, by_depth, tile_rows(num_pairs, num_experts), columns, blocks.depth,
-         precision(operands)),
+def lora_shrink(source, factor_EKJ, rows, scale, gathered):
+    num_pairs, (num_experts, length, rank) = rows.token.shape[0], factor_EKJ.shape
+    out_PJ = source.new_empty(num_pairs, rank)
+    if num_pairs:
+        by_expert, by_depth, by_rank = factor_EKJ.stride()
+        blocks = blocks_for("lora_shrink", source, num_pairs, num_experts)
+        columns, row_tiles = _rank_columns(rank, blocks.columns), max_row_tiles(num_pairs, num_experts)
+        launch_kernel(
+            gemm_rank_kernel, (row_tiles * cdiv(rank, columns),),
+            (source, factor_EKJ, out_PJ, rows.token if gathered else None, rows.tiles), (row_tiles, _bits(scale)),
+            (rank, length, by_expert, by_rank, by_depth, tile_rows(num_pairs, num_experts), columns, blocks.depth,
+             precision(source)),
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    return out_PJ
+
+
+def _factor_gradient(source, rank_PJ, out, shape_EMr, strides, weight_P, rows, gathered):
+    """Of a factor [E, M, r] that lies in `out` with these strides."""
+    num_experts, height, rank = shape_EMr
+    blocks = blocks_for("rank_gradient", source, rank_PJ.shape[0], num_experts)
+    width = _rank_columns(rank, blocks.width)
+    launch_kernel(
+        gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
+        (source, rank_PJ, out, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
+        (num_experts, height, rank_PJ.shape[1], rank, *strides, blocks.height, width, blocks.depth, precision(source)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
 
-def lora_shrink(source, factor_EKJ, rows, scale, gathered):
-    num_pairs, shape = rows.token.shape[0], factor_EKJ.shape
-    out_PJ = source.new_empty(num_pairs, shape[2])
-    if num_pairs:
-        launcher = _rows_launcher(source.device, source.dtype, num_pairs, shape, factor_EKJ.stride(), scale, gathered)
-        launcher(source, factor_EKJ, out_PJ, rows.token if gathered else None, rows.tiles)
-    return out_PJ
-
-
-@functools.lru_cache(maxsize=SIZES)
-def _a_gradient_launcher(device, dtype, rank_shape, gradient_dtype, shape, strides, num_experts, gathered):
-    where = swapped(a_by_expert(shape, strides, num_experts))
-    return _gradient_launcher(Operands(device, dtype), rank_shape, *where)
-
-
-def _gradient_launcher(operands, rank_shape, shape_EMr, strides):
-    num_experts, height, rank = shape_EMr
-    blocks = blocks_for("rank_gradient", operands, rank_shape[0], num_experts)
-    width = _rank_columns(rank, blocks.width)
-    return KernelLauncher(
-        gemm_rank_wgrad_kernel,
-        operands.index,
-        (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
-        (),
-        (num_experts, height, rank_shape[1], rank, *strides, blocks.height, width, blocks.depth, precision(operands)),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
-
-
 def lora_a_gradient(rank_PJ, source, rows, gathered, like_EjK):
     gradient = torch.empty_like(like_EjK)
-    launcher = _a_gradient_launcher(
-        source.device,
-        source.dtype,
-        rank_PJ.shape,
-        gradient.dtype,
-        gradient.shape,
-        gradient.stride(),
-        rows.offsets.shape[0] - 1,
-        gathered,
-    )
-    launcher(source, rank_PJ, gradient, None, rows.token if gathered else None, rows.pair, rows.offsets)
+    where = swapped(a_by_expert(gradient.shape, gradient.stride(), rows.offsets.shape[0] - 1))
+    _factor_gradient(source, rank_PJ, gradient, *where, None, rows, gathered)
     return gradient
-
-
-class BackwardPlan(NamedTuple):
-    """The launches of `lora_b_backward` for one size.
-
-    product: of dB, and if it is_one_pass of dv or du, which else take a launch of their own. is_reordered: whether dB
-    is. scratch: elements in fp32, for dB before that, and from `parts` on for what dv or du is the sum of (is_summed).
-    finish: what reorders and sums, or None.
-    """
-
-    product: KernelLauncher
-    is_one_pass: bool
-    is_reordered: bool
-    is_summed: bool
-    parts: int
-    scratch: int
-    finish: KernelLauncher | None
-
-
-@functools.lru_cache(maxsize=SIZES)
-def _backward_plan(
-    device, dtype, rank_shape, factor_shape, factor_strides, gradient_dtype, shape, strides, scale, gathered, weighted,
-    want_rank,
-):  # fmt: skip
-    operands, (num_pairs, padded), num_experts = Operands(device, dtype), rank_shape, factor_shape[0]
-    shape_ENr, strides = b_by_expert(shape, strides, num_experts)
-    _, size, rank = shape_ENr
-    # where experts lie closest, as in PEFT's B, stores would be single elements
-    is_reordered = strides[0] == 1 and num_experts > 1
-    written = (size * rank, rank, 1) if is_reordered else strides
-    job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
-    is_one_pass, slices, bits = want_rank and num_pairs > 0 and padded <= ONE_PASS_RANK, 1, _bits(scale)
-    if is_one_pass:
-        kernel = "rank_backward_gathered" if gathered else "lora_b_backward"
-        blocks = blocks_for(kernel, operands, num_pairs, num_experts)
-        slices, (by_expert, by_row, by_rank) = cdiv(size, blocks.height), factor_strides
-        product = KernelLauncher(
-            gemm_rank_backward_kernel, operands.index, (slices * num_experts,), (num_pairs, bits),
-            (num_experts, size, padded, rank, by_expert, by_rank, by_row, *written, blocks.height,
-             _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(operands)),
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
-    else:
-        product = _gradient_launcher(operands, rank_shape, shape_ENr, written)
-    parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
-    summed = slices * num_pairs * padded if slices > 1 else 0
-    tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
-    finish = KernelLauncher(
-        finish_kernel, operands.index, (tiles,), (num_pairs, bits), (slices, padded, SUMMED, job, ENTRIES), num_warps=4
-    )
-    return BackwardPlan(
-        product, is_one_pass, is_reordered, summed > 0, parts, parts + summed, finish if tiles else None
-    )
 
 
 def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, want_rank, like_ENj):
     if like_ENj is None:
         drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered) if want_rank else None
         return drank_PJ, None
-    plan = _backward_plan(
-        source.device, source.dtype, rank_PJ.shape, b_ENJ.shape, b_ENJ.stride(), like_ENj.dtype, like_ENj.shape,
-        like_ENj.stride(), scale, gathered, weight_P is not None, want_rank,
-    )  # fmt: skip
-    result = gradient = torch.empty_like(like_ENj)
-    token, drank_PJ, part = rows.token if gathered else None, None, None
-    if plan.scratch:
-        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=source.device)
-        part = scratch[plan.parts :] if plan.is_summed else None
-        gradient = scratch if plan.is_reordered else result
-    if plan.is_one_pass:
+    result = torch.empty_like(like_ENj)
+    (num_pairs, padded), num_experts = rank_PJ.shape, b_ENJ.shape[0]
+    shape_ENr, strides = b_by_expert(result.shape, result.stride(), num_experts)
+    _, size, rank = shape_ENr
+    # where experts lie closest, as in PEFT's B, stores would be single elements
+    is_reordered = strides[0] == 1 and num_experts > 1
+    written = (size * rank, rank, 1) if is_reordered else strides
+    job = reorder_job(shape_ENr, written, shape_ENr, strides) if is_reordered else None
+    is_one_pass = want_rank and num_pairs > 0 and padded <= ONE_PASS_RANK
+    blocks, slices = None, 1
+    if is_one_pass:
+        kernel = "rank_backward_gathered" if gathered else "lora_b_backward"
+        blocks = blocks_for(kernel, source, num_pairs, num_experts)
+        slices = cdiv(size, blocks.height)
+    # in fp32: dB before it is reordered, and the slices that dv or du is the sum of
+    parts = cdiv(num_experts * size * rank, 4) * 4 if is_reordered else 0  # a multiple of 16 bytes
+    summed = slices * num_pairs * padded if slices > 1 else 0
+    gradient, slices_of_rank = result, None
+    if parts + summed:
+        scratch = torch.empty(parts + summed, dtype=torch.float32, device=source.device)
+        gradient = scratch if is_reordered else result
+        slices_of_rank = scratch[parts:] if summed else None
+    drank_PJ = None
+    if is_one_pass:
         drank_PJ = torch.empty_like(rank_PJ)
-        sums = drank_PJ if part is None else part
-        plan.product(source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
+        by_expert, by_row, by_rank = b_ENJ.stride()
+        sums, token = drank_PJ if slices_of_rank is None else slices_of_rank, rows.token if gathered else None
+        launch_kernel(
+            gemm_rank_backward_kernel, (slices * num_experts,),
+            (source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets),
+            (num_pairs, _bits(scale)),
+            (num_experts, size, padded, rank, by_expert, by_rank, by_row, *written, blocks.height,
+             _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source)),
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
     else:
         if want_rank:
             drank_PJ = lora_shrink(source, b_ENJ, rows, scale, gathered)
-        plan.product(source, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets)
-    if plan.finish is not None:
-        plan.finish(gradient, result if plan.is_reordered else None, part, drank_PJ)
+        _factor_gradient(source, rank_PJ, gradient, shape_ENr, written, weight_P, rows, gathered)
+    tiles = (job[-1] if job else 0) + cdiv(summed // slices, SUMMED)
+    if tiles:
+        launch_kernel(
+            finish_kernel,
+            (tiles,),
+            (gradient, result if is_reordered else None, slices_of_rank, drank_PJ),
+            (num_pairs, _bits(scale)),
+            (slices, padded, SUMMED, job, ENTRIES),
+            num_warps=4,
+        )
     return drank_PJ, result

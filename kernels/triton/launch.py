@@ -11,6 +11,7 @@ tests/kernels/test_private_apis.py names what a newer one lacks.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -19,8 +20,9 @@ from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..announce import announce
+from ..tape import Recorder, recording
 
-SIZES = 1024  # how many sizes (T mostly) are remembered with what is launched for them
+_HERE = contextlib.nullcontext()
 # (kernel, device, dtypes and blocks described, constants, options) -> compiled kernel: as many as Triton compiles
 _COMPILED = {}
 
@@ -53,8 +55,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
-    """kernel[grid](*tensors, *numbers, *constants, **options), on the current device, which is the tensors'.
+def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options) -> None:
+    """kernel[grid](*tensors, *numbers, *constants, **options), on the tensors' device, which need not be the current one.
 
     Args:
         kernel: a triton.jit function whose parameters come in this order. Triton compiles it for its tensors' dtypes and
@@ -63,11 +65,49 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
         tensors: tensors, tensor descriptors or None, the first not None.
         numbers: ints that the kernel names in `do_not_specialize`.
         constants: its tl.constexpr parameters; options: num_warps and the like.
-    Returns:
-        What to launch it by, for `KernelLauncher`; None where only Triton can.
     Raises:
         ValueError: Triton would compile the kernel for a number's value.
     """
+    first = tensors[0]
+    device = (first.base if type(first) is TensorDescriptor else first).get_device()
+    elsewhere = device >= 0 and device != torch.cuda.current_device()
+    recorder = recording()
+    with torch.cuda.device(device) if elsewhere else _HERE, _HERE if recorder is None else recorder.noting():
+        launchable = _launch(kernel, grid, device, tensors, numbers, constants, options)
+        if recorder is not None:
+            _record(recorder, launchable, kernel, grid, device, tensors, numbers, constants, options)
+
+
+def _is_profiled() -> bool:
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def _record(recorder: Recorder, launchable, kernel, grid, device, tensors, numbers, constants, options):
+    """The launch as a line of a tape."""
+
+    def operand(tensor, of_tensor):
+        if type(tensor) is not TensorDescriptor:
+            return of_tensor(tensor)
+        return recorder.made(TensorDescriptor, tensor.base, tensor.shape, tensor.strides, tensor.block_shape)
+
+    rest = *numbers, *map(recorder.constant, constants)
+    if launchable is None:
+        recorder.call(kernel[grid], *(operand(tensor, recorder.expression) for tensor in tensors), *rest, **options)
+        return
+    _, run, function, metadata = launchable
+    recorder.guards.add(_is_profiled)
+    stream = recorder.once(driver.active.get_current_stream, device)
+    pointers = (operand(tensor, recorder.pointer) for tensor in tensors)
+    recorder.call(run, *_programs(grid), stream, *map(recorder.constant, (function, metadata)), None, None, None,
+                  *pointers, *rest)  # fmt: skip
+
+
+def _programs(grid):
+    return (*grid, 1, 1)[:3]
+
+
+def _launch(kernel, grid, device, tensors, numbers, constants, options):
+    """Launches on the current device, and gives what the next launch of its kind needs; None where only Triton can."""
     pointers, kinds, bits = [], [], 0
     for tensor in tensors:
         if type(tensor) is TensorDescriptor:
@@ -85,8 +125,6 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
     if bits % 16 or max(numbers, default=0) >> 31 or type(kernel) is not JITFunction:
         kernel[grid](*tensors, *numbers, *constants, **options)
         return None
-    first = tensors[0]
-    device = (first.base if type(first) is TensorDescriptor else first).get_device()
     key = (id(kernel), device, *kinds, *constants, *options.items())
     launchable = _COMPILED.get(key)
     if launchable is None:
@@ -100,39 +138,9 @@ def launch_kernel(kernel, grid, tensors, numbers=(), constants=(), **options):
         return launchable
     compiled, run, function, metadata = launchable
     stream = driver.active.get_current_stream(device)
-    x, y, z = (*grid, 1, 1)[:3]
-    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler listens
+    x, y, z = _programs(grid)
+    if _is_profiled():
         compiled[x, y, z](*pointers, *numbers, *constants, stream=stream)
     else:
         run(x, y, z, stream, function, metadata, None, None, None, *pointers, *numbers, *constants)
     return launchable
-
-
-class KernelLauncher:
-    """`launch_kernel` again and again, on one device (current or not), with tensors of the same dtypes, None in the same
-    places."""
-
-    def __init__(self, kernel, device: int, grid, numbers=(), constants=(), **options):
-        self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
-        self.device, self.programs, self.rest = device, (*grid, 1, 1)[:3], (*numbers, *constants)
-        self.launchable = None
-
-    def __call__(self, *tensors):
-        if self.device >= 0 and torch.cuda.current_device() != self.device:
-            with torch.cuda.device(self.device):
-                return self._launch(tensors)
-        return self._launch(tensors)
-
-    def _launch(self, tensors):
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer or 0
-        hooks = knobs.runtime
-        if bits % 16 or self.launchable is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            launchable = launch_kernel(self.kernel, self.grid, tensors, self.numbers, self.constants, **self.options)
-            self.launchable = launchable or self.launchable
-            return
-        _, run, function, metadata = self.launchable
-        stream = driver.active.get_current_stream(self.device)
-        run(*self.programs, stream, function, metadata, None, None, None, *pointers, *self.rest)

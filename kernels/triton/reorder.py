@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 
-from .launch import SIZES, KernelLauncher, cdiv, next_power_of_2
+from .launch import cdiv, launch_kernel, next_power_of_2
 
 ENTRIES = 64  # (n, j) of a tile; beside up to EXPERTS experts
 EXPERTS = 32
@@ -71,14 +69,10 @@ def reorder_job(source_shape, source_strides, out_shape, out_strides):
     return num_experts, size, rank, padded, *source_strides, *out_strides, by_experts[2] == 1, experts, tiles
 
 
-@functools.lru_cache(maxsize=SIZES)
-def _launcher(device, jobs):
+def reorder(*tensors, jobs):
     pairs = zip(jobs[::2], jobs[1::2], strict=True)
     constants = [reorder_job(*source, *out) for (_, *source), (_, *out) in pairs]
     tiles = sum(job[-1] for job in constants)
     constants += [None] * (JOBS - len(constants))
-    return KernelLauncher(reorder_kernel, device, (tiles,), (), (*constants, ENTRIES), num_warps=4)
-
-
-def reorder(*tensors, jobs):
-    _launcher(tensors[0].get_device(), jobs)(*tensors, *(None,) * (2 * JOBS - len(tensors)))
+    tensors += (None,) * (2 * JOBS - len(tensors))
+    launch_kernel(reorder_kernel, (tiles,), tensors, (), (*constants, ENTRIES), num_warps=4)

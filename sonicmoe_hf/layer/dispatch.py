@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.interface import Rows
+from ..kernels.tape import Taped
 from . import backends, torch_op
 
 
@@ -16,12 +17,15 @@ def _dispatch(
     sentinels: bool,
     backend: str,
 ) -> list[torch.Tensor]:
-    return list(backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels))
+    run = _rows if backend == "eager" else _TAPES
+    return run([expert_P, token_P], num_tokens, num_experts, sentinels, backend)
 
 
-def _dispatch_may_alias(expert_P, token_P, num_tokens, num_experts, sentinels, backend):
-    """The same, whose results may share memory, as those of an op must not."""
-    return backends.load(backend).dispatch(expert_P, token_P, num_tokens, num_experts, sentinels, may_alias=True)
+def _rows(tensors, num_tokens: int, num_experts: int, sentinels: bool, backend: str) -> list[torch.Tensor]:
+    return list(backends.load(backend).dispatch(*tensors, num_tokens, num_experts, sentinels))
+
+
+_TAPES = Taped(_rows, 0)
 
 
 def fake_rows(expert_P, num_tokens, num_experts, backend):
@@ -80,4 +84,4 @@ def dispatch(
     arguments = expert_index, token_index, num_tokens, num_experts, sentinels, backend
     if torch_op.traced("dispatch", expert_index, token_index):
         return Rows(*_DISPATCH(False, *arguments))
-    return _dispatch_may_alias(*arguments)
+    return Rows(*_dispatch(*arguments))

@@ -16,6 +16,7 @@ import torch
 
 from ..kernels.interface import Activation, PackedOperand, Rows
 from ..kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight
+from ..kernels.tape import Taped
 from . import backends, torch_op
 from .fetching import fetched
 from .lora_operands import pack_all, padded_rank
@@ -214,14 +215,30 @@ def _experts_forward(inputs: Inputs, rows: Rows, options: Options, flags: SaveFl
     x_TH = inputs.x
     assert x_TH is not None  # only backward may be without
     with _without_autocast(x_TH.device, options.backend), fetched(inputs, rows, options) as inputs:
-        layer = _Layer(inputs, rows, options, x_TH.dtype)
-        kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
-        u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
-        if adapter is not None:
-            v_PJ = kernels.lora_shrink(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
-            extra = adapter.forward_term(v_PJ)
-        out_TH = kernels.combine(layer.y(a_RI, extra), inputs.weight.reshape(-1), rows, x_TH.shape[0])
+        run = _forward if options.backend == "eager" else _FORWARD_TAPES
+        return run([*inputs, *rows], options, flags)
+
+
+def _forward(tensors: list[torch.Tensor | None], options: Options, flags: SaveFlags) -> list[torch.Tensor]:
+    """The same of Inputs' and Rows' tensors."""
+    inputs, rows = _taken(tensors)
+    assert inputs.x is not None
+    layer = _Layer(inputs, rows, options, inputs.x.dtype)
+    kernels, adapter, v_PJ, extra = layer.kernels, layer.down_adapter, None, None
+    u_PJ, h_R2I, a_RI = layer.up(None, want_h=flags.h, want_a=True)
+    if adapter is not None:
+        v_PJ = kernels.lora_shrink(a_RI, adapter.a_EKJ, rows, adapter.scale, gathered=False)
+        extra = adapter.forward_term(v_PJ)
+    out_TH = kernels.combine(layer.y(a_RI, extra), inputs.weight.reshape(-1), rows, inputs.x.shape[0])
     return [out_TH, *(tensor for tensor, is_saved in zip((h_R2I, u_PJ, v_PJ), flags) if is_saved)]
+
+
+def _taken(tensors: list[Any]) -> tuple[Inputs, Rows]:
+    """Those of Inputs and Rows out of the list."""
+    count = len(Inputs._fields)
+    inputs, rows = Inputs._make(tensors[:count]), Rows._make(tensors[count:])
+    tensors.clear()
+    return inputs, rows
 
 
 def _fake_forward(inputs, rows, options, flags):
@@ -249,26 +266,38 @@ def _run_backward(dout, saved: list[Saved], inputs: Inputs, rows: Rows, options:
     `saved` holds what forward saved; it is taken out, so that it is freed when it has been used. So is everything else:
     dx comes first, whose rows are the largest; weights' gradients stay, and come last.
     """
-    need, dout = Inputs._make(needs), dout.contiguous()
+    dout = dout.contiguous()
     with _without_autocast(dout.device, options.backend), fetched(inputs, rows, options) as inputs:
-        layer = _Layer(inputs, rows, options, dout.dtype)
-        gradients, dh, a, u = _down_backward(layer, need, dout, saved)
-        gradients |= _up_backward(layer, need, dh, u, dout.shape[0])
-        kernels, x = layer.kernels, inputs.x
-        if need.gate_up:
-            gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, layer.weight(layer.gate_up))
-        if need.gate_up_bias:
-            gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up_bias)
-        del dh
-        if need.down:
-            gradients["down"] = kernels.down_gradient(dout, a, rows, layer.weight(layer.down))
-        if need.down_bias:
-            gradients["down_bias"] = kernels.down_bias_gradient(
-                dout, inputs.weight.reshape(-1), rows, inputs.down_bias
-            )
+        run = _backward_of if options.backend == "eager" else _BACKWARD_TAPES
+        return run([dout, *saved.pop(), *inputs, *rows], options, tuple(needs))
+
+
+def _backward_of(tensors: list[torch.Tensor | None], options: Options, needs) -> list[torch.Tensor]:
+    """The same of dout, Saved's, Inputs' and Rows' tensors."""
+    dout: Any = tensors[0]
+    saved = [Saved._make(tensors[1 : 1 + len(Saved._fields)])]
+    del tensors[: 1 + len(Saved._fields)]
+    need, (inputs, rows) = Inputs._make(needs), _taken(tensors)
+    layer = _Layer(inputs, rows, options, dout.dtype)
+    gradients, dh, a, u = _down_backward(layer, need, dout, saved)
+    gradients |= _up_backward(layer, need, dh, u, dout.shape[0])
+    kernels, x = layer.kernels, inputs.x
+    if need.gate_up:
+        gradients["gate_up"] = kernels.gate_up_gradient(dh, x, rows, layer.weight(layer.gate_up))
+    if need.gate_up_bias:
+        gradients["gate_up_bias"] = kernels.gate_up_bias_gradient(dh, rows, inputs.gate_up_bias)
+    del dh
+    if need.down:
+        gradients["down"] = kernels.down_gradient(dout, a, rows, layer.weight(layer.down))
+    if need.down_bias:
+        gradients["down_bias"] = kernels.down_bias_gradient(dout, inputs.weight.reshape(-1), rows, inputs.down_bias)
     if options.transposed:
         gradients |= {name: gradients[name].transpose(1, 2) for name in ("gate_up", "down") if name in gradients}
     return [gradients[name] for name, needed in zip(Inputs._fields, need) if needed]
+
+
+_FORWARD_TAPES = Taped(_forward, len(Rows._fields))
+_BACKWARD_TAPES = Taped(_backward_of, len(Rows._fields))
 
 
 def _down_backward(layer: _Layer, need: Any, dout, saved: list[Saved]):

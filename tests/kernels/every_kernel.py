@@ -9,7 +9,6 @@ import torch
 from moe_problems import AdaptedLayer, layer, routing_ids, run
 
 from sonicmoe_hf.kernels.hopper.config import MIN_WIDE_DEPTH
-from sonicmoe_hf.kernels.interface import Rows
 from sonicmoe_hf.layer.config import TokenRounding
 from sonicmoe_hf.layer.routing import rounded_routing
 from sonicmoe_hf.model_patches import FAMILIES
@@ -20,8 +19,7 @@ FEW, TALL, SHORT, MANY = 100, 509, 1101, 1805  # tokens: 25, 128, 276 and 452 ro
 
 def keep_tensors_apart():
     """Give each tensor an allocation of its own also where moe_experts has several in one."""
-    dispatching, op = import_module("sonicmoe_hf.layer.dispatch"), import_module("sonicmoe_hf.layer.experts_op")
-    dispatching._dispatch_may_alias = lambda *arguments: Rows(*dispatching._dispatch(*arguments))
+    op = import_module("sonicmoe_hf.layer.experts_op")
     pack_all = op.pack_all
 
     def own(tensor):

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.triton import launch
-from sonicmoe_hf.kernels.triton.launch import KernelLauncher, launch_kernel
+from sonicmoe_hf.kernels.triton.launch import launch_kernel
 
 pytestmark = pytest.mark.pinned
 ADDRESS = 4096
@@ -61,6 +61,7 @@ def _fakes(monkeypatch):
         launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: STREAM))
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
 
 
 def ask(kernel, tensors, numbers=(5,), constants=(64,), num_warps=4):
@@ -69,9 +70,9 @@ def ask(kernel, tensors, numbers=(5,), constants=(64,), num_warps=4):
 
 def test_what_a_kernel_was_compiled_for_goes_straight_to_it():
     kernel = Kernel()
-    first = ask(kernel, (Pointer(), Pointer(address=ADDRESS + 16)))
-    second = ask(kernel, (Pointer(address=2 * ADDRESS), Pointer()), numbers=(6,))
-    assert first is second and len(kernel.by_triton) == 1
+    ask(kernel, (Pointer(), Pointer(address=ADDRESS + 16)))
+    ask(kernel, (Pointer(address=2 * ADDRESS), Pointer()), numbers=(6,))
+    assert len(kernel.by_triton) == 1
     expected = (3, 2, 1, STREAM, "function", "metadata", None, None, None, 2 * ADDRESS, ADDRESS, 6, 64)
     assert kernel.straight == [expected]
 
@@ -108,7 +109,7 @@ def test_triton_launches_what_it_compiles_on_its_own(change):
     kernel, usual = Kernel(), {"tensors": (Pointer(), Pointer())}
     ask(kernel, **usual)
     for _ in range(2):
-        assert ask(kernel, **usual | change) is None
+        ask(kernel, **usual | change)
     assert len(kernel.by_triton) == 3 and not kernel.straight
     ask(kernel, **usual, numbers=((1 << 31) - 1,))
     assert len(kernel.straight) == 1, "the largest of 32 bits"
@@ -126,30 +127,7 @@ def test_a_number_that_triton_would_compile_for_is_refused():
         ask(Kernel(specialised=True), (Pointer(), Pointer()))
 
 
-def test_a_launcher_asks_triton_once_and_again_where_tensors_lie_off_16_bytes():
-    kernel = Kernel()
-    launcher = KernelLauncher(kernel, 0, (3,), (5,), (64,), num_warps=4)
-    aligned, off = Pointer(), Pointer(address=ADDRESS + 4)
-    for tensors, by_triton, straight in (
-        ((aligned, None), 1, 0),
-        ((aligned, None), 1, 1),
-        ((off, None), 2, 1),
-        ((aligned, None), 2, 2),
-    ):
-        launcher(*tensors)
-        assert (len(kernel.by_triton), len(kernel.straight)) == (by_triton, straight)
-    assert kernel.straight[-1] == (3, 1, 1, STREAM, "function", "metadata", None, None, None, ADDRESS, None, 5, 64)
-
-
-def test_a_launcher_whose_first_tensors_lie_off_16_bytes_has_nothing_to_go_straight_to():
-    kernel = Kernel()
-    launcher = KernelLauncher(kernel, 0, (3,), (5,), (64,))
-    launcher(Pointer(address=ADDRESS + 4), Pointer())
-    launcher(Pointer(), Pointer())
-    assert len(kernel.by_triton) == 2 and not kernel.straight
-
-
-def test_a_launcher_makes_its_device_the_current_one(monkeypatch):
+def test_a_launch_makes_its_device_the_current_one(monkeypatch):
     entered = []
 
     @contextlib.contextmanager
@@ -160,26 +138,23 @@ def test_a_launcher_makes_its_device_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     kernel = Kernel()
     for index in (0, 1):
-        KernelLauncher(kernel, index, (3,), (5,), (64,))(Pointer(device=index), Pointer(device=index))
+        ask(kernel, (Pointer(device=index), Pointer(device=index)))
     assert entered == [1] and len(kernel.by_triton) == 2
 
 
 def test_a_profilers_hooks_hear_of_every_launch(monkeypatch):
     kernel, heard = Kernel(), []
     monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [print])
-    launchable = ask(kernel, (Pointer(), Pointer()))
+    ask(kernel, (Pointer(), Pointer()))
 
     class Compiled(SimpleNamespace):
         def __getitem__(self, grid):
             return lambda *arguments, stream: heard.append((grid, arguments, stream))
 
-    (key,) = launch._COMPILED
+    ((key, launchable),) = launch._COMPILED.items()
     launch._COMPILED[key] = Compiled(), *launchable[1:]
-    launcher = KernelLauncher(kernel, 0, (3, 2), (5,), (64,), num_warps=4)
-    launcher.launchable = launchable
     ask(kernel, (Pointer(), Pointer()))
-    launcher(Pointer(), Pointer())
-    assert heard == [((3, 2, 1), (ADDRESS, ADDRESS, 5, 64), STREAM)] * 2 and not kernel.straight
+    assert heard == [((3, 2, 1), (ADDRESS, ADDRESS, 5, 64), STREAM)] and not kernel.straight
 
 
 def test_that_triton_compiles_is_said_once_when_it_has_taken_a_second(monkeypatch, capsys):

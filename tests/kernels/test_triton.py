@@ -41,15 +41,14 @@ LAYERS = [  # backend, layout, activation, shape, routing, what is saved; of the
 ]
 
 
-@pytest.mark.parametrize("together", rest_pinned([True, False]), ids=["together", "apart"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", DISPATCHED)
-def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind, together):
+def test_dispatch_gives_the_rows_of_the_eager_backend(device, shape, kind):
     T, E, K = DISPATCHED[shape]
     expert, token = routing_ids(T, E, K, kind, device)
     with poisoned():
-        found = kernels.dispatch(expert.int(), token, T, E, True, together)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == (1 if together else len(found))
+        found = kernels.dispatch(expert.int(), token, T, E, True)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == len(found)
     assert all(tensor.data_ptr() % 16 == 0 for tensor in found)
     expected = eager.dispatch(expert, token, T, E, True)
     for name in expected._fields[:5]:

@@ -1,0 +1,350 @@
+"""What a call allocates and launches, recorded once for its sizes and from then on run as straight-line Python.
+
+One layer's forward and backward take some 15 launches. Between them the host chooses kernels, tiles and grids and
+describes operands: all of that follows from sizes, and takes longer than the launches do. `Taped` calls a function once
+as it is, under a `Recorder`, which writes a Python function that allocates, launches and frees the same in that order.
+Later calls with tensors of these sizes run that.
+
+A function can be recorded if it allocates, takes views, calls torch ops, and launches in ways that tell `recording()`, on
+tensors that it was given or has made. Where it does something else (reads a value on the host, uses a tensor that came
+from elsewhere), it is called as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Tensors = list  # of tensors and None
+
+ALIGNMENT = 16  # bytes; launches are prepared for pointers that are multiples of it
+TAPES = 4096  # of one function: sizes times layers that differ
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CONSTANTS = (bool, int, str, float, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_thread = threading.local()
+
+
+def recording() -> Recorder | None:
+    """Whom to tell of launches: this thread's recorder."""
+    return getattr(_thread, "recorder", None)
+
+
+class Unrecordable(Exception):
+    """Something that a tape cannot say."""
+
+
+class _Expression(str):
+    """Source in place of an argument."""
+
+
+class _Root(NamedTuple):
+    """A tensor that a tape has a name for: one that it is given, or makes. Views are told as places in it."""
+
+    name: str
+    address: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_given: bool
+    views: dict[Any, str]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    elements = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+    return elements * tensor.element_size()
+
+
+class Recorder(TorchDispatchMode):
+    """Writes the tape of a call with these tensors, of which no two may share memory and none may be empty."""
+
+    def __init__(self, tensors: Tensors):
+        super().__init__()
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {}
+        self.problem: str | None = None
+        self.guards: set[Callable[[], bool]] = set()
+        self._beginning: dict[str, _Expression] = {}
+        self._names: dict[int, _Expression] = {}  # of constants, by id
+        self._is_paused = False
+        self._count = 0
+        self._memory: dict[int, tuple[StorageWeakRef, list[_Root]]] = {}  # by the storage
+        self._device = tensors[0].device
+        self._given = [self._add(tensor, f"t{i}", True) for i, tensor in enumerate(tensors) if tensor is not None]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self._is_paused:
+            return function(*args, **(kwargs or {}))
+        with self.noting():
+            result = function(*args, **(kwargs or {}))
+            self._note(function, args, kwargs or {}, result)
+        return result
+
+    @contextlib.contextmanager
+    def noting(self):
+        """For a launch and what tells of it; operations inside are not recorded by themselves."""
+        self._free()
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        except Unrecordable as problem:
+            self.problem = self.problem or str(problem)
+        finally:
+            self._is_paused = was_paused
+
+    def call(self, function: Callable, *arguments, **options) -> None:
+        """A launch has been made by this call, which changes nothing but tensors' contents."""
+        self.lines.append(self.made(function, *arguments, **options))
+
+    def expression(self, value) -> _Expression:
+        """Source that gives this value when the tape runs."""
+        if isinstance(value, _Expression):
+            return value
+        if isinstance(value, torch.Tensor):
+            return _Expression(self._tensor(value))
+        if type(value) in (list, tuple):
+            given = "".join(f"{self.expression(each)}, " for each in value)
+            return _Expression(f"[{given}]" if type(value) is list else f"({given})")
+        if value is None or isinstance(value, _CONSTANTS):
+            return self.constant(value)
+        raise Unrecordable(f"an argument of {type(value)}")
+
+    def pointer(self, tensor: torch.Tensor | None) -> _Expression:
+        """Source of its address."""
+        if tensor is None:
+            return _Expression("None")
+        root = self._root(tensor)
+        offset = tensor.data_ptr() - root.address
+        return _Expression(f"{root.name}.data_ptr(){f' + {offset}' if offset else ''}")
+
+    def made(self, function: Callable, *arguments, **options) -> _Expression:
+        """Source of what the function gives for these arguments."""
+        given = [self.expression(argument) for argument in arguments]
+        given += [f"{name}={self.expression(value)}" for name, value in options.items()]
+        name = function if isinstance(function, _Expression) else self.constant(function)
+        return _Expression(f"{name}({', '.join(given)})")
+
+    def once(self, function: Callable, *arguments) -> _Expression:
+        """The same, called once as the tape begins."""
+        source = self.made(function, *arguments)
+        return self._beginning.setdefault(source, _Expression(self._new_name("a")))
+
+    def finish(self, result) -> Callable[[Tensors], list[torch.Tensor] | None]:
+        """The tape: takes tensors of the same sizes as the list that the function was given, which it empties, and gives
+        the function's results; or None, having done nothing, where it is not for these.
+
+        Raises:
+            Unrecordable: with what was met.
+        """
+        if self.problem:
+            raise Unrecordable(self.problem)
+        results = ", ".join(self._tensor(tensor) for tensor in result)
+        given = {root.name for root in self._given}
+        last = max((int(name[1:]) for name in given), default=-1)
+        names = ", ".join(f"t{i}" if f"t{i}" in given else "_" for i in range(last + 1))
+        addresses = " | ".join(f"{root.name}.data_ptr()" for root in self._given)
+        guards = "".join(f" or {self.constant(guard)}()" for guard in self.guards)
+        if self._device.type == "cuda":
+            guards += f" or {self.constant(torch.cuda.current_device)}() != {self._device.index}"
+        source = "\n    ".join(
+            [
+                "def tape(tensors):",
+                f"{names}, *_ = tensors",
+                f"if ({addresses}) % {ALIGNMENT}{guards}: return None",
+                "del _",
+                "tensors.clear()",
+                *(f"{name} = {source}" for source, name in self._beginning.items()),
+                *self.lines,
+                f"return [{results}]",
+            ]
+        )
+        scope = dict(self.constants)
+        exec(compile(source, "<tape>", "exec"), scope)
+        tape = scope["tape"]
+        tape.source = source
+        return tape
+
+    def _new_name(self, letter: str) -> str:
+        self._count += 1
+        return f"{letter}{self._count}"
+
+    def constant(self, value) -> _Expression:
+        """Source of a value that holds no tensors and does not change; the tape keeps it."""
+        if value is None or type(value) in (bool, int, str):
+            return _Expression(repr(value))
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = _Expression(self._new_name("c"))
+            self.constants[name] = value
+        return name
+
+    def _add(self, tensor: torch.Tensor, name: str, is_given: bool) -> _Root:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        address = tensor.data_ptr()
+        root = _Root(
+            name, address, address + _extent(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), is_given, {}
+        )
+        self._memory.setdefault(reference.cdata, (reference, []))[1].append(root)
+        return root
+
+    def _roots(self, tensor: torch.Tensor) -> list[_Root]:
+        """Those whose storage it has."""
+        return self._memory.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, []))[1]
+
+    def _root(self, tensor: torch.Tensor) -> _Root:
+        """The one whose memory it is a part of."""
+        roots, address = self._roots(tensor), tensor.data_ptr()
+        for root in roots:
+            if not root.is_given or root.address <= address < root.end:
+                return root
+        raise Unrecordable(f"a tensor {tuple(tensor.shape)} that the call was not given")
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        root = self._root(tensor)
+        shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.data_ptr() - root.address
+        if (offset, tensor.dtype, shape, strides) == (0, root.dtype, root.shape, root.strides):
+            return root.name
+        key = offset, tensor.dtype, shape, strides
+        name = root.views.get(key)
+        if name is None:
+            name = root.views[key] = self._new_name("v")
+            of, size = root.name, tensor.element_size()
+            if tensor.dtype != root.dtype:
+                of = f"{of}.view({self.constant(tensor.dtype)})"
+                if root.strides and (root.strides[-1] != 1 or root.shape[-1] * root.dtype.itemsize % size):
+                    raise Unrecordable(f"a view of {root.dtype} as {tensor.dtype}")
+            if offset % size:
+                raise Unrecordable("a view between elements")
+            start = f"{of}.storage_offset() + " if root.is_given else ""
+            self.lines.append(f"{name} = {of}.as_strided({shape}, {strides}, {start}{offset // size})")
+        return name
+
+    def _free(self) -> None:
+        """Lets go of what the function has let go of since the last line."""
+        for key, (reference, roots) in list(self._memory.items()):
+            if reference.expired():
+                names = [name for root in roots for name in (root.name, *root.views.values())]
+                self.lines.append(f"del {', '.join(names)}")
+                del self._memory[key]
+
+    def _allocation(self, tensor: torch.Tensor) -> str:
+        """Source of an empty tensor like that, of a given one that lives: half the time of torch.empty."""
+        alive = [root for root in self._given if any(root in roots for _, roots in self._memory.values())]
+        if not alive:
+            return self.made(torch.empty_strided, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype,
+                             device=tensor.device)  # fmt: skip
+        root = next((root for root in alive if root.dtype == tensor.dtype), alive[0])
+        dtype = {} if root.dtype == tensor.dtype else {"dtype": tensor.dtype}
+        how = (
+            (f"{root.name}.new_empty",)
+            if tensor.is_contiguous()
+            else (f"{root.name}.new_empty_strided", tensor.stride())
+        )
+        return self.made(_Expression(how[0]), tuple(tensor.shape), *how[1:], **dtype)
+
+    def _note(self, function, args, kwargs, result) -> None:
+        if _DEPENDS_ON_VALUES.intersection(function.tags):
+            raise Unrecordable(f"what {function} gives depends on values")
+        results = [result] if isinstance(result, torch.Tensor) else result
+        if not isinstance(results, (list, tuple)) or not all(isinstance(each, torch.Tensor) for each in results):
+            raise Unrecordable(f"{function} gives {type(result).__name__}")
+        if any(each.device != self._device for each in results):
+            raise Unrecordable(f"{function} gives a tensor of another device")
+        is_new = [not self._roots(each) for each in results]
+        if function in _ALLOCATIONS:
+            name = self._new_name("b")
+            self.lines.append(f"{name} = {self._allocation(result)}")
+            self._add(result, name, False)
+        elif any(is_new) or function._schema.is_mutable:
+            call = self.made(function, *args, **kwargs)
+            if not any(is_new):
+                self.lines.append(call)
+                return
+            if not all(is_new):
+                raise Unrecordable(f"{function} gives new tensors and views")
+            names = [self._new_name("b") for _ in results]
+            self.lines.append(f"{', '.join(names)}{'' if result is results[0] else ','} = {call}")
+            for each, name in zip(results, names):
+                self._add(each, name, False)
+
+
+def _share_memory(tensors: list[torch.Tensor]) -> bool:
+    places = sorted((tensor.data_ptr(), _extent(tensor)) for tensor in tensors)
+    return any(start + size > following for (start, size), (following, _) in itertools.pairwise(places))
+
+
+def _never(tensors):
+    return None
+
+
+_EVERY: list[Taped] = []
+
+
+def forget() -> None:
+    """Forget every tape: what functions do is not what it was."""
+    for taped in _EVERY:
+        taped.tapes.clear()
+
+
+class Taped:
+    """`function(tensors, *constants)`, which empties the list of tensors (or None) and gives a list of tensors, by its
+    tape.
+
+    num_last: so many of the tensors, the last ones, have sizes that follow from the others' and from the constants, and
+    no gaps. All are on one device. What the function does follows from the tensors' sizes and the constants alone.
+    """
+
+    def __init__(self, function: Callable[..., list[torch.Tensor]], num_last: int):
+        self.function, self.num_last = function, num_last
+        self.tapes: dict[Any, Callable[[Tensors], list[torch.Tensor] | None]] = {}
+        _EVERY.append(self)
+
+    def __call__(self, tensors: Tensors, *constants) -> list[torch.Tensor]:
+        last = len(tensors) - self.num_last
+        sizes = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors[:last]]
+        key = (tensors[0].get_device(), *sizes, *constants)
+        tape = self.tapes.get(key)
+        if tape is None:
+            return self._recorded(key, tensors, constants)
+        result = tape(tensors)
+        return self.function(tensors, *constants) if result is None else result
+
+    def _recorded(self, key, tensors: Tensors, constants) -> list[torch.Tensor]:
+        given = [tensor for tensor in tensors if tensor is not None]
+        is_ordinary = all(t.numel() and t.data_ptr() % ALIGNMENT == 0 for t in given) and not _share_memory(given)
+        del given
+        index = tensors[0].get_device()
+        if not is_ordinary or (index >= 0 and index != torch.cuda.current_device()):
+            return self.function(tensors, *constants)
+        recorder = Recorder(tensors)
+        _thread.recorder = recorder
+        try:
+            with recorder:
+                result = self.function(tensors, *constants)
+        finally:
+            _thread.recorder = None
+        if len(self.tapes) >= TAPES:
+            self.tapes.clear()
+        try:
+            self.tapes[key] = recorder.finish(result)
+        except Unrecordable as e:
+            print("NEVER", e)
+            self.tapes[key] = _never
+        return result
