@@ -134,10 +134,10 @@ class Recorder(TorchDispatchMode):
         offset = tensor.data_ptr() - root.address
         return _Expression(f"{root.name}.data_ptr(){f' + {offset}' if offset else ''}")
 
-    def made(self, function: Callable, *arguments, **options) -> _Expression:
+    def made(self, function: Callable | _Expression, *arguments, **options) -> _Expression:
         """Source of what the function gives for these arguments."""
         given = [self.expression(argument) for argument in arguments]
-        given += [f"{name}={self.expression(value)}" for name, value in options.items()]
+        given += [_Expression(f"{name}={self.expression(value)}") for name, value in options.items()]
         name = function if isinstance(function, _Expression) else self.constant(function)
         return _Expression(f"{name}({', '.join(given)})")
 
@@ -248,16 +248,14 @@ class Recorder(TorchDispatchMode):
         """Source of an empty tensor like that, of a given one that lives: half the time of torch.empty."""
         alive = [root for root in self._given if any(root in roots for _, roots in self._memory.values())]
         if not alive:
-            return self.made(torch.empty_strided, tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype,
-                             device=tensor.device)  # fmt: skip
+            like = {"dtype": tensor.dtype, "device": tensor.device}
+            return self.made(torch.empty_strided, tuple(tensor.shape), tensor.stride(), **like)
         root = next((root for root in alive if root.dtype == tensor.dtype), alive[0])
         dtype = {} if root.dtype == tensor.dtype else {"dtype": tensor.dtype}
-        how = (
-            (f"{root.name}.new_empty",)
-            if tensor.is_contiguous()
-            else (f"{root.name}.new_empty_strided", tensor.stride())
-        )
-        return self.made(_Expression(how[0]), tuple(tensor.shape), *how[1:], **dtype)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if strides == torch.empty(shape, device="meta").stride():
+            return self.made(_Expression(f"{root.name}.new_empty"), shape, **dtype)
+        return self.made(_Expression(f"{root.name}.new_empty_strided"), shape, strides, **dtype)
 
     def _note(self, function, args, kwargs, result) -> None:
         if _DEPENDS_ON_VALUES.intersection(function.tags):

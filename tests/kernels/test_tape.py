@@ -51,7 +51,8 @@ def in_fp8():
     """Products of FP8 experts, quantized by 128 columns."""
     tensors, dout = layer(T, 128, 128, E, T * K, torch.bfloat16, bias=False)
     ids, _ = routing_ids(T, E, K, "top_k")
-    weights = [PackedWeight.quantize(tensors[name], "fp8") for name in ("gate_up", "down")]
+    orders = {"gate_up": "concatenated", "down": "whole"}
+    weights = [PackedWeight.quantize(tensors[name], "fp8", order=order) for name, order in orders.items()]
     leaf = tensors["x"].requires_grad_()
 
     def step():
