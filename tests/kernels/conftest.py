@@ -1,8 +1,7 @@
 """Triton kernels run interpreted where there is no GPU; ../conftest.py imports them so."""
 
 import dataclasses
-import functools
-import inspect
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy
@@ -15,22 +14,71 @@ INTERPRETED = not torch.cuda.is_available()
 GEMMS = ("up", "down", "down_backward", "up_backward_input", "gate_up_gradient", "down_gradient")
 
 
-@functools.cache
-def names_of_builtins(owner):
-    """What Triton's interpreter replaces in a module or class, looked up once instead of at every call of a function."""
-    from triton.language.core import is_builtin
+def patch_lang_of(interpreter):
+    """interpreter._patch_lang, which runs at every launch and again at every call of a function inside a kernel: what a launch
+    patches serves those too."""
+    from triton.language import core
 
-    return [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+    original, launches = interpreter._patch_lang, []
+
+    def patch_lang(fn):
+        if launches:
+            return None
+        scope = original(SimpleNamespace(__globals__={"tl": interpreter.tl, "core": core}))
+        launches.append(scope)
+        restore = scope.restore
+
+        def end():
+            launches.clear()
+            restore()
+
+        scope.restore = end
+        return scope
+
+    return patch_lang
 
 
-def replace_builtins(owner, builder, scope):
-    """interpreter._patch_builtin, which runs at every launch and every call of a function inside a kernel."""
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
+def np_dtype_of(interpreter):
+    """interpreter._get_np_dtype, which makes a table of all types at every call."""
+    original, known = interpreter._get_np_dtype, {}
 
-    for name in names_of_builtins(owner):
-        if is_builtin(member := getattr(owner, name)):
-            interpreter._patch_attr(owner, name, member, builder, scope)
+    def get_np_dtype(dtype):
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = original(dtype)
+        return known[name]
+
+    return get_np_dtype
+
+
+def init_of_block(core):
+    """block_type.__init__, which checks and writes out a shape; there are few."""
+    original, known = core.block_type.__init__, {}
+
+    def init(self, element_ty, shape):
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    return init
+
+
+def init_of_tensor(core):
+    """tensor.__init__, which makes constants of the sizes and a tuple of those."""
+    original, known = core.tensor.__init__, {}
+
+    def init(self, handle, type):
+        sizes = type.shape if type.is_block() else ()
+        if sizes not in known:
+            original(self, handle, type)
+            known[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[sizes]
+
+    return init
 
 
 def binary_op_of(interpreter):
@@ -88,12 +136,16 @@ def dot_of(interpreter):
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
     if INTERPRETED:
+        from triton.language import core
         from triton.runtime import interpreter
 
         from sonicmoe_hf.kernels.triton import bias_gradient
 
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(interpreter, "_patch_builtin", replace_builtins)
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_lang_of(interpreter))
+        monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype_of(interpreter))
+        monkeypatch.setattr(core.block_type, "__init__", init_of_block(core))
+        monkeypatch.setattr(core.tensor, "__init__", init_of_tensor(core))
         # it computes every sum of integers again in int64, to assert that none overflowed, and asserts nothing
         options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
