@@ -11,10 +11,12 @@ from helpers.programs import make_model, texts, write_rows
 from helpers.terminal import assert_prints_what_is_shown, sessions
 
 import sonicmoe_hf
+from sonicmoe_hf.autopatch.program import _environment, _own_python
+from sonicmoe_hf.autopatch.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(sonicmoe_hf.__file__).resolve().parent.parent
-RUN = [sys.executable, "-m", "sonicmoe_hf", "run"]
+RUN = [sys.executable, "-m", "sonicmoe_hf", "run"]  # test_program.py has what it does before it gives way
 PATCHED = "sonicmoe-hf: Qwen3MoeForCausalLM: 2 mixture-of-experts layers patched; routing: top-k"
 SHOWN = {
     "max_steps": 2,
@@ -103,7 +105,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def launch(*command, cwd):
+def launch(*command, cwd, change=dict):
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -113,10 +115,15 @@ def launch(*command, cwd):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
+        list(map(str, command)), cwd=cwd, env=change(environment), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def launch_own(*program, cwd):
+    """What `sonicmoe-hf run` gives way to, without that command's own start, which imports Transformers."""
+    return launch(*_own_python(list(map(str, program))), cwd=cwd, change=lambda own: _environment(RunSettings(), own))
 
 
 def losses(output):
@@ -139,7 +146,7 @@ def losses_by_hand(folder):
 
 
 def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(folder, losses_by_hand):
-    run = launch(*RUN, "--", "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    run = launch_own("loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand[1]
     assert run.stderr.count(PATCHED) == 1 and "backend: eager" in run.stderr
 
@@ -147,7 +154,7 @@ def test_a_script_with_accelerates_loop_has_the_losses_of_the_same_run_by_hand(f
 def test_the_same_in_children_of_accelerate_launch(folder, losses_by_hand):
     accelerate = ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
                   "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
-    run = launch(*RUN, "--", "-m", *accelerate, "loop.py", "small-qwen3-moe", "run", cwd=folder)
+    run = launch_own("-m", *accelerate, "loop.py", "small-qwen3-moe", "run", cwd=folder)
     assert last_line(run) == losses_by_hand[1]
     assert run.stderr.count(PATCHED) == 1
 
@@ -191,7 +198,7 @@ def test_trls_sft_prints_what_the_document_shows_and_has_the_losses_of_the_same_
 def test_trls_dpo_has_the_losses_of_the_same_run_by_hand(trained_by_hand):
     options = [word for name, value in TRAINING.items() for word in (f"--{name}", value)]
     options += ["--dataset_name", trained_by_hand / "pairs", "--model_name_or_path", "small-qwen3-moe"]
-    run = launch(*RUN, "--", "-m", "trl.scripts.dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
+    run = launch_own("-m", "trl.scripts.dpo", *options, "--output_dir", "dpo-run", cwd=trained_by_hand)
     assert run.stderr.count(PATCHED) == 1
     assert_same_losses(trained_by_hand, "dpo-run/checkpoint-3", "dpo-by-hand", 3)
 
@@ -208,8 +215,10 @@ def test_trls_lora_of_attention_alone_is_left_alone_and_gets_experts_when_asked(
         0,
     ]
     options += ["--lora_target_modules", "q_proj", "v_proj", "--lora_r", 8]
-    for own, name, targets in (([], "alone", None), (["--adapt-experts", 4], "experts", 2)):
-        run = launch(*RUN, *own, "--", "-m", "trl.scripts.sft", *options, "--output_dir", name, cwd=folder)
+    program = ["-m", "trl.scripts.sft", *options, "--output_dir"]
+    alone = launch_own(*program, "alone", cwd=folder)
+    asked = launch(*RUN, "--adapt-experts", 4, "--", *program, "experts", cwd=folder)
+    for run, name, targets in ((alone, "alone", 0), (asked, "experts", 2)):
         config = json.loads((folder / name / "adapter_config.json").read_text())
-        assert len(config["target_parameters"] or []) == (targets or 0)
-        assert ("experts: frozen, with LoRA of rank 4" in run.stderr) == (targets is not None)
+        assert len(config["target_parameters"] or []) == targets
+        assert ("experts: frozen, with LoRA of rank 4" in run.stderr) == (targets > 0)

@@ -19,6 +19,8 @@ from helpers.trl_trainers import word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sonicmoe_hf import merge_adapter
+from sonicmoe_hf.autopatch.program import _environment
+from sonicmoe_hf.autopatch.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 for package in ("fastapi", "uvicorn", "openai"):
@@ -36,7 +38,6 @@ def load_and_tell(*arguments, **options):
 ModelManager._load_model = load_and_tell
 app()
 """
-RUN = ["-m", "sonicmoe_hf", "run", "--"]
 PROMPT, TOKENS, SECONDS = "w5 w9 w33 w7", 12, 240
 WHOLE_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
 
@@ -55,13 +56,15 @@ def answer(port, path, body=None):
 
 
 @contextmanager
-def served(runner, folder, log):
-    """The port of a server with the model in `folder`, started in a process of its own and stopped at the end."""
+def served(patched, log):
+    """The port of a server of the models that it is asked for, started in a process of its own and stopped at the end."""
     port, arguments = free_port(), ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
     script = log.with_name("serve.py")
     script.write_text(SERVE)
-    command = [sys.executable, *runner, str(script), "serve", str(folder), *arguments, "--port", str(port)]
+    command = [sys.executable, str(script), "serve", *arguments, "--port", str(port)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if patched:  # what `sonicmoe-hf run` gives way to
+        environment = _environment(RunSettings(), environment)
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -104,15 +107,15 @@ def generated(folder):
     return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    "runner, name", [([], "merged"), ([], "fp8"), (RUN, "merged")], ids=["merged", "merged to FP8", "patched"]
-)
-def test_a_server_answers_with_what_the_merged_model_generates(runner, name, folders, tmp_path):
-    log = tmp_path / "log"
-    with served(runner, folders / name, log) as port:
-        body = {"model": str(folders / name), "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-        reply = answer(port, "/v1/completions", body)
-    expected = generated(folders / name)
-    assert len(expected.split()) > 4 and reply["choices"][0]["text"].split() == expected.split()
-    assert expected != generated(folders / "base"), "the adapter does something"
-    assert f"patched: {runner == RUN}" in log.read_text()
+@pytest.mark.parametrize(("patched", "names"), [(False, ("merged", "fp8")), (True, ("merged",))])
+def test_a_server_answers_with_what_the_merged_model_generates(patched, names, folders, tmp_path):
+    log, replies = tmp_path / "log", {}
+    with served(patched, log) as port:
+        for name in names:
+            body = {"model": str(folders / name), "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
+            replies[name] = answer(port, "/v1/completions", body)
+    for name, reply in replies.items():
+        expected = generated(folders / name)
+        assert len(expected.split()) > 4 and reply["choices"][0]["text"].split() == expected.split()
+        assert expected != generated(folders / "base"), "the adapter does something"
+    assert log.read_text().count(f"patched: {patched}") == len(names)
