@@ -314,13 +314,13 @@ def report(target, name, variant, compiled, with_instructions):
     print(f"{target}|{name}|{variant}|{figures}", flush=True)
 
 
-def compile_calls(target, label, calls, with_instructions):
+def compiled_calls(target, calls):
+    """(name, compiled kernel) of every launch."""
     for name, call in calls:
         for kernel, *arguments in launches_of(call):
-            compiled = compile_launch(target, kernel, *arguments)
             # the product of a function that launches several kernels goes by the function's name
             is_product = kernel.__name__.startswith("gemm_")
-            report(target, name if is_product else f"{name}: {kernel.__name__}", label, compiled, with_instructions)
+            yield name if is_product else f"{name}: {kernel.__name__}", compile_launch(target, kernel, *arguments)
 
 
 def main(target: int, labels, packed, with_others: bool, with_instructions: bool):
@@ -329,13 +329,14 @@ def main(target: int, labels, packed, with_others: bool, with_instructions: bool
     for module in [module for name, module in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]:
         for kept in vars(module).values():
             getattr(kept, "cache_clear", lambda: None)()
-    if with_others:
-        compile_calls(target, "", others(), with_instructions)
+    of_variant = {"": others()} if with_others else {}
     for label, name in product(packed, FORMATS):
-        compile_calls(target, f"{name}, {label}", packed_products(name, *PACKED[label]), with_instructions)
+        of_variant[f"{name}, {label}"] = packed_products(name, *PACKED[label])
     for label in labels:
-        calls = scaled_products(*SCALED[label]) if label in SCALED else products(VARIANTS[label])
-        compile_calls(target, label, calls, with_instructions)
+        of_variant[label] = scaled_products(*SCALED[label]) if label in SCALED else products(VARIANTS[label])
+    for variant, calls in of_variant.items():
+        for name, compiled in compiled_calls(target, calls):
+            report(target, name, variant, compiled, with_instructions)
 
 
 if __name__ == "__main__":
