@@ -163,9 +163,9 @@ def main(names):
         kernel, parameters = CASES[name]
         getattr(compiled, kernel).__wrapped__.__wrapped__(*parameters)  # past both caches
         (cubin,) = dump.glob("*.cubin")
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True)
-        stack = max(int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr))
-        sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run([CUOBJDUMP, "-res-usage", "-sass", cubin], capture_output=True, text=True, check=True)
+        sass = shown.stdout
+        stack = max(int(n) for n in re.findall(r"STACK:(\d+)", sass + shown.stderr))
         local, wgmma, waits = (
             len(re.findall(rf"\b{op}\b", sass)) for op in ("(LDL|STL)", "[HQ]GMMA", r"WARPGROUP\.DEPBAR")
         )
