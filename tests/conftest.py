@@ -2,23 +2,29 @@ import gc
 import importlib.util
 import logging
 import os
+import sys
 
 import pytest
-import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-torch.set_num_threads(1)
+HAS_WORKERS = any(word == "-n" and count != "0" for word, count in zip(sys.argv, sys.argv[1:]))
 
-# Triton decides when it and the kernels are imported whether kernels run interpreted. Whatever else imports it comes later.
-if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"
-    import sonicmoe_hf.kernels.triton
-    import sonicmoe_hf.kernels.triton.scale_rows  # noqa: F401
+# xdist's own process runs no test, and starts its workers the sooner without what they import
+if "PYTEST_XDIST_WORKER" in os.environ or not HAS_WORKERS:
+    import torch
 
-    del os.environ["TRITON_INTERPRET"]
+    torch.set_num_threads(1)
+    # Triton decides when it and the kernels are imported whether kernels run interpreted. Whatever else imports it comes
+    # later.
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        os.environ["TRITON_INTERPRET"] = "1"
+        import sonicmoe_hf.kernels.triton
+        import sonicmoe_hf.kernels.triton.scale_rows  # noqa: F401
 
-from sonicmoe_hf.kernels import tape  # noqa: E402
+        del os.environ["TRITON_INTERPRET"]
+
+    from sonicmoe_hf.kernels import tape
 
 
 def pytest_collection_finish():
