@@ -73,18 +73,6 @@ class PackedBlocks(NamedTuple):
     registers: int | None = None
 
 
-class Operands(NamedTuple):
-    """What blocks depend on, of a kernel's operands."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def index(self) -> int:
-        """The device's number, -1 of a CPU."""
-        return -1 if self.device.index is None else self.device.index
-
-
 def _everywhere(blocks, gradient, lora_shrink, rank_gradient, packed_nf4=None, packed_mxfp4=None):
     rows, up = {"many": blocks}, {"many": blocks._replace(columns=blocks.columns // 2)}
     return {
@@ -267,8 +255,8 @@ def _entry(kernel: str, device: torch.device, size: int, rows_per_expert: str, a
     return next(entries[name] for name in buckets[buckets.index(rows_per_expert) :] if name in entries)
 
 
-def blocks_for(kernel: str, like: torch.Tensor | Operands, num_pairs: int, num_experts: int, aligned: bool = True):
-    """The table's entry for a kernel whose operands are like that; aligned: to 16 bytes, all of them."""
+def blocks_for(kernel: str, like: torch.Tensor, num_pairs: int, num_experts: int, aligned: bool = True):
+    """The table's entry for a kernel whose operands are like this one; aligned: to 16 bytes, all of them."""
     return _entry(kernel, like.device, like.dtype.itemsize, bucket(num_pairs, num_experts), aligned)
 
 

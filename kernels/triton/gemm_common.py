@@ -152,9 +152,9 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
-def precision(like):
-    """Of products of a tensor's dtype. Three tf32 products stand in for one of fp32; bf16 and fp16 have one way."""
-    return "tf32x3" if like.dtype.itemsize == 4 else "tf32"
+def precision(dtype):
+    """Of products in this dtype. Three tf32 products stand in for one of fp32; bf16 and fp16 have one way."""
+    return "tf32x3" if dtype.itemsize == 4 else "tf32"
 
 
 def language_dtype(dtype):

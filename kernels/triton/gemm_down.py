@@ -121,7 +121,7 @@ def _product(kernel, source_RK, weight_ENK, bias_EN, rows, extra, dtype=None, sc
              rows.tiles),
             (plan.row_tiles,),
             (columns, length, *weight_ENK.stride(), *bias_strides(bias_EN), described, *extra_constants, *plan.tile,
-             precision(out_RN)),
+             precision(out_RN.dtype)),
             **plan.options,
         )  # fmt: skip
     return out_RN

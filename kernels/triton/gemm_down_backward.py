@@ -216,7 +216,7 @@ def down_backward(
              rows.token, rows.pair, None, None, None, None, rows.tiles),
             (plan.row_tiles, num_rows),
             (hidden, inner, *down_EHI.stride(), *extra_constants, order, *activation, described, *plan.tile,
-             plan.blocks.piece if order is False else plan.blocks.piece // 2, precision(dout_TH)),
+             plan.blocks.piece if order is False else plan.blocks.piece // 2, precision(dout_TH.dtype)),
             **plan.options,
         )  # fmt: skip
     if not want_dw:
@@ -242,7 +242,7 @@ def scaled_down_backward(
              rows.pair, dout.scales, block_scales(down), codes, scales, rows.tiles),
             (plan.row_tiles, num_rows),
             (hidden, inner, *down.codes.transpose(1, 2).stride(), *extra_constants, False, *activation, False,
-             *plan.tile, plan.blocks.columns, precision(h_R2I)),
+             *plan.tile, plan.blocks.columns, precision(h_R2I.dtype)),
             **plan.options,
         )  # fmt: skip
     return dh_R2I, a_RI, routing_gradient(parts, h_R2I, None, rows) if want_dw else None, dh

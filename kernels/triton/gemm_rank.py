@@ -212,7 +212,7 @@ def lora_shrink(source, factor_EKJ, rows, scale, gathered):
             gemm_rank_kernel, (row_tiles * cdiv(rank, columns),),
             (source, factor_EKJ, out_PJ, rows.token if gathered else None, rows.tiles), (row_tiles, _bits(scale)),
             (rank, length, by_expert, by_rank, by_depth, tile_rows(num_pairs, num_experts), columns, blocks.depth,
-             precision(source)),
+             precision(source.dtype)),
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     return out_PJ
@@ -226,7 +226,8 @@ def _factor_gradient(source, rank_PJ, out, shape_EMr, strides, weight_P, rows, g
     launch_kernel(
         gemm_rank_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(rank, width),),
         (source, rank_PJ, out, weight_P, rows.token if gathered else None, rows.pair, rows.offsets), (),
-        (num_experts, height, rank_PJ.shape[1], rank, *strides, blocks.height, width, blocks.depth, precision(source)),
+        (num_experts, height, rank_PJ.shape[1], rank, *strides, blocks.height, width, blocks.depth,
+         precision(source.dtype)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
 
@@ -274,7 +275,7 @@ def lora_b_backward(source, b_ENJ, rank_PJ, weight_P, rows, scale, gathered, wan
             (source, b_ENJ, sums, rank_PJ, gradient, weight_P, token, rows.pair, rows.offsets),
             (num_pairs, _bits(scale)),
             (num_experts, size, padded, rank, by_expert, by_rank, by_row, *written, blocks.height,
-             _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source)),
+             _rank_columns(padded, ONE_PASS_RANK), blocks.depth, precision(source.dtype)),
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     else:

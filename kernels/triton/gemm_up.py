@@ -12,7 +12,7 @@ import triton.language as tl
 from ..interface import PackedOperand
 from ..scaled import SMALLEST, block_scales
 from .activations import activate, activate_ungated
-from .config import Operands, as_e4m3
+from .config import as_e4m3
 from .descriptors import gate_up_descriptor, weight_descriptor
 from .gemm_common import (
     GROUP,
@@ -182,7 +182,7 @@ def up(x_TH, gate_up_E2IH, bias_E2I, rows, activation, interleaved, want_h, want
              None, None, None, None, rows.tiles),
             (plan.row_tiles,),
             (hidden, inner, *gate_up_E2IH.stride(), *bias_strides(bias_E2I), interleaved if is_gated else None,
-             *extra_constants, *activation, None, described, *plan.tile, precision(x_TH)),
+             *extra_constants, *activation, None, described, *plan.tile, precision(x_TH.dtype)),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI
@@ -203,7 +203,7 @@ def scaled_up(x, gate_up, rows, activation, dtype, want_h, want_a, want_scaled, 
              block_scales(gate_up), codes, scales, rows.tiles),
             (plan.row_tiles,),
             (hidden, inner, *gate_up.codes.stride(), *bias_strides(None), False, *extra_constants, *activation,
-             language_dtype(dtype), False, *plan.tile, precision(Operands(x.scales.device, dtype))),
+             language_dtype(dtype), False, *plan.tile, precision(dtype)),
             **plan.options,
         )  # fmt: skip
     return h_R2I, a_RI, a

@@ -95,7 +95,7 @@ def _weight_gradient(direct_RN, gathered_TM, rows, like_ENM):
         gemm_wgrad_kernel, (num_experts * cdiv(height, blocks.height) * cdiv(width, blocks.width),),
         (direct_RN, described, gathered_TM, gradient, rows.token, rows.offsets), (),
         (height, width, *gradient.transpose(1, 2).stride(), blocks.height, blocks.width, blocks.depth, blocks.group,
-         blocks.peel, precision(direct_RN)),
+         blocks.peel, precision(direct_RN.dtype)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return gradient

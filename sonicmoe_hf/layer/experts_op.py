@@ -9,7 +9,6 @@ y, or gathered rows. Formulas: paper, section 3; adapters add to h = x W1^T and 
 from __future__ import annotations
 
 import contextlib
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +85,10 @@ class Options(NamedTuple):
     fp8: bool = False
 
 
-def _fields_of(projection: str):
-    """What gives a Projection's tensors of Inputs, and what its other fields of Options."""
-    parts = (f"{projection}_{part}" for part in ("scales", "state", "bias", "a", "b"))
-    return operator.attrgetter(projection, *parts), operator.attrgetter(f"{projection}_format", f"{projection}_scale")
-
-
-_GATE_UP, _DOWN = _fields_of("gate_up"), _fields_of("down")
+def _projection(name: str, inputs: Inputs, options: Options) -> Projection:
+    parts = {part: getattr(inputs, f"{name}_{part}") for part in ("scales", "state", "bias", "a", "b")}
+    parts |= {part: getattr(options, f"{name}_{part}") for part in ("format", "scale")}
+    return Projection(getattr(inputs, name), **parts)
 
 
 class SaveFlags(NamedTuple):
@@ -122,8 +118,8 @@ class _Layer:
         self.scaled_dh: ScaledRows | None = None
         self.transposed, self.interleaved = options.transposed, options.interleaved
         self.activation = Activation(options.activation, options.alpha, options.limit)
-        self.gate_up = gate_up = Projection(*_GATE_UP[0](inputs), *_GATE_UP[1](options))
-        self.down = down = Projection(*_DOWN[0](inputs), *_DOWN[1](options))
+        self.gate_up = gate_up = _projection("gate_up", inputs, options)
+        self.down = down = _projection("down", inputs, options)
         self.gate_up_adapter, self.down_adapter = pack_all(
             (
                 (gate_up.a, gate_up.b, gate_up.scale, gate_up.a is not None and self._is_in_last(gate_up)),
