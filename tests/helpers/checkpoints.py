@@ -1,5 +1,6 @@
 """Small checkpoints on disk, of every kind that conversion reads, and how tests compare them."""
 
+import itertools
 import json
 import re
 import shutil
@@ -106,15 +107,9 @@ def make(folder, family, kind="hub", dtype=torch.bfloat16, fp8_block=FP8_BLOCK, 
         rewrite(folder, _as_mxfp4(tensors_in(folder)))
         edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
     elif kind == "fp8":
-        rewrite(folder, _as_fp8(tensors_in(folder), fp8_block))
-        edit_config(
-            folder,
-            quantization_config={
-                "quant_method": "fp8",
-                "weight_block_size": list(fp8_block),
-                "activation_scheme": "dynamic",
-            },
-        )
+        rewrite(folder, in_fp8(tensors_in(folder), size=fp8_block)[0])
+        declared = {"quant_method": "fp8", "weight_block_size": list(fp8_block), "activation_scheme": "dynamic"}
+        edit_config(folder, quantization_config=declared)
     return model
 
 
@@ -162,28 +157,6 @@ def _as_mxfp4(tensors):
     return packed
 
 
-def _as_fp8(tensors, size):
-    """DeepSeek's format: every linear weight as float8 with one fp32 scale per block."""
-    packed = {}
-    for name, tensor in tensors.items():
-        if tensor.dim() != 2 or "proj" not in name:
-            packed[name] = tensor
-            continue
-        rows, columns = (-(-length // block) for length, block in zip(tensor.shape, size))
-        scale = torch.empty(rows, columns)
-        weight = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
-        for i in range(rows):
-            for j in range(columns):
-                block = (
-                    slice(i * size[0], (i + 1) * size[0]),
-                    slice(j * size[1], (j + 1) * size[1]),
-                )
-                scale[i, j] = tensor[block].float().abs().max() / 448
-                weight[block] = (tensor[block].float() / scale[i, j]).to(torch.float8_e4m3fn)
-        packed[name], packed[f"{name}_scale_inv"] = weight, scale
-    return packed
-
-
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -224,22 +197,21 @@ def fp8_by_transformers(weight, block):
     return made["x.weight"], made["x.weight_scale_inv"]
 
 
-def fp8_of(tensor, kind):
-    """(values, scale_inv, what they stand for), block by block, as DeepSeek's kernels have it."""
-    blocks = tuple(-(-size // 128) for size in tensor.shape)
+def fp8_of(tensor, kind, size=(128, 128)):
+    """(values, scale_inv, what they stand for), block by block of this size, as DeepSeek's kernels have it."""
+    blocks = tuple(-(-length // of_block) for length, of_block in zip(tensor.shape, size))
     values, scales = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn), torch.empty(blocks)
     dense = torch.empty(tensor.shape)
-    for i in range(blocks[0]):
-        for j in range(blocks[1]):
-            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-            scales[i, j] = tensor[block].float().abs().max() / 448
-            if kind == "ue8m0":
-                scales[i, j] = torch.exp2(scales[i, j].log2().ceil())
-            elif kind == "bf16":
-                scales[i, j] = scales[i, j].bfloat16() * 1.01  # rounded up
-                scales[i, j] = scales[i, j].bfloat16()
-            values[block] = (tensor[block].float() / scales[i, j]).to(torch.float8_e4m3fn)
-            dense[block] = values[block].float() * scales[i, j]
+    for place in itertools.product(*map(range, blocks)):
+        block = tuple(slice(i * of_block, (i + 1) * of_block) for i, of_block in zip(place, size))
+        scales[place] = tensor[block].float().abs().max() / 448
+        if kind == "ue8m0":
+            scales[place] = torch.exp2(scales[place].log2().ceil())
+        elif kind == "bf16":
+            scales[place] = scales[place].bfloat16() * 1.01  # rounded up
+            scales[place] = scales[place].bfloat16()
+        values[block] = (tensor[block].float() / scales[place]).to(torch.float8_e4m3fn)
+        dense[block] = values[block].float() * scales[place]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "ue8m0": torch.float8_e8m0fnu}[kind]
     return values, scales.to(dtype), dense
 
@@ -265,10 +237,10 @@ def to_nvfp4(folder):
     return stored, values
 
 
-def in_fp8(tensors, kind="fp32"):
+def in_fp8(tensors, kind="fp32", size=(128, 128)):
     """(a checkpoint's tensors in FP8, the dense ones that they stand for), linear layers and experts."""
     stored, dense = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "_proj" in name:
-            stored[name], stored[f"{name}_scale_inv"], dense[name] = fp8_of(tensor, kind)
+            stored[name], stored[f"{name}_scale_inv"], dense[name] = fp8_of(tensor, kind, size)
     return stored, dense

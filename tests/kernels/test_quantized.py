@@ -1,14 +1,15 @@
 """Packed weights: the codecs against bitsandbytes and Transformers, bit by bit, and what they refuse."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from helpers.checkpoints import fp8_by_transformers
 from helpers.marks import rest_slow
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from moe_problems import poisoned
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sonicmoe_hf import PackedWeight, moe_experts
+from sonicmoe_hf.checkpoints.comparing import same_bytes
 from sonicmoe_hf.kernels import eager, minifloat, triton
 from sonicmoe_hf.kernels.quantized import (
     FORMATS,
@@ -22,10 +23,6 @@ from sonicmoe_hf.kernels.quantized import (
 
 SHAPE = (5, 33, 192)  # 495 NF4 scales: two of the second level, the last one cut
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def same_bits(actual, expected):
-    return actual.dtype == expected.dtype and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 def bitsandbytes_nf4(weight):
@@ -47,14 +44,14 @@ def test_nf4_gives_the_values_of_bitsandbytes_from_its_quantization_state():
     check_quantized(packed, "nf4")
     for dtype in DTYPES:
         state.dtype = dtype
-        assert same_bits(dequantize(packed, "nf4", dtype), dequantize_4bit(codes, state)), dtype
+        assert same_bytes(dequantize(packed, "nf4", dtype), dequantize_4bit(codes, state)), dtype
 
 
 def test_nf4_quantizes_as_bitsandbytes_does():
     weight = torch.randn(SHAPE).bfloat16()
     _, _, theirs = bitsandbytes_nf4(weight)
     for part, ours, wanted in zip(Quantized._fields, quantize(weight, "nf4"), theirs):
-        assert same_bits(ours, wanted), part
+        assert same_bytes(ours, wanted), part
 
 
 def test_mxfp4_gives_the_values_of_transformers_for_every_code_and_scale():
@@ -63,7 +60,7 @@ def test_mxfp4_gives_the_values_of_transformers_for_every_code_and_scale():
     scales = torch.arange(256).repeat_interleave(256).view(16, 256, 16).to(torch.uint8)
     for dtype in DTYPES:
         expected = convert_moe_packed_tensors(codes, scales, dtype=dtype).transpose(1, 2).contiguous()
-        assert same_bits(dequantize(Quantized(codes, scales, None), "mxfp4", dtype), expected), dtype
+        assert same_bytes(dequantize(Quantized(codes, scales, None), "mxfp4", dtype), expected), dtype
 
 
 def test_mxfp4_rounds_to_nearest_even_below_the_smallest_scale_that_holds_the_largest_value():
@@ -75,17 +72,10 @@ def test_mxfp4_rounds_to_nearest_even_below_the_smallest_scale_that_holds_the_la
     assert values[0, 0, :9].tolist() == [6.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, -4.0, -0.5]
     assert quantize(weight * 1.01, "mxfp4").scales.tolist() == [[[128], [0]]]
     again = quantize(values, "mxfp4")
-    assert same_bits(again.codes, packed.codes) and same_bits(again.scales, packed.scales)
+    assert same_bytes(again.codes, packed.codes) and same_bytes(again.scales, packed.scales)
     tiny = quantize(values * 2.0**-129, "mxfp4")  # 6 * 2^-129: there is no smaller scale than 2^-127
     assert tiny.scales.tolist() == [[[0], [0]]]
     assert dequantize(tiny, "mxfp4", torch.float32)[0, 0, :3].tolist() == [1.5 * 2.0**-127, 0.0, 0.0]
-
-
-def fp8_of_transformers(weight):
-    """Transformers' values and scales of a weight [N, K] that blocks divide."""
-    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
-    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
-    return made["x.weight"], made["x.weight_scale_inv"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,11 +84,11 @@ def test_fp8_quantizes_and_gives_the_values_of_transformers(dtype):
     weight[1, 128:, 128:256] = 0
     packed = quantize(weight, "fp8")
     for expert in range(3):
-        values, scales = fp8_of_transformers(weight[expert])
-        assert same_bits(packed.codes[expert].view(torch.float8_e4m3fn), values)
-        assert same_bits(packed.scales[expert, 0, :, 0], scales)
+        values, scales = fp8_by_transformers(weight[expert], (128, 128))
+        assert same_bytes(packed.codes[expert].view(torch.float8_e4m3fn), values)
+        assert same_bytes(packed.scales[expert, 0, :, 0], scales)
         expected = Fp8Dequantize(None)._dequantize_one(values, scales, output_dtype=dtype)
-        assert same_bits(dequantize(packed, "fp8", dtype)[expert], expected)
+        assert same_bytes(dequantize(packed, "fp8", dtype)[expert], expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -135,9 +125,9 @@ def test_fp8_scales_in_a_byte_are_powers_of_two():
     found = dequantize(packed._replace(scales=bytes_.view(1, 1, 2, 1, 2)), "fp8", torch.float32)
     powers = bytes_.view(torch.float8_e8m0fnu).float()
     expected = dequantize(packed._replace(scales=powers.view(1, 1, 2, 1, 2)), "fp8", torch.float32)
-    assert same_bits(found, expected)
+    assert same_bytes(found, expected)
     values = packed.codes[0].view(torch.float8_e4m3fn)
-    assert same_bits(found[0], Fp8Dequantize(None)._dequantize_one(values, bytes_, output_dtype=torch.float32))
+    assert same_bytes(found[0], Fp8Dequantize(None)._dequantize_one(values, bytes_, output_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -147,7 +137,7 @@ def test_nvfp4_gives_each_half_a_scale_of_its_own_and_the_nearest_values(order):
     weight[:, -1:, :, -1:] *= 100
     packed = quantize(weight.reshape(2, -1, 48), "nvfp4", order)
     largest = weight.abs().amax((2, 4))
-    assert same_bits(packed.state, largest / (6 * 448))
+    assert same_bytes(packed.state, largest / (6 * 448))
     factors = (
         packed.scales.view(torch.float8_e4m3fn).float().view(2, parts, 24, kinds, 3)
         * packed.state[:, :, None, :, None]
@@ -224,7 +214,7 @@ def test_only_the_experts_asked_for_are_expanded(name):
     packed = quantize(torch.randn(4, 8, 64), name)
     whole = dequantize(packed, name, torch.bfloat16)
     some = dequantize(packed, name, torch.bfloat16, experts=[1, 3])
-    assert same_bits(some[1::2].contiguous(), whole[1::2].contiguous())
+    assert same_bytes(some[1::2].contiguous(), whole[1::2].contiguous())
 
 
 def every_value(name, order, device):
@@ -262,8 +252,8 @@ def test_triton_gives_the_codecs_values(device, name, order):
         for dtype in DTYPES:
             expected = dequantize(stored, name, dtype)[::2].contiguous()
             actual = triton.dequantize(*stored, name, dtype, rows)[::2].contiguous()
-            assert same_bits(actual, expected), dtype
-            assert same_bits(eager.dequantize(*stored, name, dtype, rows)[::2].contiguous(), expected), dtype
+            assert same_bytes(actual, expected), dtype
+            assert same_bytes(eager.dequantize(*stored, name, dtype, rows)[::2].contiguous(), expected), dtype
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
@@ -281,20 +271,13 @@ def test_a_layer_on_triton_never_reads_what_experts_without_rows_leave_unwritten
     E, H, I = 4, 64, 64
     monkeypatch.setattr("sonicmoe_hf.kernels.triton.config.PACKED", dict.fromkeys(FORMATS, 0))
     ids = torch.tensor([[0, 2], [2, 0], [0, 2]], device=device)
-    new_empty = torch.Tensor.new_empty
-
-    def poisoned(self, *shape, **options):
-        tensor = new_empty(self, *shape, **options)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
     for name in FORMATS:
         gate_up = PackedWeight.quantize(torch.randn(E, 2 * I, H, device=device) * 0.1, name)
         down = PackedWeight.quantize(torch.randn(E, H, I, device=device) * 0.1, name)
         x = torch.randn(3, H, device=device, requires_grad=True)
         found = []
         for weights in ((gate_up, down), (gate_up.dequantize(), down.dequantize())):
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "new_empty", poisoned)
+            with poisoned():
                 out = moe_experts(x, *weights, (ids, torch.ones(3, 2, device=device)), backend="triton")
                 found.append((out, *torch.autograd.grad(out.square().sum(), x)))
         assert all(torch.equal(actual, expected) and actual.isfinite().all() for actual, expected in zip(*found))
