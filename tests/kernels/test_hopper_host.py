@@ -34,8 +34,8 @@ def rows_of(num_pairs):
     )
 
 
-def operands(**replaced):
-    """By name, those of every function; `replaced` takes the place of some."""
+def operands(P=P, H=H, I=I, **replaced):
+    """By name, those of every function, for so many pairs and of these sizes; `replaced` takes the place of some."""
     named = {
         "x": of(T, H), "gate_up": of(E, 2 * I, H), "gate_up_bias": of(E, 2 * I), "down": of(E, H, I),
         "down_bias": of(E, H), "a": of(P, I), "h": of(P, 2 * I), "dout": of(T, H), "rows": rows_of(P),
@@ -143,16 +143,10 @@ def with_gaps(tensor):
     return of(*tensor.shape[:-1], tensor.shape[-1] + 8)[..., : tensor.shape[-1]]
 
 
+@pytest.mark.parametrize("change", (off_alignment, torch.Tensor.float))
 @pytest.mark.parametrize(("function", "name"), EVERY_OPERAND)
-def test_operands_off_alignment_fall_back(launched, triton, function, name):
-    t = operands()
-    assert falls_back(function, operands(**{name: off_alignment(getattr(t, name))}), launched, triton)
-
-
-@pytest.mark.parametrize(("function", "name"), EVERY_OPERAND)
-def test_operands_in_fp32_fall_back(launched, triton, function, name):
-    t = operands()
-    assert falls_back(function, operands(**{name: getattr(t, name).float()}), launched, triton)
+def test_operands_off_alignment_or_in_fp32_fall_back(launched, triton, function, name, change):
+    assert falls_back(function, operands(**{name: change(getattr(operands(), name))}), launched, triton)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -165,32 +159,18 @@ def test_weights_with_gaps_fall_back(launched, triton, function):
     assert not falls_back(function, operands(**{name: weight.mT.contiguous().mT}), launched, triton)
 
 
-def sized(hidden, inner):
-    return operands(
-        x=of(T, hidden),
-        gate_up=of(E, 2 * inner, hidden),
-        gate_up_bias=None,
-        down=of(E, hidden, inner),
-        down_bias=None,
-        a=of(P, inner),
-        h=of(P, 2 * inner),
-        dout=of(T, hidden),
-    )
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_sizes_that_are_small_or_no_multiple_of_eight_fall_back(launched, triton, function):
     reads_width = function in ("up_backward_input", "gate_up_gradient")  # and 2I there, where the others read I
     for hidden, inner in ((64, I), (260, I), (H, 32), (H, 202)):
-        assert falls_back(function, sized(hidden, inner), launched, triton)
-    assert falls_back(function, sized(H, 64), launched, triton) != reads_width
-    assert not falls_back(function, sized(72, 72), launched, triton)
+        assert falls_back(function, operands(P, hidden, inner), launched, triton)
+    assert falls_back(function, operands(P, H, 64), launched, triton) != reads_width
+    assert not falls_back(function, operands(P, 72, 72), launched, triton)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_no_pairs_fall_back(launched, triton, function):
-    t = operands(rows=rows_of(0), a=of(0, I), h=of(0, 2 * I), weight=of(0, dtype=torch.float32))
-    assert falls_back(function, t, launched, triton)
+    assert falls_back(function, operands(0), launched, triton)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +198,7 @@ def test_parts_of_dw_of_two_to_the_31_elements_fall_back(launched, triton, monke
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_few_rows_of_an_expert_fall_back_where_they_are_gathered_by_up_and_down_backward(launched, triton, function):
-    few = 2 * 48
-    t = operands(rows=rows_of(few), a=of(few, I), h=of(few, 2 * I), weight=of(few, dtype=torch.float32))
-    assert falls_back(function, t, launched, triton) == (function in ("up", "down_backward"))
+    assert falls_back(function, operands(2 * 48), launched, triton) == (function in ("up", "down_backward"))
 
 
 @pytest.mark.parametrize("function", ("up", "down"))
@@ -296,41 +274,34 @@ def test_a_factor_off_alignment_and_a_rank_that_is_no_multiple_of_eight_fall_bac
 
 def test_what_the_kernels_are_called_with(launched, triton):
     """In the order of the functions in compiled.py; the row of `tiles` with the scheduler's state, and the blocks, are last."""
-    t, dtype = operands(), torch.bfloat16
-    schedule = t.rows.tiles, 8, SMS
+    t = operands()
+
+    def check_launch(kernel, expected_parameters, *expected):
+        """Returns the tile."""
+        name, (dtype, *parameters, tile), arguments = launched.pop()
+        assert (name, dtype, tuple(parameters)) == (kernel, torch.bfloat16, expected_parameters)
+        assert same(arguments, (*expected, t.rows.tiles, 8, SMS))
+        return tile
+
+    of_up = t.x, t.gate_up, t.gate_up_bias, None, None
     h, a = call("up", t)
-    name, parameters, arguments = launched.pop()
-    assert name == "gemm_up" and parameters[:-1] == (dtype, H, I, True, True, True, True, SWIGLU, False, 0)
-    assert same(arguments, (t.x, t.gate_up, t.gate_up_bias, None, None, h, a, t.rows.token, *schedule))
+    check_launch("gemm_up", (H, I, True, True, True, True, SWIGLU, False, 0), *of_up, h, a, t.rows.token)
     assert (h.shape, a.shape) == ((P, 2 * I), (P, I))
-
     out = call("down", t)
-    name, parameters, arguments = launched.pop()
-    assert name == "gemm_down" and parameters[:-1] == (dtype, H, I, True, True, 0)
-    assert same(arguments, (t.a, t.down, t.down_bias, None, None, out, t.rows.token, *schedule))
-
+    check_launch("gemm_down", (H, I, True, True, 0), t.a, t.down, t.down_bias, None, None, out, t.rows.token)
     dx = call("up_backward_input", t)
-    name, parameters, arguments = launched.pop()
-    assert name == "gemm_down" and parameters[:-1] == (dtype, H, 2 * I, False, False, 0)
-    assert same(arguments, (t.h, t.gate_up.mT, None, None, None, dx, t.rows.token, *schedule))
+    check_launch("gemm_down", (H, 2 * I, False, False, 0), t.h, t.gate_up.mT, None, None, None, dx, t.rows.token)
 
     dh, a, parts = call("down_backward", t)
-    name, parameters, arguments = launched.pop()
-    assert name == "gemm_down_backward" and parameters[:-1] == (dtype, H, I, False, True, True, True, SWIGLU, False, 0)
-    expected = t.dout, t.down.mT, None, None, t.h, t.weight, dh, a, parts, t.rows.pair, t.rows.token, *schedule
-    assert same(arguments, expected)
+    expected = t.dout, t.down.mT, None, None, t.h, t.weight, dh, a, parts, t.rows.pair, t.rows.token
+    tile = check_launch("gemm_down_backward", (H, I, False, True, True, True, SWIGLU, False, 0), *expected)
     assert same(triton.routing_gradient.call_args.args, (parts, t.dout, t.down_bias, t.rows))
-    assert parts.shape == (-(-I // parameters[-1].columns), P) and parts.dtype == torch.float32
+    assert parts.shape == (-(-I // tile.columns), P) and parts.dtype == torch.float32
 
     gradient = call("gate_up_gradient", t)
-    name, parameters, arguments = launched.pop()
-    assert name == "gemm_wgrad" and parameters[:-1] == (dtype, 2 * I, H, True)
-    assert same(arguments, (t.x, t.h, gradient, t.rows.token, t.rows.offsets, *schedule))
-
+    check_launch("gemm_wgrad", (2 * I, H, True), t.x, t.h, gradient, t.rows.token, t.rows.offsets)
     gradient = call("down_gradient", t)
-    name, parameters, arguments = launched.pop()
-    assert name == "gemm_wgrad" and parameters[:-1] == (dtype, I, H, False)
-    assert same(arguments, (t.dout, t.a, gradient.mT, t.rows.token, t.rows.offsets, *schedule))
+    check_launch("gemm_wgrad", (I, H, False), t.dout, t.a, gradient.mT, t.rows.token, t.rows.offsets)
     assert gradient.stride() == t.down.stride()
 
 
@@ -355,16 +326,13 @@ def test_the_number_of_rows_chooses_among_the_compiled_tiles(launched, triton):
     narrow, tall, wide = gemm_down_tiles(512, 1536)
     assert (tall, wide) == (TALL, WIDE) and narrow not in (tall, wide)
     for mean_rows, expected in ((96, narrow), (97, tall), (160, tall), (161, narrow), (447, narrow), (448, wide)):
-        pairs = E * mean_rows
-        call("down", operands(rows=rows_of(pairs), a=of(pairs, 1536), down=of(E, 512, 1536), down_bias=None))
+        call("down", operands(E * mean_rows, 512, 1536))
         assert launched.pop()[1][-1] == expected, mean_rows
     assert row_bucket(E * 448 - 1, E) == 2 and row_bucket(E * 97 - 1, E) == 1, "a mean is rounded up"
     usual, short = gemm_wgrad_tiles(384)
     assert usual != short
     for mean_rows, expected in ((160, usual), (161, short), (320, short), (321, usual)):
-        pairs = E * mean_rows
-        t = operands(rows=rows_of(pairs), x=of(T, 384), gate_up=of(E, 2 * I, 384), h=of(pairs, 2 * I))
-        call("gate_up_gradient", t)
+        call("gate_up_gradient", operands(E * mean_rows, 384))
         assert launched.pop()[1][-1] == expected, mean_rows
 
 
