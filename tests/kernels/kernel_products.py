@@ -62,14 +62,17 @@ class Operands(NamedTuple):
         return pack(a1, b1, SCALE, self.gate_up, kernels), pack(a2, b2, SCALE, self.down, kernels)
 
 
-def operands(T, H, I, E, num_pairs, layout="concatenated", rank=0, device="cpu"):
-    """In fp32, the weights stored as the layout has them."""
-    tensors, dout = layer(T, H, I, E, num_pairs, torch.float32, device)
+def operands(
+    T, H, I, E, num_pairs, layout="concatenated", rank=0, device="cpu", dtype=torch.float32, bias=True,
+    activation=Operands._field_defaults["activation"],
+):  # fmt: skip
+    """The weights are stored as the layout has them."""
+    tensors, dout = layer(T, H, I, E, num_pairs, dtype, device, bias, activation.name)
     if LAYOUTS[layout][0]:
         tensors |= {name: stored(tensors[name], layout).transpose(1, 2) for name in ("gate_up", "down")}
-    sizes = ((H, 2 * I), (I, H)) if rank else ()
+    sizes = ((H, activation.width(I)), (I, H)) if rank else ()
     factors = tuple(factor for size in sizes for factor in adapter(E, rank, *size, device))
-    return Operands(**tensors, dout=dout, factors=factors, interleaved=LAYOUTS[layout][1])
+    return Operands(**tensors, dout=dout, factors=factors, activation=activation, interleaved=LAYOUTS[layout][1])
 
 
 def products(kernels, rows, t: Operands, at=None):

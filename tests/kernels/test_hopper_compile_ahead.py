@@ -13,12 +13,13 @@ from sonicmoe_hf.cli import warmup
 from sonicmoe_hf.kernels.announce import LOCAL_RANKS, QUIET
 from sonicmoe_hf.kernels.interface import Activation, Rows
 from sonicmoe_hf.layer.config import LAYOUTS
-from sonicmoe_hf.layer.lora_operands import pack
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from sonicmoe_hf.kernels import hopper
+from kernel_products import operands
+
+from sonicmoe_hf.kernels import eager, hopper
 from sonicmoe_hf.kernels.hopper import cache, compiled
 from sonicmoe_hf.kernels.hopper.config import tile
 from sonicmoe_hf.kernels.hopper.variants import variants
@@ -41,39 +42,25 @@ def asked_for(monkeypatch, layout, activation, bias, dtype, H, I, rank=0):
     monkeypatch.setattr(hopper, "_run_on_its_device", lambda *_: None)
     monkeypatch.setattr(hopper, "triton", SimpleNamespace(routing_gradient=lambda parts, *_: parts))
     T, E, K = 64, 2, 2  # not few rows per expert
-    transposed, interleaved = LAYOUTS[layout]
-
-    def of(*size):
-        return torch.empty(size, dtype=dtype)
-
-    def weight(rows, columns):
-        return of(E, columns, rows).transpose(1, 2) if transposed else of(E, rows, columns)
-
-    width = activation.width(I)
-    gate_up, down, h, a, x = weight(width, H), weight(H, I), of(T * K, width), of(T * K, I), of(T, H)
-    gate_up_bias, down_bias = (of(E, width), of(E, H)) if bias else (None, None)
-    on_gate_up, on_down = (
-        pack(of(E, rank, w.shape[2]), of(E, w.shape[1], rank), 1.0, w) if rank else None for w in (gate_up, down)
-    )
-    extra, lora_shrink = dict.fromkeys(("up", "down", "down_backward", "up_backward_input")), of(T * K, rank)
+    t = operands(T, H, I, E, T * K, layout, rank, dtype=dtype, bias=bias, activation=activation)
+    h, a, lora_shrink = (torch.empty(T * K, width, dtype=dtype) for width in (activation.width(I), I, rank))
+    extra = {}
     if rank:
-        extra |= {"up": on_gate_up.forward_term(lora_shrink), "down": on_down.forward_term(lora_shrink)}
-        extra |= {
-            "up_backward_input": on_gate_up.backward_term(lora_shrink),
-            "down_backward": on_down.backward_term(lora_shrink),
-        }
+        first, second = t.packed(eager)
+        extra = {"up": first.forward_term(lora_shrink), "down": second.forward_term(lora_shrink)}
+        extra |= {"up_backward_input": first.backward_term(lora_shrink)}
+        extra |= {"down_backward": second.backward_term(lora_shrink)}
     index = torch.zeros(T * K, dtype=torch.int32)
     rows = Rows(index[: E + 1], index, index, index[: T + 1], index, torch.zeros(T * K, 3, dtype=torch.int32))
+    gated = rows, activation, t.interleaved
     for want in ((True, True), (False, True), (True, False)):
-        hopper.up(x, gate_up, gate_up_bias, rows, activation, interleaved, *want, extra["up"])
-    hopper.down(a, down, down_bias, rows, extra["down"])
-    hopper.up_backward_input(h, gate_up, rows, extra["up_backward_input"])
+        hopper.up(t.x, t.gate_up, t.gate_up_bias, *gated, *want, extra.get("up"))
+    hopper.down(a, t.down, t.down_bias, rows, extra.get("down"))
+    hopper.up_backward_input(h, t.gate_up, rows, extra.get("up_backward_input"))
     for want in ((True, True, True), (True, False, True), (True, True, False), (True, False, False)):
-        hopper.down_backward(
-            x, down, down_bias, h, torch.ones(T * K), rows, activation, interleaved, *want, extra["down_backward"]
-        )
-    hopper.gate_up_gradient(h, x, rows, gate_up)
-    hopper.down_gradient(x, a, rows, down)
+        hopper.down_backward(t.dout, t.down, t.down_bias, h, t.weight, *gated, *want, extra.get("down_backward"))
+    hopper.gate_up_gradient(h, t.x, rows, t.gate_up)
+    hopper.down_gradient(t.dout, a, rows, t.down)
     return found, [call.args[0] for call in ahead.call_args_list]
 
 
@@ -114,11 +101,19 @@ def small_gradients():
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """A process that no launcher started, with three CPUs."""
+def alone(monkeypatch, tmp_path):
+    """A process that no launcher started, with three CPUs and an empty cache."""
     for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
+def begun(monkeypatch, alone):
+    """What stands for beginning other processes."""
+    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock(side_effect=OSError))
+    return begun
 
 
 @pytest.mark.slow
@@ -129,7 +124,6 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
         (tmp_path / interpreter).chmod(0o755)
         monkeypatch.setattr(cache, "MAX_WAIT_SECONDS", 0.5)
         interpreter = str(tmp_path / interpreter)
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "executable", interpreter)
     monkeypatch.setattr(cache, "_save", save := mock.Mock(wraps=cache._save))
     cache.compile_ahead(small_gradients())
@@ -141,37 +135,26 @@ def test_kernels_come_from_other_processes_or_are_compiled_here(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("kernels", "cpus", "variables"),
+    ("kernels", "cpus", "variables", "times"),
     [
-        (1, 9, {}),
-        (2, 2, {}),
-        (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}),
-        *((2, 9, {name: "1"}) for name in LOCAL_RANKS),
+        (1, 9, {}, 0),
+        (2, 2, {}, 0),
+        (2, 9, {"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 0),
+        *((2, 9, {name: "1"}, 0) for name in LOCAL_RANKS),
+        (2, 3, {}, 1),
+        (2, 3, {"LOCAL_RANK": "0", "SLURM_LOCALID": "5"}, 1),
+        (2, 3, {"SLURM_LOCALID": "0"}, 1),
     ],
 )
-def test_nothing_is_begun_for_little_and_by_other_ranks(tmp_path, monkeypatch, alone, kernels, cpus, variables):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+def test_the_first_rank_begins_for_all_unless_there_is_little(monkeypatch, begun, kernels, cpus, variables, times):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cpus))
-    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock())
     cache.compile_ahead(small_gradients()[:kernels])
-    begun.assert_not_called()
+    assert begun.call_count == times
 
 
-@pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0", "SLURM_LOCALID": "5"}, {"SLURM_LOCALID": "0"}])
-def test_the_first_rank_begins_for_all(tmp_path, monkeypatch, alone, variables):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock(side_effect=OSError))
-    cache.compile_ahead(small_gradients())
-    begun.assert_called_once()
-
-
-def test_what_is_compiled_is_said_once_and_not_where_bars_are_off(tmp_path, monkeypatch, alone, capsys):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=OSError))
+def test_what_is_compiled_is_said_once_and_not_where_bars_are_off(tmp_path, monkeypatch, begun, capsys):
     monkeypatch.delenv(QUIET, raising=False)
     cache.compile_ahead(small_gradients())
     said = capsys.readouterr().err
@@ -188,11 +171,10 @@ def test_what_is_compiled_is_said_once_and_not_where_bars_are_off(tmp_path, monk
     assert not capsys.readouterr().err
 
 
-def test_nothing_is_compiled_ahead_for_a_folder_that_others_can_write_to(tmp_path, monkeypatch, alone):
+def test_nothing_is_compiled_ahead_for_a_folder_that_others_can_write_to(tmp_path, monkeypatch, begun):
     (tmp_path / "mine" / "hopper").mkdir(parents=True)
     (tmp_path / "mine" / "hopper").chmod(0o777)
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "mine"))
-    monkeypatch.setattr(subprocess, "Popen", begun := mock.Mock())
     cache.compile_ahead(small_gradients())
     begun.assert_not_called()
     with pytest.raises(warmup.WarmupError, match="others can write to it"):
