@@ -6,7 +6,8 @@ where the epilogue reads a product that has been rounded already, twice that err
 import pytest
 import torch
 from kernel_helpers import errors, same_bits
-from moe_problems import AdaptedLayer, layer, poisoned, routing_ids, stored
+from kernel_products import operands
+from moe_problems import AdaptedLayer, poisoned, routing_ids
 from test_triton_gpu import _exact_fp32_reference  # noqa: F401
 
 from sonicmoe_hf.checkpoints.comparing import relative_error
@@ -33,18 +34,10 @@ class Problem:
     """
 
     def __init__(self, backend, rank, layout, T=3001, H=264, I=200, E=16, K=4, dtype=torch.bfloat16, kind="list"):
-        transposed, self.interleaved = LAYOUTS[layout]
         expert, token = routing_ids(T, E, K, kind, "cuda", empty=(0, 7))
         self.rows = backend.dispatch(expert, token, T, E, True)
         self.num_rows, num_pairs = int(self.rows.offsets[-1]), expert.numel()
-        tensors, self.dout = layer(T, H, I, E, num_pairs, dtype, "cuda")
-        self.x, self.weight, self.bias, self.down_bias = (
-            tensors[name] for name in ("x", "weight", "gate_up_bias", "down_bias")
-        )
-        self.gate_up, self.down = (
-            stored(tensors[name], layout).transpose(1, 2) if transposed else tensors[name]
-            for name in ("gate_up", "down")
-        )
+        self.operands = operands(T, H, I, E, num_pairs, layout, 0, "cuda", dtype, activation=Activation())
 
         def of_rows(width):
             tensor = torch.randn(num_pairs, width, device="cuda").to(dtype)
@@ -57,7 +50,7 @@ class Problem:
             return pack(a, torch.randn(E, size_out, rank, device="cuda") * rank**-0.5, 1.0, weight)
 
         self.h, self.a, self.dh = of_rows(2 * I), of_rows(I), of_rows(2 * I)
-        first, second = adapter(self.gate_up), adapter(self.down)
+        first, second = adapter(self.operands.gate_up), adapter(self.operands.down)
         padded = first.a_EKJ.shape[2]
         self.extras = {
             "up": first.forward_term(of_rows(padded)),
@@ -68,17 +61,16 @@ class Problem:
 
     def products(self, kernels, extras, convert=lambda tensor: tensor):
         """Every product by name, up to the last row; `convert` is applied to all operands."""
-        t = {name: convert(tensor) for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+        x, gate_up, down, weight, dout, bias, down_bias = map(convert, self.operands[:7])
+        of_h, of_a, of_dh = map(convert, (self.h, self.a, self.dh))
         extra = {name: LoraTerm(*map(convert, value)) if value else None for name, value in extras.items()}
-        act, rows = Activation("swiglu"), self.rows
-        weight = self.weight.float()
-        h, a = kernels.up(t["x"], t["gate_up"], t["bias"], rows, act, self.interleaved, True, True, extra=extra["up"])
-        y = kernels.down(t["a"], t["down"], t["down_bias"], rows, extra=extra["down"])
+        gated = self.rows, self.operands.activation, self.operands.interleaved
+        h, a = kernels.up(x, gate_up, bias, *gated, True, True, extra=extra["up"])
+        y = kernels.down(of_a, down, down_bias, self.rows, extra=extra["down"])
         dh, weighted_a, dw = kernels.down_backward(
-            t["dout"], t["down"], t["down_bias"], t["h"], weight, rows, act, self.interleaved, True, True, True,
-            extra=extra["down_backward"],
-        )  # fmt: skip
-        dx = kernels.up_backward_input(t["dh"], t["gate_up"], rows, extra=extra["up_backward_input"])
+            dout, down, down_bias, of_h, weight, *gated, True, True, True, extra=extra["down_backward"]
+        )
+        dx = kernels.up_backward_input(of_dh, gate_up, self.rows, extra=extra["up_backward_input"])
         by_row = {"h": h, "a": a, "y": y, "dh": dh, "weighted_a": weighted_a, "dx": dx}
         return {"dw": dw, **{name: tensor[: self.num_rows] for name, tensor in by_row.items()}}
 
@@ -87,7 +79,7 @@ def check(problem, hopper):
     exact = problem.products(eager, problem.extras, torch.Tensor.float)
     with poisoned():
         found = problem.products(hopper, problem.extras)
-    dtype = problem.x.dtype
+    dtype = problem.operands.x.dtype
     rounded_once = {name: relative_error(tensor.to(dtype), tensor) for name, tensor in exact.items()}
     in_fp16 = dtype == torch.float16
     allowed = {

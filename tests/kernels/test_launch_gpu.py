@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from kernel_helpers import errors, same_bits
-from moe_problems import check_contracts, forward_of, layer, routing_ids, run
+from moe_problems import check_contracts, forward_of, run
+from test_triton_gpu import problem
 from triton import knobs
 
 from sonicmoe_hf.kernels.triton import launch as launching
@@ -15,12 +16,6 @@ from sonicmoe_hf.kernels.triton.launch import launch_kernel
 
 pytestmark = pytest.mark.gpu
 OURS = torch.ops.sonicmoe_hf
-
-
-def problem(T=2000):
-    ids = routing_ids(T, 16, 4, "top_k", "cuda")
-    tensors, dout = layer(T, 256, 192, 16, 4 * T, torch.bfloat16, "cuda")
-    return tensors, dout, ids
 
 
 def shifted(tensor):
@@ -58,7 +53,7 @@ def test_a_kernel_that_triton_would_compile_for_a_number_is_refused():
 
 def test_operands_off_the_multiples_of_16_bytes(backend):
     """The same sums, perhaps in another order: bf16 roundings apart, 2^-9 each."""
-    tensors, dout, ids = problem()
+    tensors, dout, ids = problem(2000, bias=True)
     aligned = run(tensors, dout, ids, "concatenated", "swiglu", backend)
     off = {name: shifted(tensor) for name, tensor in tensors.items()}
     found = run(off, shifted(dout), (shifted(ids[0]), None), "concatenated", "swiglu", backend)
@@ -68,7 +63,7 @@ def test_operands_off_the_multiples_of_16_bytes(backend):
 
 
 def test_compiled_whole_it_gives_the_same_bits(backend):
-    tensors, dout, (expert, _) = problem()
+    tensors, dout, (expert, _) = problem(2000, bias=True)
 
     forward = forward_of(expert, backend)
 
@@ -83,13 +78,13 @@ def test_compiled_whole_it_gives_the_same_bits(backend):
 
 
 def test_the_ops_keep_their_contracts(backend):
-    tensors, dout, ids = problem(T=700)
+    tensors, dout, ids = problem(700, bias=True)
     check_contracts(tensors, dout, ids, 16, backend, sentinels=False)
 
 
 def test_it_runs_on_the_current_stream(backend):
     """Inputs that a stream still waits for are read after they have come, forward and backward."""
-    tensors, dout, ids = problem()
+    tensors, dout, ids = problem(2000, bias=True)
     expected = run(tensors, dout, ids, "concatenated", "swiglu", backend)
     late = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
     torch.cuda.synchronize()
@@ -106,7 +101,7 @@ def test_it_runs_on_the_current_stream(backend):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_it_runs_on_the_tensors_gpu(backend):
     """Another than the current one."""
-    tensors, dout, ids = problem()
+    tensors, dout, ids = problem(2000, bias=True)
     expected = run(tensors, dout, ids, "concatenated", "swiglu", backend)
     elsewhere = {name: tensor.to("cuda:1") for name, tensor in tensors.items()}
     ids = [None if tensor is None else tensor.to("cuda:1") for tensor in ids]
@@ -117,7 +112,7 @@ def test_it_runs_on_the_tensors_gpu(backend):
 
 
 def test_a_profiler_of_triton_sees_every_launch():
-    tensors, dout, ids = problem()
+    tensors, dout, ids = problem(2000, bias=True)
     run(tensors, dout, ids, "concatenated", "swiglu", "triton")
     seen = []
 
@@ -134,7 +129,7 @@ def test_a_profiler_of_triton_sees_every_launch():
 
 
 def test_later_launches_go_past_triton():
-    tensors, dout, ids = problem()
+    tensors, dout, ids = problem(2000, bias=True)
     run(tensors, dout, ids, "concatenated", "swiglu", "triton", sentinels=False)
     refuse = mock.Mock(side_effect=AssertionError("went through Triton"))
     with mock.patch.object(launching.JITFunction, "run", refuse):
