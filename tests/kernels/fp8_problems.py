@@ -7,11 +7,44 @@ import torch
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf.checkpoints.comparing import relative_error
 from sonicmoe_hf.kernels import eager, hopper
-from sonicmoe_hf.kernels.interface import Activation, PackedOperand
+from sonicmoe_hf.kernels.interface import Activation, LoraTerm, PackedOperand
 from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, ScaledRows, ScaledWeight, scale_halves, transposed
+from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 BF16 = torch.bfloat16
 SWIGLU = Activation()
+
+
+def adapters_of(widths, rank, num_rows, num_experts, sizes, device):
+    """LoraTerms for products of these widths, whose rows and factors are of these sizes, or None."""
+    if not rank:
+        return None, None
+    of_rows, of_factors = sizes
+    return [
+        LoraTerm(
+            (of_rows * torch.randn(num_rows, rank, device=device)).bfloat16(),
+            (of_factors * torch.randn(num_experts, width, rank, device=device)).bfloat16(),
+        )
+        for width in widths
+    ]
+
+
+def step_of(x, weights, routing, rank, std_of_b, scale, dout, save):
+    """A function of a backend and of `compute`: out of a layer with adapters of this rank, or none, and the gradients of
+    x, of the routing weights and of the adapters."""
+    leaves, adapters = [x, routing[1]], {}
+    for name, weight in zip(("gate_up_adapter", "down_adapter"), weights if rank else ()):
+        num_experts, size_out, size_in = weight.shape
+        a = (torch.randn(num_experts, rank, size_in, device=x.device) * size_in**-0.5).requires_grad_()
+        b = (torch.randn(num_experts, size_out, rank, device=x.device) * std_of_b).requires_grad_()
+        adapters[name] = LowRank(a, b, scale)
+        leaves += [a, b]
+
+    def step(backend, compute="fp8"):
+        out = moe_experts(x, *weights, routing, save=save, compute=compute, backend=backend, **adapters)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    return step
 
 
 def check(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fp8_problems import check, check_backward
+from fp8_problems import adapters_of, check, check_backward, step_of
 from helpers.marks import rest_pinned
 from hopper_simulator.layers import pairs_of, rows_of, use_simulator
 from kernel_helpers import relative_error
@@ -14,10 +14,8 @@ from moe_problems import poisoned
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, hopper, triton
-from sonicmoe_hf.kernels.interface import LoraTerm
 from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, scale_rows, transposed
 from sonicmoe_hf.kernels.triton import config
-from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 COUNTS, T = (130, 0, 64), 60  # rows of the experts: a whole tile and a little, none, half a tile; tokens
 TRITON = ["e4m3", "bytes"]
@@ -50,25 +48,12 @@ def packed_weights(H, I, device):
     return fp8_trial.weight_in_blocks(gate_up, "concatenated"), fp8_trial.weight_in_blocks(down, "whole")
 
 
-def adapters_of(widths, rank, num_rows, size, device):
-    """LoraTerms whose rows are of that size, or None."""
-    if not rank:
-        return None, None
-    return [
-        LoraTerm(
-            (size * torch.randn(num_rows, rank, device=device)).bfloat16(),
-            (10 * torch.randn(len(COUNTS), width, rank, device=device)).bfloat16(),
-        )
-        for width in widths
-    ]
-
-
 @pytest.mark.parametrize(("H", "I", "rank"), rest_pinned([(336, 256, 72), (336, 144, 0), (256, 144, 16)]))
 def test_up_and_down(kernels, device, H, I, rank):
     """Sizes that no tile or group divides, and others."""
     device, rows = on(kernels, device)
     x = torch.randn(T, H, device=device) * torch.logspace(-2, 2, H, device=device)
-    adapters = adapters_of((2 * I, H), rank, rows.token.numel(), 1, device)
+    adapters = adapters_of((2 * I, H), rank, rows.token.numel(), len(COUNTS), (1, 10), device)
     packed = packed_weights(H, I, device)
     with poisoned():
         check(scale_rows(x), *packed, rows, adapters, kernels)
@@ -82,7 +67,7 @@ def test_backward(kernels, device, H, I, rank):
     P = rows.token.numel()
     dout = torch.randn(T, H, device=device) * torch.logspace(-14, -9, H, device=device)
     h, routed = torch.randn(P, 2 * I, device=device).bfloat16(), torch.rand(P, device=device)
-    adapters = adapters_of((I, H), rank, P, 1e-11, device)
+    adapters = adapters_of((I, H), rank, P, len(COUNTS), (1e-11, 10), device)
     weights = [transposed(*packed[:2]) for packed in packed_weights(H, I, device)]
     with poisoned():
         check_backward(scale_rows(dout, SMALLEST_GRADIENT), *weights, h, routed, rows, adapters, kernels)
@@ -126,16 +111,6 @@ def test_a_layer_in_fp32_gives_what_the_eager_backend_gives(kernels, device, sav
     packed = [PackedWeight.quantize(gate_up, "fp8", order="concatenated"), PackedWeight.quantize(down, "fp8")]
     x = (torch.randn(T, H, device=device) * torch.logspace(-1, 1, H, device=device)).requires_grad_()
     routing = torch.rand(T, E - 1, device=device).topk(K).indices, torch.rand(T, K, device=device, requires_grad=True)
-    leaves, adapters = [x, routing[1]], {}
-    for name, size_in, size_out in (("gate_up_adapter", H, 2 * I), ("down_adapter", I, H)) if rank else ():
-        a = (torch.randn(E, rank, size_in, device=device) * size_in**-0.5).requires_grad_()
-        b = (torch.randn(E, size_out, rank, device=device) * 0.3).requires_grad_()
-        adapters[name] = LowRank(a, b, 0.5)
-        leaves += [a, b]
-
-    def step(backend):
-        out = moe_experts(x, *packed, routing, save=save, compute="fp8", backend=backend, **adapters)
-        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
-
+    step = step_of(x, packed, routing, rank, 0.3, 0.5, torch.ones_like(x), save)
     errors = [relative_error(*pair) for pair in zip(step("triton"), step("eager"))]
     assert max(errors) < 2e-3, errors

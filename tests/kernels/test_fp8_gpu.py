@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from fp8_problems import check, check_gradients
+from fp8_problems import adapters_of, check, check_gradients, step_of
 from kernel_helpers import relative_error
 
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, triton
-from sonicmoe_hf.kernels.interface import LoraTerm
 from sonicmoe_hf.layer import backends
-from sonicmoe_hf.layer.moe_experts import LowRank, moe_experts
 
 pytestmark = pytest.mark.gpu
 SIZES = ((67, 336, 144, 7, 2), (300, 1024, 768, 4, 3), (3000, 784, 1040, 33, 3))  # T, H, I, E, K
@@ -32,12 +30,7 @@ def problem(sizes):
 def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
     """`check` compares, and says why its bounds are what they are; every third expert may have no rows."""
     _, x, gate_up, down, rows = problem(sizes)
-    P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
-    if rank:
-        adapters = [
-            LoraTerm(torch.randn(P, rank, device="cuda").bfloat16(), torch.randn(E, n, rank, device="cuda").bfloat16())
-            for n in (gate_up.shape[1], down.shape[1])
-        ]
+    adapters = adapters_of((gate_up.shape[1], down.shape[1]), rank, rows.token.numel(), len(gate_up), (1, 1), "cuda")
     scaled = fp8_trial.quantized(x, gate_up, down)
     errors = check(*scaled, rows, adapters, kernels)
     assert errors == check(*scaled, rows, adapters, kernels), "another result the second time"
@@ -48,15 +41,7 @@ def test_kernels_are_as_near_as_roundings_are(kernels, sizes, rank):
 def test_kernels_of_backward_are_as_near_as_roundings_are(kernels, sizes, rank):
     """`check_gradients`; with adapters, of one size with da' and dx."""
     shape, x, gate_up, down, rows = problem(sizes)
-    P, E, adapters = rows.token.numel(), len(gate_up), (None, None)
-    if rank:
-        adapters = [
-            LoraTerm(
-                1e-9 * torch.randn(P, rank, device="cuda").bfloat16(),
-                torch.randn(E, n, rank, device="cuda").bfloat16(),
-            )
-            for n in (shape.I, shape.H)
-        ]
+    adapters = adapters_of((shape.I, shape.H), rank, rows.token.numel(), len(gate_up), (1e-9, 1), "cuda")
     check_gradients(shape, *fp8_trial.quantized(x, gate_up, down)[1:], rows, adapters, kernels)
 
 
@@ -89,18 +74,8 @@ def test_a_layer_gives_what_the_eager_backend_gives(backend, sizes, save, rank):
     x = torch.randn(T, H, device="cuda").bfloat16().requires_grad_()
     expert = torch.rand(T, E, device="cuda").topk(K).indices
     routed = torch.rand(T, K, device="cuda", requires_grad=True)
-    leaves, adapters = [x, routed], {}
-    for name, size_in, size_out in (("gate_up_adapter", H, 2 * I), ("down_adapter", I, H)) if rank else ():
-        a = (torch.randn(E, rank, size_in, device="cuda") * size_in**-0.5).requires_grad_()
-        b = (torch.randn(E, size_out, rank, device="cuda") * 0.1).requires_grad_()
-        adapters[name] = LowRank(a, b, 2.0)
-        leaves += [a, b]
     dout = torch.randn(T, H, device="cuda").bfloat16()
-
-    def step(backend, compute="fp8"):
-        out = moe_experts(x, *weights, (expert, routed), save=save, compute=compute, backend=backend, **adapters)
-        return [out, *torch.autograd.grad(out, leaves, dout)]
-
+    step = step_of(x, weights, (expert, routed), rank, 0.1, 2.0, dout, save)
     found, expected, bf16 = step(backend), step("eager"), step(backend, None)
     errors = [relative_error(*pair) for pair in zip(found, expected)]
     assert errors[0] < 0.015 and max(errors) < 0.025, errors

@@ -75,25 +75,36 @@ def test_sizes_and_layouts(T, layout):
     check(*problem(T, empty=(0, 7), bias=True), layout)
 
 
-def test_no_tokens():
+def test_no_tokens(backend):
     tensors, dout, ids = problem(0)
-    assert all((t == 0).all() for t in run(tensors, dout, ids, "concatenated", "swiglu", "triton").values())
+    assert all((t == 0).all() for t in run(tensors, dout, ids, "concatenated", "swiglu", backend).values())
 
 
-@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.fixture
+def alone(backend, request):
+    """The backend; a GEMM of Hopper's that falls back to Triton fails the test."""
+    if backend == "hopper":
+        request.getfixturevalue("hopper")
+    return backend
+
+
+TOKENS = {"hopper": 2000, "triton": 1000}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", GATED)
-def test_activations(name, interleaved):
-    tensors, dout, ids = problem(1000, bias=True)
+def test_activations(alone, name, layout):
+    tensors, dout, ids = problem(TOKENS[alone], bias=True)
     if name.startswith("clamped"):
         # Whole columns are clamped and others not: near the limit h's own rounding decides the slope, in any computation.
         tensors["gate_up_bias"] += 30 * torch.randint_like(tensors["gate_up_bias"], -1, 2)
-    check(tensors, dout, ids, "interleaved" if interleaved else "concatenated", name)
+    check(tensors, dout, ids, layout, name, alone)
 
 
 @pytest.mark.parametrize("layout", ("concatenated", "transposed_concatenated"))
 @pytest.mark.parametrize("name", UNGATED)
-def test_activations_without_a_gate(name, layout):
-    check(*problem(1000, bias=True, activation=name), layout, name)
+def test_activations_without_a_gate(alone, name, layout):
+    check(*problem(TOKENS[alone], bias=True, activation=name), layout, name, alone)
 
 
 @pytest.mark.parametrize(("T", "H", "I"), [(63, 256, 192), (5003, 264, 136), (5003, 252, 100), (5003, 2688, 1856)])
@@ -103,8 +114,10 @@ def test_sizes_without_a_gate(T, H, I, dtype):
 
 
 @pytest.mark.parametrize("kind", ("sentinels", "list"))
-def test_dropped_pairs_and_general_lists(kind):
-    check(*problem(3000, kind=kind, empty=(15,)), save="input")
+@pytest.mark.parametrize("layout", ("concatenated", "interleaved"))
+def test_dropped_pairs_and_general_lists(alone, kind, layout):
+    """A third of every row buffer is a tail that nothing writes: NaN here."""
+    check(*problem(3000, kind=kind, empty=(15,)), layout, backend=alone, save="input")
 
 
 @pytest.mark.parametrize("K", (1, 8))

@@ -102,12 +102,9 @@ class Copied:
     """A tensor of the host's that is copied to the GPU and back."""
 
     def __init__(self, fake, tensor):
-
         self.host = fake.permuted(tensor).view(torch.int16 if fake.kind.width == 16 else torch.int32).numpy()
         self.memory = state.gpu.memory
-        size = self.host.size * fake.kind.bytes
-        self.places = slice(0, 0)
-        address = self.memory.allocate(size)
+        address = self.memory.allocate(self.host.size * fake.kind.bytes)
         start = (address - self.memory.base) // fake.kind.bytes
         self.width, self.places = fake.kind.bytes, slice(start, start + self.host.size)
         self.memory.of_width[self.width][self.places] = self.host.reshape(-1).view(f"u{self.width}")

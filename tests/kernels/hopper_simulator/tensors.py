@@ -63,31 +63,19 @@ def _signed(value):
     return value
 
 
+def _in_bits(operation):
+    return lambda value, other: Bits(operation(value, other))
+
+
 class Bits(int):
     """32 bits as int32: what rounding_error.py computes with."""
 
     def __new__(cls, value):
         return int.__new__(cls, (value + 0x80000000 & 0xFFFFFFFF) - 0x80000000)
 
-    def __add__(self, other):
-        return Bits(int.__add__(self, other))
-
-    def __and__(self, other):
-        return Bits(int.__and__(self, other))
-
-    def __or__(self, other):
-        return Bits(int.__or__(self, other))
-
-    def __xor__(self, other):
-        return Bits(int.__xor__(self, other))
-
+    __add__, __lshift__, __rshift__ = map(_in_bits, (int.__add__, int.__lshift__, int.__rshift__))
+    __and__, __or__, __xor__ = map(_in_bits, (int.__and__, int.__or__, int.__xor__))
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
-
-    def __lshift__(self, other):
-        return Bits(int.__lshift__(self, other))
-
-    def __rshift__(self, other):
-        return Bits(int.__rshift__(self, other))
 
 
 FLOAT, WORD = struct.Struct("<f"), struct.Struct("<I")
