@@ -3,6 +3,7 @@
 import copy
 import io
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from transformers import (
@@ -44,68 +45,36 @@ ON_DISK = {  # a device map of two layers, of which the second is on the disk
     "model.layers.1": "disk",
     "lm_head": "cpu",
 }
-
-
-def qwen3_moe(**changes):
-    options = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**{**SHARED, **GROUPED, **options, **changes})
-
-
-def olmoe(**changes):
-    return OlmoeConfig(**{**SHARED, **GROUPED, "num_experts": 8, "intermediate_size": 16, **changes})
-
-
-def gpt_oss(**changes):
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    options = {"num_local_experts": 8, "intermediate_size": 16, "rope_parameters": rope}
-    return GptOssConfig(**{**SHARED, **GROUPED, **options, **changes})
-
-
-def deepseek_v3(**changes):
-    heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    experts = {
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-    }
-    options = {"num_key_value_heads": 4, "intermediate_size": 48, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
-    return DeepseekV3Config(**{**SHARED, **heads, **experts, **options, **changes})
-
-
-def nemotron_h(**changes):
-    """Mamba, experts without a gate, attention, experts; the experts are of another size than the model."""
-    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8}
-    experts = {
-        "n_routed_experts": 8,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 16,
-        "moe_latent_size": 24,
-        "moe_shared_expert_intermediate_size": 16,
-        "intermediate_size": 48,
-    }
-    layers = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
-    sizes = {name: size for name, size in SHARED.items() if name != "num_hidden_layers"}
-    return NemotronHConfig(**{**sizes, **GROUPED, **mamba, **experts, **layers, **changes})
-
-
-def mixtral(**changes):
-    return MixtralConfig(**{**SHARED, **GROUPED, "num_local_experts": 8, "intermediate_size": 16, **changes})
-
-
-def glm4_moe(**changes):
-    experts = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    return Glm4MoeConfig(**{**SHARED, **GROUPED, **experts, "intermediate_size": 48, **changes})
-
-
-def qwen3_vl_moe():
-    text = {**SHARED, **GROUPED, "num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
-    return Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
-
-
+IN_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16}
+OF_QWEN3 = {"num_experts": 8, "moe_intermediate_size": 16, "intermediate_size": 48}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# small configs, as functions of what is to be otherwise
+qwen3_moe = partial(Qwen3MoeConfig, **SHARED, **GROUPED, **OF_QWEN3, norm_topk_prob=True)
+olmoe = partial(OlmoeConfig, **SHARED, **GROUPED, num_experts=8, intermediate_size=16)
+gpt_oss = partial(GptOssConfig, **SHARED, **GROUPED, num_local_experts=8, intermediate_size=16, rope_parameters=ROPE)
+deepseek_v3 = partial(
+    DeepseekV3Config, **SHARED, **IN_GROUPS, n_shared_experts=1, first_k_dense_replace=1, num_experts_per_tok=2,
+    intermediate_size=48, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=8,
+)  # fmt: skip
+# Mamba, experts without a gate, attention, experts; the experts are of another size than the model
+nemotron_h = partial(
+    NemotronHConfig, **{name: size for name, size in SHARED.items() if name != "num_hidden_layers"}, **GROUPED,
+    **IN_GROUPS, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], mamba_num_heads=4,
+    mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8, moe_latent_size=24,
+    moe_shared_expert_intermediate_size=16, intermediate_size=48,
+)  # fmt: skip
+mixtral = partial(MixtralConfig, **SHARED, **GROUPED, num_local_experts=8, intermediate_size=16)
+glm4_moe = partial(
+    Glm4MoeConfig, **SHARED, **GROUPED, n_routed_experts=8, moe_intermediate_size=16, n_shared_experts=1,
+    first_k_dense_replace=1, intermediate_size=48,
+)  # fmt: skip
+qwen3_vl_moe = partial(
+    Qwen3VLMoeConfig,
+    text_config={**SHARED, **GROUPED, **OF_QWEN3},
+    vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+                   "deepstack_visual_indexes": [0]},
+)  # fmt: skip
 CONFIGS = {"qwen3_moe": qwen3_moe, "olmoe": olmoe, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
 OTHERS = {  # without a native layout
     "nemotron_h": nemotron_h,
@@ -160,7 +129,7 @@ def patching(*families, **options):
 
 def ernie_vl_text():
     """The layers of ERNIE 4.5 VL, whose routers of text and of images each get some of the tokens."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    rope = {**ROPE, "mrope_section": [1, 1, 2]}
     experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": [16, 12], "intermediate_size": 48}
     config = Ernie4_5_VLMoeTextConfig(**SHARED, **experts, num_key_value_heads=2, rope_parameters=rope)
     config._experts_implementation = "eager"
