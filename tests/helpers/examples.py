@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from unittest import mock
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_SIZES = {
@@ -15,11 +16,8 @@ TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind\n
 def load(name):
     """An example as a module, made anew with the file that examples share: each imports from its own folder."""
     sys.modules.pop("shared", None)
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(EXAMPLES))
     return module

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -73,13 +74,9 @@ def output_of(command: str) -> str:
 
 
 def _of_main(words: list[str]) -> str:
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "300" if words[0] in NAMES_PATHS else COLUMNS
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            main(words)
-    finally:
-        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    columns = mock.patch.dict(os.environ, COLUMNS="300" if words[0] in NAMES_PATHS else COLUMNS)
+    with columns, contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(words)
     return printed.getvalue()
 
 

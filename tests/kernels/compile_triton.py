@@ -10,6 +10,7 @@ that code takes as long as the compile. Run it in a process of its own: where Tr
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tempfile
 from importlib import import_module
 from itertools import product
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from triton import compile as triton_compile
@@ -269,15 +271,11 @@ def launches_of(call):
     def record(kernel, grid, tensors, numbers=(), constants=(), **options):
         seen.append((kernel, tensors, numbers, constants, options))
 
-    modules = [m for name, m in sys.modules.items() if name.startswith("sonicmoe_hf.kernels.triton")]
-    replaced = [(m, m.launch_kernel) for m in modules if hasattr(m, "launch_kernel")]
-    for module, _ in replaced:
-        module.launch_kernel = record
-    try:
+    with contextlib.ExitStack() as patches:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("sonicmoe_hf.kernels.triton") and hasattr(module, "launch_kernel"):
+                patches.enter_context(mock.patch.object(module, "launch_kernel", record))
         call()
-    finally:
-        for module, original in replaced:
-            module.launch_kernel = original
     return seen
 
 

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 from fp8_problems import adapters_of, check, check_backward, step_of
-from helpers.marks import rest_pinned
+from helpers.marks import rest_pinned, rest_slow
 from hopper_simulator.layers import pairs_of, rows_of, use_simulator
 from kernel_helpers import relative_error
 from moe_problems import poisoned
@@ -14,6 +14,7 @@ from moe_problems import poisoned
 from benchmarks.layer import fp8_trial
 from sonicmoe_hf import PackedWeight
 from sonicmoe_hf.kernels import eager, hopper, triton
+from sonicmoe_hf.kernels.quantized import FP8_BLOCK
 from sonicmoe_hf.kernels.scaled import SMALLEST_GRADIENT, scale_rows, transposed
 from sonicmoe_hf.kernels.triton import config
 
@@ -80,6 +81,17 @@ def sum_of_parts(parts, like, bias, rows):
     dw_P = torch.zeros(parts.shape[1])
     dw_P[rows.pair[:num_rows].long()] = parts[:, :num_rows].sum(0)
     return dw_P
+
+
+@pytest.mark.parametrize(("size_out", "size_in"), rest_slow([(144, 336), (160, 144), (272, 128)]))
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_weight_is_transposed_bit_by_bit(device, size_out, size_in, parts):
+    """And the halves of gate and up are filled up to whole groups with zeros."""
+    codes = torch.randint(256, (3, parts * size_out, size_in), dtype=torch.uint8, device=device)
+    blocks = -(-size_out // FP8_BLOCK), -(-size_in // FP8_BLOCK)
+    scales = torch.rand(3, parts, blocks[0], 1, blocks[1], device=device)
+    found, expected = triton.transposed(codes, scales), transposed(codes, scales)
+    assert torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales)
 
 
 @pytest.mark.parametrize("kernels", TRITON, indirect=True)

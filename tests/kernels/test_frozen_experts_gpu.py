@@ -1,5 +1,5 @@
-"""Packed experts on a GPU: the dequantizing kernel's bits, layers whose products read packed weights beside layers of the
-dequantized ones, and CUDA graphs."""
+"""Frozen experts on a GPU: the dequantizing kernel's bits, layers whose products read packed weights beside layers of the
+dequantized ones, layers of bf16 experts with fp32 adapters as PEFT stores them, and CUDA graphs."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from sonicmoe_hf.kernels import quantized
 from sonicmoe_hf.kernels import triton as kernels
 from sonicmoe_hf.kernels.quantized import FORMATS
 from sonicmoe_hf.kernels.triton import config
+from sonicmoe_hf.layer.config import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 
@@ -54,3 +55,18 @@ def test_reading_packed_weights_agrees_with_expanding_them(backend, name, monkey
 def test_a_captured_forward_replays_to_the_same_bits(name):
     problem = AdaptedLayer(0, "concatenated", 16, 512, 256, format=name)
     check_replay(lambda: out_of(problem, "triton"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank, T", [(1, 3001), (16, 3001), (16, 100), (100, 1000), (256, 1000)])
+def test_a_layer_with_adapters_errs_no_more_than_the_eager_backend(backend, layout, rank, T):
+    problem = AdaptedLayer(rank, layout, T, 264, 200)
+    exact = problem.step("eager", torch.float32)
+    found, expected = (errors(problem.step(name), exact) for name in (backend, "eager"))
+    # other orders of sums round otherwise: a fifth more; and 2^-10 is a quarter of bf16's rounding
+    assert {n: (e, expected[n]) for n, e in found.items() if e > 1.2 * expected[n] + 2**-10} == {}
+
+
+def test_a_captured_step_replays_to_the_same_bits(backend):
+    problem = AdaptedLayer(16, "concatenated", 2000, 264, 200)
+    check_replay(lambda: problem.step(backend))
