@@ -30,7 +30,6 @@ from sonicmoe_hf.cli.main import main
 from sonicmoe_hf.lora.factors import Factors, fused_gate_up, stacked
 
 THREE_DIMENSIONAL = ("gpt_oss", "qwen3_vl_moe")  # whose experts vLLM holds as one weight
-every_model = pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 
 
 def products_of(adapter, family):
@@ -74,8 +73,10 @@ def there_and_back(folder, engine="vllm", **options):
     return tensors_in(folder / f"{engine} back")
 
 
-@every_model
-@pytest.mark.parametrize("options", [{}, UNEVEN], ids=["one rank", "patterns and rsLoRA"])
+@pytest.mark.parametrize(
+    "name, options",
+    [*((name, options) for name in (*FAMILIES, *OTHERS) for options in ({}, UNEVEN)), ("olmoe", {"use_rslora": True})],
+)
 def test_what_vllm_loads_is_pefts_merge_in_memory_and_comes_back(name, options, tmp_path):
     """With the same bits where ranks are equal, but for layers that SGLang fuses, else with the same products."""
     model = base(name, tmp_path / "base")
