@@ -41,11 +41,12 @@ class Training:
 
     method: of METHODS. parallel: "one GPU", "DDP" or one of SHARDED, over `gpus`. tokens: of a step on each GPU, in
     sequences of `sequence`. weights: "bf16" or "fp32", of what is trained in full; fp32 weights compute in bf16 by
-    autocast. optimizer: "adam", or "adam8bit", which steps in backward. experts, linear: format of frozen experts and of
-    the attention's linear layers, "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the
-    attention's adapted linear layers; None: all. checkpointing, liger; save: what a layer keeps. extra_rows: of token
-    rounding, for each expert. attention: its implementation; None: the model's own. experts_memory: bytes of experts that
-    stay on the GPU while the others are in host memory; None: all are on the GPU.
+    autocast. optimizer: "adam", or "adam8bit", which steps in backward. experts, linear: format of frozen experts and
+    of the attention's linear layers, "bf16" or a packed one. r, experts_r: ranks; 0: no adapters there. targets: the
+    attention's adapted linear layers; None: all. checkpointing; save: what a layer keeps. liger: whether Liger's
+    kernels compute the rest; "loss": its loss alone. extra_rows: of token rounding, for each expert. attention: its
+    implementation; None: the model's own. experts_memory: bytes of experts that stay on the GPU while the others are
+    in host memory; None: all are on the GPU.
     """
 
     method: str
@@ -61,7 +62,7 @@ class Training:
     experts_r: int = 16
     targets: tuple[str, ...] | None = None
     checkpointing: bool = True
-    liger: bool = True
+    liger: bool | str = True
     save: str = "preactivation"
     extra_rows: int = 0
     attention: str | None = None
@@ -248,8 +249,8 @@ def norm_bytes(features: int, training: Training) -> float:
     """Of an RMSNorm: without Liger an fp32 copy, and the normalised values where its weight is trained; with Liger its
     input."""
     if training.fp32_stream:
-        return (4.0 if training.liger else 8.0) * features
-    return (2.0 if training.liger else 6.0 if training.full else 4.0) * features
+        return (4.0 if training.liger is True else 8.0) * features
+    return (2.0 if training.liger is True else 6.0 if training.full else 4.0) * features
 
 
 def layer_bytes(sizes: ModelSizes, training: Training) -> float:

@@ -52,7 +52,7 @@ def of_train_step(name):
             method=method,
             tokens=tokens,
             checkpointing="checkpointing" in settings,
-            liger=settings[0].startswith("Liger"),
+            liger={"Liger": True, "Liger's loss": "loss"}.get(settings[0], False),
             parallel="FSDP2" if "FSDP2" in settings else "one GPU",
             gpus=2 if "2 GPUs" in settings else 1,
             experts=packed or models.MODELS[row["config"]].packed if method == "qlora" else "bf16",
@@ -228,7 +228,7 @@ def test_every_file_with_peaks_is_compared():
         "recipes.csv",
         "streaming.csv",
     }
-    assert with_peaks == {*TRAIN_STEPS, *SMALL_BATCHES, *others}
+    assert with_peaks == {*TRAIN_STEPS, *SMALL_BATCHES, *others} - {"small_batches_in_turn.csv"}
 
 
 def test_every_recipe_is_planned_or_exempt_with_a_reason():
