@@ -240,7 +240,7 @@ def _of_finetune(sizes: ModelSizes, training: Training) -> list[str]:
         f"--experts-quantization {training.experts}": training.method == "qlora",
         "--no-gradient-checkpointing": not training.full and not training.checkpointing,
         "--deepspeed examples/zero3.json": training.parallel == "ZeRO-3",
-        "--liger": training.liger,
+        "--liger": bool(training.liger),
         "--save input": training.save == "input",
         "--dequantize": sizes.is_dequantized and training.method != "qlora",
     }
